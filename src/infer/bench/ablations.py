@@ -1,8 +1,8 @@
 """The ideas that the matrix switches on one after the other, as data.
 
-Each has a place where it should show and a place where it could hurt, and words for both: why it helps,
-what it means if it did not (`unless`), and what it costs where it cannot help (`price`). Two of them do not
-even cost anything there; whatever a row of theirs shows is noise, and is called so.
+Each has a workload where it should show and one where it could hurt, and words for both: why it helps,
+what it means if it did not (`unless`), and what it costs where it cannot help (`price`). Two of them cost
+nothing there, so a difference in their rows is noise, and the report calls it that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CPU_MODEL = "needs a checkpoint on a CPU"
 
 
 class Look(NamedTuple):
-    """A workload, and the figure of it in which an idea shows."""
+    """A workload, and its figure in which an idea shows."""
 
     workload: str
     figure: str
@@ -30,12 +30,12 @@ class Ablation:
     knobs: Mapping[str, Any]
     best: Look
     risk: Look
-    why: str  # it helps
-    unless: str  # what is so where it ought to help and does not
-    price: str  # what it does where it cannot help
-    is_idle_at_risk: bool = False  # the switch changes nothing there: what is measured beyond that is noise
-    without: Mapping[str, Any] = field(default_factory=dict)  # knobs of its own "before", where not BASE's
-    above: str = ""  # what the rows above have instead, where its "before" is not theirs; a sentence
+    why: str  # reason why it helps
+    unless: str  # the reason if it ought to help and does not
+    price: str  # its effect where it cannot help
+    is_idle_at_risk: bool = False  # the switch changes nothing there: any difference is noise
+    without: Mapping[str, Any] = field(default_factory=dict)  # knobs of its own "before", if not BASE
+    above: str = ""  # sentence on what the rows above have, if its "before" is not theirs
     needs: str = ""  # a GPU, or a model on a CPU
 
 

@@ -1,14 +1,14 @@
-"""The backends of attention and MLP beside their references: the same prompts, the largest difference, times.
+"""The backends of attention and MLP against their references: same prompts, largest difference, times.
 
-    fast                         what the knobs say; without any, what `auto` takes here
+    fast                         the backends of the knobs; without any, those of `auto` here
     torch_ref attention          its reference, for prompts and for rows that decode
-    torch_ref decode attention   its reference, for rows that decode alone
+    torch_ref decode attention   its reference, only for rows that decode
     torch_ref mlp                the feed-forward half of every block in plain PyTorch
     torch_ref all                attention and MLP: what the others are compared with
 
 Each combination is an engine of its own around the same weights (config/backends.py has the table of values).
-It generates greedily, and every logprob of a prompt's and of an output's token is compared with that of
-`torch_ref all`, up to the first token in which the two outputs part. Times are taken in other runs, without
+It generates greedily, and every logprob of a prompt or output token is compared with that of
+`torch_ref all`, up to the first token in which the two outputs differ. Times are taken in other runs, without
 logprobs.
 """
 
@@ -40,16 +40,16 @@ COMBINATIONS: dict[str, dict[str, str]] = {
 
 
 class GreedyOutput(NamedTuple):
-    """What one prompt was given, and how likely each token was."""
+    """The output for one prompt, and the logprob of each token."""
 
     ids: list[int]
-    logprobs: list[float]  # of the prompt's tokens from its second on, then of the output's
+    logprobs: list[float]  # logprobs of the prompt's tokens from the second on, then of the output's
 
 
 def bench_backends(
     bench: EngineBench, *, count: int, prompt_len: int, num_tokens: int, only: Sequence[str]
 ) -> Report:
-    """Run every combination on the same prompts; of each, speed and the largest difference."""
+    """Run every combination on the same prompts, and report its speed and its largest difference."""
     target = bench.target
     for name in only:
         if name not in COMBINATIONS:
@@ -107,7 +107,7 @@ def answer(engine: Engine, workload: Workload) -> list[GreedyOutput]:
 
 
 def compare(answers: Sequence[GreedyOutput], expected: Sequence[GreedyOutput]) -> tuple[float, int]:
-    """Return the largest difference of a logprob before outputs part, and how many of their tokens agree."""
+    """Return the largest difference of a logprob before outputs differ, and the number of equal tokens."""
     largest, num_same = 0.0, 0
     for one, other in zip(answers, expected, strict=True):
         pairs = zip(one.ids, other.ids, strict=True)

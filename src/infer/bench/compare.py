@@ -2,16 +2,16 @@
 
     change = after / before - 1
     band   = the larger spread of the two, (high - low) / median / 2, and never less than the least band
-    worse or better only where the change leaves the band; else "same"
+    worse or better only if the change leaves the band; otherwise "same"
 
 A time that changed by less than a tenth of a millisecond is the same, whatever share of it that is. One
-repeat has no spread, so it gets a wider band: a single run can be off by so much on a busy machine.
+repeat has no spread, so it gets a wider band: a single run can be off by that much on a busy machine.
 Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
-not judged. What differs in machine, model, config or seed is listed: it may be the whole explanation. So may
-two things that no setting shows: a prefix cache that held one report's prompts already, which the share of
-the prompts' tokens that came from it tells; and a machine of the same name that was slower that day, which
-the ceilings tell that were measured beside the rows.
-Reports that have no such figure in common are about different things, and to compare them is an error.
+not judged. Differences in machine, model, config or seed are listed: they may explain everything. So may
+two things that no setting shows: a prefix cache that already held one report's prompts, seen in the share of
+prompt tokens that came from it; and a machine of the same name that was slower that day, seen in the
+ceilings that were measured with the rows.
+Reports that have no such figure in common are about different things, and comparing them is an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
 
 LEAST_BAND = 0.02
-SINGLE_BAND = 0.08  # where one of the two has only one repeat
-CACHED_BAND = 0.10  # of the prompts' tokens
+SINGLE_BAND = 0.08  # band if one of the two has only one repeat
+CACHED_BAND = 0.10  # share of the prompts' tokens
 LEAST_SECONDS = 1e-4
 
 
@@ -49,7 +49,7 @@ class Comparison:
     verdicts: list[Verdict]
     only_before: list[str]  # rows
     only_after: list[str]
-    differences: list[str]  # in machine, model, seed: reasons not to trust the rest
+    differences: list[str]  # differences in machine, model, seed: reasons not to trust the rest
 
     @property
     def worse(self) -> list[Verdict]:
@@ -173,7 +173,7 @@ def _warm_caches(before: Report, after: Report) -> list[str]:
 
 
 def _cached_share(row: Row) -> float | None:
-    """Return the recorded share, or that of the counts in reports that are older than the share."""
+    """Return the recorded share, or compute it from the counts in reports older than the share."""
     if "cached_share" in row.figures:
         return row.figures["cached_share"].median
     counts = [row.figures.get(name) for name in ("num_cached_tokens", "num_prompt_tokens")]

@@ -1,7 +1,7 @@
 """Put a workload on a server: the right requests at the right times, and a trace of each.
 
-    closed loop    `concurrency` clients, each takes the next session when its last has ended
-    open loop      a session starts at its time, however many are still running; with a limit,
+    closed loop    `concurrency` clients; each takes the next session when its last one has ended
+    open loop      a session starts at its time, however many are still running, or with a limit,
                    when there is room
 
 Bodies are made before the clock starts, except those that need an answer first. The client's own CPU time
@@ -35,21 +35,21 @@ from infer.bench.workloads import Session, Workload
 from infer.errors import EngineError
 
 STREAMS_PER_PROCESS = 128
-START_S = 1.0  # for all workers to be ready once the last has said so
+START_S = 1.0  # time for all workers to start after the last one is ready
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """The traces of one run, and what the client spent on it."""
+    """The traces of one run, and the client's cost of running it."""
 
     traces: list[RequestTrace]
-    seconds: float  # from the first request to the last answer
-    cpu_share: float  # of one core, used by this client
-    lag_s: float  # the most that a request of an open loop was sent too late
+    seconds: float  # time from the first request to the last answer
+    cpu_share: float  # share of one core that this client used
+    lag_s: float  # most seconds that a request of an open loop was sent late
 
     @property
     def counts_frames(self) -> bool:
-        """Whether tokens had to be counted by frames."""
+        """True if tokens had to be counted by frames."""
         return any(trace.is_ok and not trace.is_counted for trace in self.traces)
 
 
@@ -79,7 +79,7 @@ async def run_workload(
                 answers.append(await client.ask(message, trace, keeps_text=has_more))
                 traces.append(trace)
                 on_done()
-                if trace.error is not None or not has_more:  # after an error there is nothing to go on from
+                if trace.error is not None or not has_more:  # a session cannot go on after an error
                     break
                 message = _message(endpoint, workload, session, answers)
 
@@ -102,7 +102,7 @@ async def run_workload(
                     lag_s = max(lag_s, clock() - due)
                     tasks.create_task(hold_in_turn(number))
             else:
-                waiting = iter(range(len(sessions)))  # one for all clients: each takes the next
+                waiting = iter(range(len(sessions)))  # shared by all clients: each takes the next
                 for _ in range(workload.arrival.concurrency or len(sessions)):
                     tasks.create_task(hold(waiting))
     finally:
@@ -171,7 +171,7 @@ def run_load(
 
 
 def num_processes(workload: Workload) -> int:
-    """Return how many client processes a load needs: one for so many streams, at most one per core."""
+    """Return the number of client processes: one per STREAMS_PER_PROCESS streams, at most one per core."""
     streams = workload.arrival.concurrency or len(workload.sessions)
     return max(1, min(-(-streams // STREAMS_PER_PROCESS), os.cpu_count() or 1))
 

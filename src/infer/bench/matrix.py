@@ -1,4 +1,4 @@
-"""What each idea is worth on this machine: switch one on after the other, and look where it should show.
+"""The worth of each idea on this machine: switch on one after the other, and look where it should show.
 
     static -> +continuous -> +paged -> +chunked -> +prefix -> +graphs -> +overlap -> +quant -> +program
            -> +speculation
@@ -7,8 +7,8 @@ Each ablation is run on the workload that shows it best and on one that it could
 everything that was switched on before it. The memory is the same for all: as many tokens of KV cache as
 `SEQUENCES` of the longest length take. A sentence says what happened, also when nothing did.
 
-    speed-up = after / before of the ablation's own figure, turned so that more than one is better; of several
-               repeats the median of their ratios, for the two runs of a repeat have the same tokens
+    speed-up = after / before of the ablation's own figure, turned so that more than one is better; with
+               several repeats the median of their ratios, as the two runs of a repeat have the same tokens
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from infer.cache.memory import kv_bytes_per_token
 from infer.errors import ConfigError, closest
 from infer.kernels.runtime.dispatch import is_gpu
 
-SEQUENCES = 6  # that a contiguous cache holds: few, so that memory is a limit
+SEQUENCES = 6  # sequences that a contiguous cache holds: few, so that memory is a limit
 MAX_BATCH = 48
 SEVERAL = "speed-ups are medians of the repeats' ratios, and not the ratio of the two medians beside them"
-NOISE = 0.05  # a smaller change is called none, and so is one within the spread of the repeats
+NOISE = 0.05  # a smaller change counts as none, and so does one within the spread of the repeats
 
 
 class _Runs:
-    """Runs a configuration on a workload, once, however many rows ask for it."""
+    """Runs a configuration on a workload once, however many rows ask for it."""
 
     def __init__(self, bench: EngineBench) -> None:
         target = bench.target
@@ -161,7 +161,7 @@ def _row(
 
 
 def _sentence(ablation: Ablation, gain: float, band: float, *, is_best: bool) -> str:
-    """Return what the ratio means, in words that hold whichever way it went."""
+    """Return the meaning of the ratio, in words that hold whichever way it went."""
     is_none = 1 / (1 + band) <= gain <= 1 + band
     if ablation.is_idle_at_risk and not is_best and not is_none:
         verdict = f"{gain:.2f} times better" if gain > 1 else f"{1 / gain:.2f} times worse"

@@ -6,8 +6,8 @@
                    ├─ (last - first) / (tokens - 1) = TPOT, time per output token after the first
     ├──────────────── E2E ────────────────┤
 
-Percentiles interpolate between the two nearest values, as numpy does by default. Every figure is taken
-of each repeat by itself, then the median of the repeats is reported with the lowest and highest: a pool of
+Percentiles interpolate between the two nearest values, as numpy does by default. Every figure is computed
+for each repeat by itself, then the median of the repeats is reported with the lowest and highest: a pool of
 all repeats would hide that one of them was disturbed.
 
 Goodput counts only the requests that met every limit of the SLO: a server that answers every request late has
@@ -34,18 +34,18 @@ class RequestTrace:
     session: int
     turn: int
     asked: float
-    chunks: list[float] = field(default_factory=list)  # when each piece of the answer came
+    chunks: list[float] = field(default_factory=list)  # times at which the pieces of the answer came
     ended: float = 0.0
     num_prompt: int = 0  # tokens, from the server's count
     num_output: int = 0
-    num_cached: int | None = None  # of the prompt, from the prefix cache; None: not told
-    is_counted: bool = False  # whether the server said how many tokens there were
-    queue_s: float | None = None  # where it is known
+    num_cached: int | None = None  # prompt tokens from the prefix cache; None: unknown
+    is_counted: bool = False  # True if the server said how many tokens there were
+    queue_s: float | None = None  # time in the queue, if known
     error: str | None = None
 
     @property
     def is_ok(self) -> bool:
-        """Whether the request brought an answer."""
+        """True if the request brought an answer."""
         return self.error is None and bool(self.chunks)
 
     @property
@@ -55,7 +55,7 @@ class RequestTrace:
 
     @property
     def tpot(self) -> float | None:
-        """The seconds per token after the first; None of a single token."""
+        """The seconds per token after the first; None for a single token."""
         if self.num_output < 2:
             return None
         return (self.chunks[-1] - self.chunks[0]) / (self.num_output - 1)
@@ -79,7 +79,7 @@ class Slo:
     e2e: float | None = None
 
     def is_met(self, trace: RequestTrace) -> bool:
-        """Whether a request kept all limits."""
+        """Return True if a request kept all limits."""
         if not trace.is_ok:
             return False
         seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2e": trace.e2e}
@@ -108,7 +108,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> dict[str, float]:
-    """Return the figures of one run that took `seconds`; what nothing was seen of is left out."""
+    """Return the figures of one run that took `seconds`; figures without any data are left out."""
     good = [trace for trace in traces if trace.is_ok]
     figures: dict[str, float] = {
         "seconds": seconds,
@@ -142,7 +142,7 @@ def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> di
 
 
 def cached_share(traces: Sequence[RequestTrace]) -> float | None:
-    """Return the share of all prompt tokens that came from the prefix cache; None where no server tells."""
+    """Return the share of all prompt tokens that came from the prefix cache; None if no server says."""
     told = [(trace.num_cached, trace.num_prompt) for trace in traces if trace.is_ok]
     num_prompt = sum(length for cached, length in told if cached is not None)
     return sum(cached or 0 for cached, _ in told) / num_prompt if num_prompt else None
@@ -210,7 +210,7 @@ MEASURES: dict[str, Measure] = {
     "same_tokens": Measure(title="same tokens", unit="", better="higher"),
     "speed_up": Measure(title="speed-up", unit="x", better="higher"),
 }
-CEILINGS = ("copy_gb_per_s", "matmul_tflops")  # of the machine, measured beside what a report is about
+CEILINGS = ("copy_gb_per_s", "matmul_tflops")  # limits of the machine, measured with the rest of a report
 _SCALES = {"ms": 1000.0, "%": 100.0, "MiB": 2.0**-20}
 
 

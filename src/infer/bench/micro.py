@@ -1,6 +1,6 @@
 """Small questions: attention alone, where the memory goes, how long until the first token.
 
-attention   decode attention over scattered blocks: bytes of keys and values per second, beside a copy; the C
+attention   decode attention over scattered blocks: bytes of keys and values per second, against a copy; the C
             kernel where it can read the model, else PyTorch (GPUs: benchmarks/kernels/attention_decode.py)
 memory      weights, KV cache, activations, process; sequences at once, paged against contiguous
 startup     fresh processes: imports, help, first token, a server
@@ -42,7 +42,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.random_weights import make_generator
 
 BLOCK_SIZE = 16
-CAPACITY_SEQUENCES = 16  # of the longest length: the memory of the capacity rows
+CAPACITY_SEQUENCES = 16  # sequences of the longest length that fill the memory of the capacity rows
 CAPACITY_LEN = 2048
 
 
@@ -115,7 +115,7 @@ def _c_kernel(target: BenchTarget) -> Library | None:
 
 
 def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
-    """Report where this model's memory goes, and what the layout of the cache is worth."""
+    """Report where this model's memory goes, and the worth of the cache's layout."""
     loaded, config = target.loaded, target.loaded.config
     engine = target.engine()
     stats, resolved = engine.stats(), resolve_for(target.config, loaded)
@@ -151,7 +151,7 @@ def bench_memory(target: BenchTarget, *, seed: int, tell: Tell) -> Report:
 
 
 def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
-    """Return how many sequences the same memory holds, paged and contiguous; simulated on every machine."""
+    """Return the number of sequences that the same memory holds, paged and contiguous; always simulated."""
     rng = random.Random(seed)
 
     def draw(median: float, spread: float, low: int, high: int) -> int:
@@ -175,7 +175,7 @@ def capacity_rows(*, seed: int, num_requests: int = 300) -> list[Row]:
             use_prefix_caching=False,
         )
         figures = result.figures()
-        busy = result.running[: int(0.7 * len(result.running))]  # at the end there is nothing left to run
+        busy = result.running[: int(0.7 * len(result.running))]  # the last steps have nothing left to run
         kept = {name: figures[name] for name in ("peak_running", "num_preemptions", "num_steps")}
         kept["mean_running"] = sum(busy) / len(busy)
         base = base or kept["mean_running"]
@@ -212,7 +212,7 @@ def bench_startup(*, model: str | None, repeats: int, tell: Tell) -> Report:
             tell(f"{name}: {seconds:.2f} s")
             return {"seconds": seconds}
 
-        first_byte_s(command)  # so that its files are in memory
+        first_byte_s(command)  # first run, which brings its files into memory
         return RowJob(about, run)
 
     rows, is_partial = run_rows({name: partial(job, name, *what) for name, what in commands.items()}, repeats)

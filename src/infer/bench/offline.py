@@ -1,9 +1,9 @@
 """The engine without HTTP: throughput, latency, prompts alone, decoding alone.
 
-    offline    whole workloads, everything there at once          tokens per second, beside the roofline
+    offline    whole workloads, everything there at once          tokens per second, against the roofline
     latency    one request at a time                              TTFT, TPOT, E2E
     prefill    one prompt, one token out                          tokens per second, share of the matmul rate
-    decode     a batch that only decodes, at a given context      step time, beside the roofline
+    decode     a batch that only decodes, at a given context      step time, against the roofline
 
 Every repeat has fresh tokens and an empty prefix cache, outputs are of fixed length (end-of-text is ignored),
 and the machine's ceilings are measured in the same process.
@@ -58,7 +58,7 @@ def warm_up(engine: Engine, target: BenchTarget) -> Engine:
 def batch(
     count: int, prompt_len: int, output_len: int, vocab_size: int, *, seed: int, concurrency: int = 0
 ) -> Workload:
-    """Return a workload of `count` requests of one shape, all at once or in a closed loop of so many."""
+    """Return `count` requests of one shape, all at once or in a closed loop of `concurrency` clients."""
     rng, most = random.Random(seed), min(vocab_size, DEFAULT_VOCAB)
     prompts = (tuple(rng.randrange(FIRST_ID, most) for _ in range(prompt_len)) for _ in range(count))
     turns = (Turn(ids=ids, max_tokens=output_len) for ids in prompts)
@@ -66,7 +66,7 @@ def batch(
 
 
 def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
-    """Measure whole workloads, each beside its roofline."""
+    """Measure whole workloads, each against its roofline."""
     target = bench.target
     vocab_size = min(target.vocab_size, DEFAULT_VOCAB)
     made = [make_workload(name, seed=bench.seed, vocab_size=vocab_size) for name in names]
@@ -150,7 +150,7 @@ def bench_prefill(bench: EngineBench, *, lengths: Sequence[int]) -> Report:
 
 
 def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, num_steps: int) -> Report:
-    """Measure a batch that is past its prompts: the median step, beside the roofline of such a step."""
+    """Measure a batch that is past its prompts: the median step, against the roofline of that step."""
     target = bench.target
     ceilings = measure_ceilings(target.device, target.loaded.dtype)
 

@@ -18,8 +18,8 @@ from infer.bench.metrics import CEILINGS, LATENCIES, MEASURES, PERCENTS, show
 from infer.bench.report import Figure, Report, Row
 from infer.errors import ConfigError
 
-# Which figures a report shows, as far as any row has them: a text of names for each of its tables. A latency
-# by itself stands for its three percentiles in one column.
+# The figures that a report shows, as far as any row has them: a text of names for each of its tables. A
+# latency by itself stands for its three percentiles in one column.
 SHOWN: dict[str, tuple[str, ...]] = {
     "serve": (
         "output_tokens_per_s requests_per_s goodput_per_s goodput_share queue_mean_s cache_hit_share "
@@ -49,7 +49,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     ),
 }
 SHORT = 24  # letters of a reason that a cell can hold; a longer one stands below the table
-NOT_TOLD = {"queue_mean_s": "not told"}  # of a server: only its own metrics can say
+NOT_TOLD = {"queue_mean_s": "not told"}  # figures that only a server's own metrics can give
 
 
 def columns(report: Report) -> list[list[str]]:
@@ -58,7 +58,7 @@ def columns(report: Report) -> list[list[str]]:
     present |= dict.fromkeys(name for name in LATENCIES if f"{name}_p50_s" in present)
     if report.kind == "serve":
         present |= dict.fromkeys(NOT_TOLD)
-    hidden = {*LATENCIES, *NOT_TOLD, *CEILINGS}  # ceilings are the same in every row: a note tells them
+    hidden = {*LATENCIES, *NOT_TOLD, *CEILINGS}  # ceilings are the same in every row, so a note has them
     plain = " ".join(name for name in present if name not in hidden)
     tables = SHOWN.get(report.kind, (plain,))
     shown = [[name for name in table.split() if name in present] for table in tables]
@@ -66,7 +66,7 @@ def columns(report: Report) -> list[list[str]]:
 
 
 def title(name: str) -> str:
-    """Return the head of a column."""
+    """Return the heading of a column."""
     if name in LATENCIES:
         return f"{name.upper()} ms, {' / '.join(f'p{percent}' for percent in PERCENTS)}"
     return MEASURES[name].title if name in MEASURES else name
@@ -95,7 +95,7 @@ def json_lines(report: Report) -> str:
 
 
 def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
-    """Return heads and cells of one table; a skipped row says so, one without figures is left out."""
+    """Return headings and cells of one table; a skipped row says so, one without figures is left out."""
     rows = [["", *(map(title, names) if names else [""])]]
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
@@ -140,7 +140,7 @@ def explanations(report: Report) -> str:
 
 
 def sentences(report: Report) -> list[tuple[str, str]]:
-    """Return name and sentence of rows with a note, or with a reason that has no room in the table."""
+    """Return name and sentence of rows with a note, or with a reason that is too long for the table."""
     said = [(row.name, row.note or (row.skipped if len(row.skipped) > SHORT else "")) for row in report.rows]
     return [(name, sentence) for name, sentence in said if sentence]
 
@@ -254,7 +254,7 @@ def ratio_bars(pairs: Sequence[tuple[str, float]], *, width: int = 48) -> str:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib (extra `bench`) is installed."""
+    """Return True if matplotlib (extra `bench`) is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -1,9 +1,9 @@
 """Rows measured one after the other, so that Ctrl-C costs the repeat under way and nothing before it.
 
     rows       row ──► row ──► row ✗ Ctrl-C             the rest is skipped, and says why
-    repeats    repeat ──► repeat ──► repeat ✗           what is complete is kept, and the row says how much
+    repeats    repeat ──► repeat ──► repeat ✗           complete repeats are kept, and the row says how many
 
-A repeat that was cut short is dropped: half a workload has another load, and its figures would be of that.
+A repeat that was cut short is dropped: half a workload is another load, with figures of its own.
 A row that cannot be measured is skipped with its reason and the others go on; it is an error if all fail.
 """
 
@@ -26,19 +26,19 @@ Tell = Callable[[str], None]  # gets a line for each repeat as it ends
 
 
 class RowJob(NamedTuple):
-    """A row that is to be measured: what it is, in words, and what returns the figures of each repeat."""
+    """A row that is to be measured: its description, and a function that returns the figures of a repeat."""
 
     about: str
     measure: Callable[[int], Mapping[str, float]]
     settings: Mapping[str, Any] | None = None
 
 
-Jobs = Mapping[str, Callable[[], RowJob | Row]]  # by the name of the row
+Jobs = Mapping[str, Callable[[], RowJob | Row]]  # jobs by the name of the row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench:
-    """What every benchmark of an engine is given: a model, the seed of its prompts, how often to measure."""
+    """The input of every benchmark of an engine: a model, the seed of its prompts, the number of repeats."""
 
     target: BenchTarget
     seed: int
@@ -96,7 +96,7 @@ def run_rows(jobs: Jobs, repeats: int = 1) -> tuple[list[Row], bool]:
 
 
 def _cut_row(name: str, job: RowJob | None, runs: Sequence[Mapping[str, float]], repeats: int) -> Row:
-    """The row of a job that Ctrl-C has ended: what is complete, if anything is."""
+    """The row of a job that Ctrl-C has ended: its complete repeats, if there are any."""
     if job is None:
         return skip_row(name, "", INTERRUPTED)
     if not runs:
@@ -106,7 +106,7 @@ def _cut_row(name: str, job: RowJob | None, runs: Sequence[Mapping[str, float]],
 
 
 def beyond_roofline(rows: Sequence[Row]) -> list[str]:
-    """Return a note on how a row can be above 100 % of its roofline, if one is."""
+    """Return a note that explains how a row can be above 100 % of its roofline, if one is."""
     names = [row.name for row in rows if SHARE in row.figures and row.figures[SHARE].median > 1]
     if not names:
         return []

@@ -6,7 +6,7 @@
 
 Reports are JSON, checked when they are written and when they are read: a field too many, too few or of
 the wrong type is an error that names it. `version` grows when a field changes its meaning; an older
-reader refuses what it does not know, rather than misread it. A run that was interrupted is reported too:
+reader refuses an unknown version rather than misread it. A run that was interrupted is reported too:
 `is_partial` is set, and a row that is missing repeats, or all of them, says so.
 
 Other engines' results, `{"engine": ..., "model": ..., "WORKLOAD": {"s": ..., "out_tok_s": ...}}`, are read
@@ -37,7 +37,7 @@ from infer.tools.typed_json import read_json
 SCHEMA = "infer-bench"
 VERSION = 1
 SECRETS = ("--api-key",)
-OLD_FIGURES = {"floor_s": "roofline_s", "floor_share": "roofline_share"}  # names in reports of before
+OLD_FIGURES = {"floor_s": "roofline_s", "floor_share": "roofline_share"}  # names in older reports
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,10 +54,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: str
     about: str
-    settings: dict[str, Any]  # what this row alone has: its arrival process, its knobs
+    settings: dict[str, Any]  # settings of this row alone: its arrival process, its knobs
     figures: dict[str, Figure]
     note: str = ""  # a sentence that explains the figures
-    skipped: str = ""  # why there are none
+    skipped: str = ""  # reason why there are no figures
 
     def __post_init__(self) -> None:
         for old, name in OLD_FIGURES.items():
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     versions: dict[str, str]
     commit: str
     model: dict[str, Any]  # name, revision, dtype, device and sizes, as far as they are known
-    config: dict[str, Any]  # every knob; of a server, what it says of itself
+    config: dict[str, Any]  # every knob; for a server, what it says about itself
     seed: int
     repeats: int
     warmup: int  # requests or calls before the first that counts
@@ -98,7 +98,7 @@ def make_row(
     settings: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> Row:
-    """Return a row of the figures that all repeats have."""
+    """Return a row with the figures that all repeats have."""
     figures = {}
     for figure in runs[0]:
         if all(figure in run for run in runs):
@@ -128,7 +128,7 @@ def make_report(
     is_partial: bool = False,
     served_by: str = "",
 ) -> Report:
-    """Return a report of rows measured here and now; `served_by` is the version of a server, if it tells."""
+    """Return a report of rows measured here and now; `served_by` is the version of a server, if known."""
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -263,7 +263,7 @@ def _gpu() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the programs that decide speed; of libraries, where they were used."""
+    """Return the versions of the programs that decide speed; those of libraries only if they were used."""
     found = {"infer": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
         if name in sys.modules:
@@ -272,7 +272,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit this code is of, with `-dirty` if code was changed; `unknown` outside a repository.
+    """Return the commit of this code, with `-dirty` if code was changed; `unknown` outside a repository.
 
     Reports and pages do not count: the first of several reports does not make the others dirty.
     """
@@ -294,9 +294,9 @@ def commit() -> str:
 
 
 def revision_of(model: Path) -> str:
-    """Return which model this is: the hub's commit of a snapshot, or a hash of the files.
+    """Return the identity of a model: the hub's commit of a snapshot, or a hash of the files.
 
-    The hash of one file is its `sha256sum`; of a directory that of the list of its config and weights.
+    The hash of one file is its `sha256sum`; that of a directory covers the list of its config and weights.
     """
     folders = model.parts
     if "snapshots" in folders[:-1]:

@@ -1,4 +1,4 @@
-"""How fast it could be at best on this machine: the roofline that a measured time is divided by.
+"""The roofline: the shortest time possible on this machine, which a measured time is compared with.
 
 A step reads every weight once and multiplies it with every token; whichever takes longer is its roofline.
 Layers, head and keys come one after the other, so their rooflines add up:
@@ -14,11 +14,11 @@ Layers, head and keys come one after the other, so their rooflines add up:
 P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
 A layer with E experts, C of them for each token, reads those that its tokens choose. If tokens choose evenly
 and independently, that is  E (1 - (1 - C / E) ^ batch)  on average.
-P_last are those of the last layer but for its keys and values. One token of a prompt samples, and of the
-others nothing is read behind the last layer's keys and values: neither their queries nor what attention and
-MLP would make of them must be computed. (The engine saves less: it attends there for all, models/model.py.)
+P_last are the parameters of the last layer without its keys and values. Only one token of a prompt samples.
+For the others nothing is read after the last layer's keys and values, so neither their queries nor their
+attention and MLP need to be computed. (The engine saves less: it attends there for all, models/model.py.)
 BW (bytes copied per second, read and write counted) and F (multiply-adds of a large matrix product, two per
-element) are measured in the same process as what is compared with them: a ceiling from a data sheet is
+element) are measured in the same process as the times compared with them: a ceiling from a data sheet is
 another machine's.
 """
 
@@ -56,13 +56,13 @@ class Ceilings:
 class ModelShape:
     """The sizes of a model that a roofline depends on, in elements unless they say bytes."""
 
-    layer_params: int  # in matrices; norms and biases are too small to count
-    last_params: int  # of these, the last layer's but for keys and values: what only a row that samples needs
+    layer_params: int  # parameters of the matrices; norms and biases are too small to count
+    last_params: int  # the last layer's, without keys and values: only sampled rows need them
     head_params: int
     attention_size: int  # query heads * head size, in one layer
     num_layers: int
     kv_elements: int  # keys and values of one token in all layers
-    expert_params: int = 0  # of `layer_params`, those of the experts of one token
+    expert_params: int = 0  # part of `layer_params` that belongs to the experts of one token
     expert_share: float = 1.0  # C / E, the share of a layer's experts that one token is sent to
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
@@ -103,15 +103,15 @@ def weights_roofline(shape: ModelShape, ceilings: Ceilings, batch: int) -> float
 
 
 def decode_roofline(shape: ModelShape, ceilings: Ceilings, *, batch: int, context: float) -> float:
-    """Return the seconds of one decode step with `context` tokens behind each sequence."""
+    """Return the seconds of one decode step with a context of `context` tokens for each sequence."""
     kv = batch * context * shape.kv_elements * shape.kv_bytes
     return weights_roofline(shape, ceilings, batch) + kv / ceilings.copy_bytes_per_s
 
 
 def prefill_flops(shape: ModelShape, length: int) -> float:
-    """Return the operations of one prompt: of the last layer and the head, for its last token only."""
+    """Return the operations of one prompt; the last layer and the head compute only its last token."""
     rows = 2 * (shape.layer_params - shape.last_params) * length + 2 * (shape.last_params + shape.head_params)
-    num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # of a query and a key
+    num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # pairs of a query and a key
     return rows + 4 * shape.attention_size * num_pairs
 
 
@@ -123,7 +123,7 @@ def prefill_roofline(shape: ModelShape, ceilings: Ceilings, length: int) -> floa
 
 
 def workload_roofline(shape: ModelShape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds for (prompt, output) lengths that are there at once, every step as full as can be.
+    """Return the seconds for (prompt, output) lengths that arrive together, every step as full as can be.
 
     The prompts cost their operations; then the first token of every request is there, and each further step
     reads the weights once for all that still run. Keys and values are read once per token made.
@@ -155,7 +155,7 @@ def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
 
 
 def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
-    """Return the shortest of several calls: what disturbs a ceiling only makes it longer."""
+    """Return the shortest of several calls: disturbances only make a call longer."""
     assert callable(work)
     work()
     synchronize(device)

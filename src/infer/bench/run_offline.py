@@ -1,7 +1,7 @@
 """Run a workload on an engine without a server: requests go in at their times, every token's time comes out.
 
-The loop is the one every user of an engine has: add what is due, step, hand out. Two clocks fit in: the
-real one, and the virtual one of a simulation, which the device moves by what a step would have cost.
+The loop is that of every user of an engine: add requests that are due, step, hand out. Two clocks fit in: the
+real one, and the virtual one of a simulation, which the device moves by the cost of each step.
 
     offline      run_offline(engine, workload)                    this machine's speed
     simulated    run_offline(engine, workload, clock=device)      the scheduler's decisions alone
@@ -23,7 +23,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 
 SAMPLE_EVERY = 16  # steps between two looks at how full the engine is: a look takes measured time
-STARVED_S = 30.0  # without a token: longer than a user waits
+STARVED_S = 30.0  # time without a token that is longer than a user waits
 COUNTERS = (
     "num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens",
     "num_draft_tokens", "num_accepted_tokens",
@@ -58,15 +58,15 @@ class WallClock:
 
 @dataclass(slots=True, kw_only=True)
 class OfflineResult:
-    """The traces of one run, and what the engine did in it."""
+    """The traces of one run, and a record of what the engine did in it."""
 
     traces: list[RequestTrace] = field(default_factory=list)
-    seconds: float = 0.0  # to the end of the last request
-    num_blocks: int = 0  # of the cache
-    step_s: list[float] = field(default_factory=list)  # how long each step took
-    running: list[int] = field(default_factory=list)  # sequences, after each step that was looked at
-    kv_use: list[float] = field(default_factory=list)  # share of blocks that sequences hold, likewise
-    counters: dict[str, float] = field(default_factory=dict)  # how the engine's counters changed
+    seconds: float = 0.0  # time to the end of the last request
+    num_blocks: int = 0  # blocks of the cache
+    step_s: list[float] = field(default_factory=list)  # seconds of each step
+    running: list[int] = field(default_factory=list)  # running sequences, after each step that was sampled
+    kv_use: list[float] = field(default_factory=list)  # share of blocks in use, at the same steps
+    counters: dict[str, float] = field(default_factory=dict)  # changes of the engine's counters
 
     def figures(self, slo: Slo | None = None) -> dict[str, float]:
         """Return every figure of the run by its name in MEASURES."""
@@ -94,7 +94,7 @@ class OfflineResult:
 
 
 def to_ids(workload: Workload) -> Workload:
-    """Return a chat as token ids, a word each: an engine has no words."""
+    """Return a chat as token ids, one for each word: an engine has no words."""
     if not workload.is_chat:
         return workload
 
@@ -127,7 +127,7 @@ class _Run:
         by_start = sorted(order, key=lambda number: self._sessions[number].start_s)
         self._pending = deque(by_start if self._is_open else order)
         self._active: dict[tuple[str, int], tuple[RequestTrace, list[int], float]] = {}  # last: seconds late
-        self._num_sessions = 0  # on their way
+        self._num_sessions = 0  # sessions under way
         self.result = OfflineResult()
 
     def run(self) -> OfflineResult:
@@ -165,7 +165,7 @@ class _Run:
         session = self._sessions[number]
         asked = session.turns[turn]
         prompt = [*history, *asked.ids]
-        # an open loop counts from when the request was due: a step that was under way is part of the wait
+        # an open loop counts from the time the request was due: a step under way is part of the wait
         due = session.start_s if self._is_open and turn == 0 else self._now()
         request = Request(
             request_id=f"{number}.{turn}",

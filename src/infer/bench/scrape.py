@@ -1,4 +1,4 @@
-"""What a server says about itself before and after a run: counters of its /metrics page, where it has one.
+"""The counters of a server's /metrics page before and after a run, if it has one.
 
 Names end alike in all engines (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
 found by the end of its name, and values with different labels are added up. A page may hold a series under
@@ -39,7 +39,7 @@ def read_counters(page: str) -> dict[str, float]:
 
 
 def read_config(page: str) -> dict[str, str]:
-    """Return the labels of `cache_config_info`: how the server was set up, as far as it tells."""
+    """Return the labels of `cache_config_info`: the server's settings, as far as it reveals them."""
     for name, labels, _ in _LINE.findall(page):
         if name.endswith("cache_config_info"):
             return dict(_LABEL.findall(labels))

@@ -35,11 +35,11 @@ from infer.bench.workloads import (
 from infer.errors import ConfigError
 from infer.log import progress
 
-BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
+BUSY_CLIENT = 0.8  # share of a core; a client that needs more may be measuring itself
 LATE_S = 0.05
 POLL_S = 0.2
 ELSEWHERE = "the machine and the commit are the client's; the server is at another address"
-FORM = ("revision", "dtype", "weights")  # what a server may say of a model in /v1/models
+FORM = ("revision", "dtype", "weights")  # properties of a model that a server may give in /v1/models
 LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
 
 
@@ -51,13 +51,13 @@ class Plan:
     seed: int = 42
     repeats: int = 1
     warmup: int = 4
-    vocab_size: int | None = None  # token ids stay below it; None: as large as the server takes
+    vocab_size: int | None = None  # token ids stay below it; None: the largest that the server takes
     as_text: bool = False  # words instead of token ids
     processes: int | None = None
     slo: Slo = field(default_factory=Slo)
-    wait_s: float = 0.0  # for the server to be ready
-    note: str = ""  # for the report: what the server does not tell
-    random: RandomLoad = field(default_factory=RandomLoad)  # for the workload of that name
+    wait_s: float = 0.0  # time to wait for the server to be ready
+    note: str = ""  # remark for the report about what the server does not say
+    random: RandomLoad = field(default_factory=RandomLoad)  # sizes of the workload of that name
 
     def make(self, name: str) -> Workload:
         """Return the workload of this name, in ids that the server takes."""
@@ -67,17 +67,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The model of a server, and what the server tells of itself."""
+    """The model of a server, and what the server says about itself."""
 
     model: str
     context_len: int | None
-    version: str  # empty: not told
+    version: str  # empty: unknown
     config: dict[str, Any]
-    form: dict[str, str] = field(default_factory=dict)  # FORM, as far as it tells
+    form: dict[str, str] = field(default_factory=dict)  # values of FORM, as far as the server gives them
 
 
 def ask_server(endpoint: Endpoint, *, wait_s: float = 0.0) -> Served:
-    """Return the model to ask for and what the server tells of itself; it may take `wait_s` to start."""
+    """Return the model to ask for and what the server says about itself; it may take `wait_s` to start."""
     page = _wait_for(endpoint, "/v1/models", wait_s)
     try:
         cards = json.loads(page)["data"]
@@ -149,7 +149,7 @@ def bench_server(
 def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
     """Return the plan with token ids that this server takes, or with words where it takes none.
 
-    One request per guess, the largest first: nearly every server is content with the first.
+    One request per guess, the largest first: nearly every server accepts the first.
     """
     if plan.as_text or plan.vocab_size is not None:
         return replace(plan, vocab_size=plan.vocab_size or DEFAULT_VOCAB)
@@ -175,7 +175,7 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
 
 
 def _try(endpoint: Endpoint, turn: Turn, *, count: int = 1, concurrency: int = 1) -> str | None:
-    """Return the error of this request, if it has one each time."""
+    """Return the error of this request if it fails each time."""
     workload = Workload.of("try", [turn] * count, concurrency=concurrency)
     errors = [trace.error for trace in run_load(endpoint, workload, processes=1).traces]
     return errors[0] if all(errors) else None
@@ -218,7 +218,7 @@ def _no_answer(error: str) -> str:
 def _bench(
     endpoint: Endpoint, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
 ) -> RowJob:
-    """Return how one workload is measured; what a reader must know goes into the notes."""
+    """Return the job that measures one workload; what a reader must know goes into the notes."""
 
     def run(repeat: int) -> dict[str, float]:
         before = scrape.read_counters(_page(endpoint, "/metrics"))
@@ -259,7 +259,7 @@ def _notes(name: str, result: LoadResult) -> list[str]:
         notes.append(f"{name}: the server sends no usage, so frames were counted as tokens")
     errors: dict[str, list[str]] = {}
     for trace in result.traces:
-        if trace.error:  # those that differ in a number are of one kind
+        if trace.error:  # errors that differ only in a number are of one kind
             errors.setdefault(re.sub(r"\d+", "N", trace.error), []).append(trace.error)
     notes += [f"{name}: {len(alike)} failed: {alike[0]}" for alike in errors.values()]
     return notes

@@ -2,7 +2,7 @@
 
     workload ──► Engine (real) ──► Scheduler (real) ──► pool (real)
                      │
-                     └──► SimulatedDevice: makes up the tokens, and moves the clock by what the step costs
+                     └──► SimulatedDevice: makes up the tokens, and moves the clock by the step's cost
 
 Only the model is missing, so thousands of steps run in a second, and a policy that starves a request,
 thrashes the cache or wastes its budget does so here as it would on the machine. Requests come in when
@@ -50,11 +50,11 @@ from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.tools.step_cost import StepCost
 
-VOCAB_SIZE = 1 << 32  # token ids are made up, so there may be as many as there can be
+VOCAB_SIZE = 1 << 32  # largest number of ids: they are made up anyway
 
 
 class MadeUpDrafts:
-    """Drafts of a load without texts: how many of them are right is decided by chance."""
+    """Drafts of a load without texts: chance decides how many of them are right."""
 
     is_late = False
 
@@ -65,7 +65,7 @@ class MadeUpDrafts:
         """See a plan that is about to run."""
 
     def is_ready(self, seq: sequence.Sequence) -> bool:
-        """Say that it can always draft."""
+        """Return True: it can always draft."""
         return True
 
     def begin(self, sequences: Sequence[sequence.Sequence]) -> None:
@@ -142,7 +142,7 @@ def run_simulated(
 def _make_speculation(
     settings: SpeculationConfig, scheduler: Scheduler, cost: StepCost
 ) -> Speculation | None:
-    """Return what gives sequences drafts that cost nothing to make; None: it is off."""
+    """Return the source of drafts that cost nothing to make; None: it is off."""
     if not settings.is_on:
         return None
     if settings.synthetic_acceptance is None or settings.draft_model is not None:
@@ -167,7 +167,7 @@ def _make_speculation(
 
 
 def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[str, Any]:
-    """Run a workload to its end and return what came of it; the config must give `num_blocks`.
+    """Run a workload to its end and return the results; the config must give `num_blocks`.
 
     Seconds are virtual unless they say otherwise.
     """
@@ -183,18 +183,18 @@ def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[s
         "policy": config.scheduler.scheduler_policy,
         "num_blocks": result.num_blocks,
         "num_finished": len(done),
-        "num_refused": int(figures["num_errors"]),  # could never be served, or the queue was full
+        "num_refused": int(figures["num_errors"]),  # requests that could never be served, or met a full queue
         "num_late": sum(deadline is not None and ended > deadline for ended, deadline in ends),
         "num_steps": len(result.step_s),
         "seconds": result.seconds,
         "output_tokens_per_second": figures.get("output_tokens_per_s", 0.0),
         **{name: figures.get(f"{name}_s", 0.0) for name in times},
-        # between two tokens of one sequence: preempted, or left out
+        # longest time between two tokens of one sequence: preempted, or left out
         "longest_gap": figures.get("longest_gap_s", 0.0),
-        # from arrival to the first chunk
+        # longest time from arrival to the first chunk
         "longest_queue_wait": max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
         "num_preemptions": int(figures["num_preemptions"]),
-        "cache_hit_rate": figures.get("cache_hit_share", 0.0),  # of prompt tokens
+        "cache_hit_rate": figures.get("cache_hit_share", 0.0),  # share of prompt tokens
         "kv_use_mean": held / result.seconds if result.seconds else 0.0,  # share of blocks held, over time
         "kv_use_peak": max(result.kv_use, default=0.0),
         "steps_per_real_second": len(result.step_s) / real_seconds if real_seconds else 0.0,
@@ -227,7 +227,7 @@ def compare(
 
 # -- infer bench policies ----------------------------------------------------------------------------------
 
-# A machine that stays as slow as it is, whatever the default cost is fitted to, so that counts and
+# A machine that stays equally slow, whatever the default cost is fitted to, so that counts and
 # reports of different commits can be compared: the default model in float32 on two cores.
 SLOW_MACHINE = StepCost(base=0.036, per_token=0.0016, per_kv_token=0.000022, per_block=0.00013)
 
@@ -246,7 +246,7 @@ SWEEP_LOADS: Mapping[str, SweepLoad] = {
     "newcomers": SweepLoad("newcomers", {"prefill_chunk_size": 192}),  # a long prompt could fill a step
     "forks": SweepLoad("bursty", {"max_num_batched_tokens": 12}, n=8),  # 16 sequences, and tokens for 12
 }
-SWEEP_PACE = 2.0  # times the arrivals of the load: enough for a queue, so that order matters
+SWEEP_PACE = 2.0  # speed-up of the load's arrivals: enough for a queue, so that order matters
 SWEEP_KNOBS: Mapping[str, Any] = {
     "num_blocks": 256,
     "max_batch_size": 16,
@@ -257,7 +257,7 @@ SWEEP_FIGURES = (
     "output_tokens_per_s ttft_p50_s ttft_p99_s itl_p50_s itl_p99_s longest_wait_s num_starved "
     "num_preemptions cache_hit_share kv_use"
 )
-PATIENCE_S = 10.0  # of a request of priority 0
+PATIENCE_S = 10.0  # deadline of a request of priority 0
 
 
 def run_knobs(workload: Workload, *, n: int = 1, **knobs: Any) -> OfflineResult:
@@ -278,7 +278,7 @@ def sweep_workload(name: str, *, num_requests: int, seed: int) -> Workload:
 def sweep(*, num_requests: int = 200, seed: int = 0) -> list[Row]:
     """Return a row of latency, throughput and starvation for every policy under each load of the sweep.
 
-    The machine is too slow for the load for a while and its steps are short, or the order would not matter.
+    The machine is too slow for the load for a while and has short steps, or the order would not matter.
     """
     rows = []
     for load, (trace, own_knobs, n) in SWEEP_LOADS.items():

@@ -1,17 +1,17 @@
 """`infer bench serve --concurrency N --duration S`: a load for a long time, and a verdict.
 
-N clients ask for S seconds, each again as soon as it has its answer: prompts and outputs of all lengths. Of a
-third of the answers they hang up on the way, as people do. Meanwhile the memory of the server is read, and at
-the end three things are judged:
+N clients ask for S seconds, each again as soon as it has its answer: prompts and outputs of all lengths. They
+hang up during a third of the answers, as people do. Meanwhile the memory of the server is read, and at the
+end three things are judged:
 
     errors        none: a refusal, a broken stream or a stream that ends without its end is one
-    memory        the last quarter of the time against the second: what warms up does so in the first; not in
-                  a soak of less than a minute
-    p99 latency   the time to the first token, where a limit was given (`--slo ttft=...`)
+    memory        the last quarter of the time against the second, since warming up happens in the first; not
+                  in a soak of less than a minute
+    p99 latency   the time to the first token, if a limit was given (`--slo ttft=...`)
 
 The memory is that of the processes which listen at the server's address and of their children, on the host
-and on GPUs, where the server is on this machine and belongs to the same user. Of another machine's server the
-metrics tell what all processes hold of its GPU, so a soak beside another program cannot judge that.
+and on GPUs, if the server is on this machine and belongs to the same user. For a server on another machine,
+its metrics give the GPU memory of all processes, so a soak next to another program cannot judge that.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from infer.cache.memory import resident_bytes
 from infer.errors import ConfigError
 from infer.tools.nvml import held_by
 
-MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens, or what the context has room for
+MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens; fewer if the context has less room
 HANG_UP_SHARE = 1 / 3
-LONGEST_WAIT_S = 2.0  # before a client hangs up
-NUM_READINGS = 40  # of the memory
-LEAST_JUDGED_S = 60.0  # in less time a server may use blocks of its cache for the first time
-DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # more than both is a leak
-_LISTEN = "0A"  # of /proc/net/tcp
+LONGEST_WAIT_S = 2.0  # time before a client hangs up
+NUM_READINGS = 40  # readings of the memory
+LEAST_JUDGED_S = 60.0  # before that, a server may use blocks of its cache for the first time
+DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # growth above both is a leak
+_LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 
 @dataclass(slots=True)
 class Soak:
-    """What a soak has seen so far."""
+    """The observations of a soak so far."""
 
-    traces: list[RequestTrace] = field(default_factory=list)  # of requests that were not given up
+    traces: list[RequestTrace] = field(default_factory=list)  # traces of requests that were not given up
     num_hung_up: int = 0
     host_bytes: list[float] = field(default_factory=list)
     gpu_bytes: list[float] = field(default_factory=list)
-    is_shared: bool = False  # `gpu_bytes` are those of all processes on the GPU
+    is_shared: bool = False  # `gpu_bytes` count all processes on the GPU
     seconds: float = 0.0
 
 
@@ -96,7 +96,7 @@ def bench_soak(
 
 
 def judge(soak: Soak, slo: Slo) -> list[str]:
-    """What is wrong, in words; nothing: the server has passed."""
+    """The failures in words; none: the server has passed."""
     faults = []
     num_errors = sum(not trace.is_ok for trace in soak.traces)
     if num_errors or not soak.traces:
@@ -113,7 +113,7 @@ def judge(soak: Soak, slo: Slo) -> list[str]:
 
 
 def drift_of(readings: list[float]) -> tuple[float, float] | None:
-    """Bytes by which the last quarter is above the second, and their share; None: too few readings."""
+    """The bytes by which the last quarter exceeds the second, and their share; None: too few readings."""
     quarter = len(readings) // 4
     if not quarter:
         return None
@@ -144,7 +144,7 @@ async def _run(
 async def _ask_until(
     ends: float, client: Client, plan: Plan, longest: int, source: random.Random, soak: Soak
 ) -> None:
-    """One client: asks until the time is up, and lets the last answer end."""
+    """Ask as one client until the time is up, and let the last answer end."""
     endpoint, vocab_size = client.endpoint, plan.vocab_size
     assert vocab_size is not None
     while time.perf_counter() < ends:
@@ -191,7 +191,7 @@ async def _read_memory(
 
 
 async def _used_of_gpu(endpoint: Endpoint) -> float | None:
-    """Bytes that all processes hold of the server's GPU, as its metrics tell; None: they do not."""
+    """The bytes that all processes hold on the server's GPU, from its metrics; None: not reported."""
     with suppress(ConfigError):
         page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
         return scrape.read_counters(page).get("gpu_bytes")
@@ -220,7 +220,7 @@ def server_pids(endpoint: Endpoint) -> Iterator[int]:
 
 
 def _listening(endpoint: Endpoint) -> set[str]:
-    """The sockets that listen there, as links of /proc name them."""
+    """The sockets that listen there, as links in /proc name them."""
     parts = urlsplit(endpoint.url)
     inodes = []
     with suppress(OSError):

@@ -3,8 +3,8 @@
     Endpoint ──► Client ──► Connection: bytes ──► HTTP parser (C) ──► EventReader ──► RequestTrace
 
 A client in Python is the bottleneck of a benchmark long before a server is, so HTTP and JSON are parsed in C,
-and what came in one read has one reading of the clock (`benchmarks/client_speed.py` measures it). Tokens
-are counted by the server's `usage`; frames are counted only where a server has none, and the trace says so.
+and all bytes of one read share one reading of the clock (`benchmarks/client_speed.py` measures it). Tokens
+are counted by the server's `usage`; frames are counted only if a server has none, and the trace says so.
 
 Nothing that a server does ends a run: a refusal, a hang-up or garbage becomes the `error` of its trace.
 """
@@ -28,18 +28,18 @@ from infer.errors import ConfigError
 
 Clock = Callable[[], float]
 
-MAX_BODY = 1 << 26  # bytes of an answer that is no stream of events
+MAX_BODY = 1 << 26  # bytes of an answer that is not a stream of events
 MAX_EVENT = 1 << 24
 CONNECT_S = 10.0
-PAGE_S = 30.0  # for a page of a server that is busy
+PAGE_S = 30.0  # time for a page of a busy server
 
 
 class NotReady(ConfigError):
-    """No server is there, or it says that it cannot serve yet: a little later it may."""
+    """There is no server, or it cannot serve yet: a later attempt may succeed."""
 
 
 class BrokenAnswer(Exception):
-    """The answer cannot be used; the message is for the trace, status and body are those of a refusal."""
+    """The answer cannot be used; the message is for the trace, status and body come from a refusal."""
 
     def __init__(self, message: str, status: int | None = None, body: bytes = b"") -> None:
         super().__init__(message)
@@ -48,14 +48,14 @@ class BrokenAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the server is, and what is sent to it with every request."""
+    """The address of the server, and what is sent to it with every request."""
 
     url: str  # http://host:port, https://host:port or unix:///path/of/socket
     model: str = ""
     api_key: str | None = None
     timeout_s: float = 600.0
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of every body: temperature, ignore_eos
-    has_usage: bool = True  # whether to ask for usage at the end of streams
+    has_usage: bool = True  # True: ask for usage at the end of streams
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https", "unix"):
@@ -63,7 +63,7 @@ class Endpoint:
 
     @property
     def is_here(self) -> bool:
-        """Whether the server is on this machine, as far as its address tells."""
+        """True if the server is on this machine, as far as its address shows."""
         parts = urlsplit(self.url)
         host = parts.hostname or ""
         return parts.scheme == "unix" or host in ("localhost", "::1") or host.startswith("127.")
@@ -203,16 +203,16 @@ class Connection(asyncio.Protocol):
         self._body = b""
         self._now = 0.0
         self.can_reuse = False
-        self.has_answered = False  # of the last request: whether any byte came back
-        self.timing = ""  # of the last request: its `server-timing` header
+        self.has_answered = False  # True if any byte of the last answer came
+        self.timing = ""  # `server-timing` header of the last answer
 
     @property
     def is_open(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, message: bytes, reader: EventReader | None = None) -> bytes:
-        """Send a request and read its answer to the end, a plain body where there is no reader to take it."""
+        """Send a request and read its answer to the end; without a reader, a plain body."""
         assert self._transport is not None
         self._reader, self._body, self._is_stream, self.can_reuse = reader, b"", True, False
         self.has_answered, self.timing = False, ""
@@ -245,7 +245,7 @@ class Connection(asyncio.Protocol):
         self._fail(BrokenAnswer(f"hung up after {count} chunks"))
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; everything that came at once gets one reading of the clock."""
+        """Parse incoming bytes; all that came at once get one reading of the clock."""
         if self._ended is None or self._parser is None:
             self.close()  # an answer without a question
             return
@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
     # -- called by the parser -----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Find out whether this is a stream of events, and keep what the server says of its stages."""
+        """Find out if this is a stream of events, and keep the server's timing of its stages."""
         if name.lower() == b"content-type":
             self._is_stream = b"event-stream" in value
         elif name.lower() == b"server-timing":
@@ -311,7 +311,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, message: bytes, trace: RequestTrace, *, keeps_text: bool = False) -> str:
-        """Send one request and return the text where it is kept; what goes wrong is in the trace."""
+        """Send one request and return the text if it is kept; errors are in the trace."""
         reader = EventReader(trace, keeps_text=keeps_text)
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
@@ -326,7 +326,7 @@ class Client:
         return "".join(reader.pieces)
 
     async def send(self, message: bytes) -> tuple[int, bytes]:
-        """Send one request; returns the status and body of its answer, or raises if none comes."""
+        """Send one request; return the status and body of its answer, or raise if none comes."""
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
                 return 200, await self._exchange(message, None)
@@ -380,7 +380,7 @@ async def fetch(endpoint: Endpoint, path: str) -> bytes:
         kind = NotReady if (error.status or 0) >= 500 else ConfigError
         page = endpoint.url.rstrip("/").removesuffix("/v1") + path
         raise kind(f"cannot read {page}: {error}{_advice(endpoint, error.status)}") from None
-    except OSError as error:  # a timeout is one
+    except OSError as error:  # includes timeouts
         raise NotReady(
             f"no server answers at {endpoint.url}: {_reason(error)}; is the server running?"
         ) from None

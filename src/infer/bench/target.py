@@ -1,4 +1,4 @@
-"""What is measured: a model on a device, real or of random weights, and engines built around it."""
+"""The target of a benchmark: a model on a device, real or of random weights, and engines built around it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BenchTarget:
 
     loaded: LoadedModel
     config: EngineConfig
-    is_random: bool = False  # weights out of thin air, which have no other form and no revision
+    is_random: bool = False  # random weights, which have no other form and no revision
     revision: str = ""  # the hub's commit, or a hash of the files
 
     def in_form(self, quantization: str) -> BenchTarget:
@@ -80,14 +80,14 @@ class BenchTarget:
         return kept_bytes(self.loaded.model)
 
     def shape(self) -> ModelShape:
-        """Return the shape for rooflines; where matrices differ in their bits, each weight has the mean."""
+        """Return the shape for rooflines; if matrices differ in their bits, weights have the average."""
         weight_bytes = bytes_per_weight(self.loaded.model, self.loaded.dtype)
         return shape_of(
             self.loaded.config, weight_bytes=weight_bytes, kv_bytes=float(self.loaded.dtype.itemsize)
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return what a report says about the model."""
+        """Return the model's part of a report."""
         config = self.loaded.config
         return {
             "name": self.loaded.name,
@@ -103,7 +103,7 @@ class BenchTarget:
         }
 
     def knobs(self) -> dict[str, Any]:
-        """Return what a report says about the configuration: what `auto` meant here."""
+        """Return the configuration's part of a report: the values that `auto` chose here."""
         max_seq_len = self.loaded.max_seq_len
         scheduler = resolve_for(self.config, self.loaded).scheduler
         chosen = {name: getattr(scheduler, name, None) for name in shareable_knobs(self.config)}
@@ -127,7 +127,7 @@ def open_target(
 ) -> BenchTarget:
     """Load the model of the knobs, or make one of random weights."""
     config = EngineConfig.from_knobs(**knobs)
-    if config.load.num_threads is not None or is_tiny:  # so small a model has no work for a second thread
+    if config.load.num_threads is not None or is_tiny:  # a model this small has no work for a second thread
         torch.set_num_threads(config.load.num_threads or 1)
     options: dict[str, Any] = {
         "dtype": config.load.dtype,

@@ -1,10 +1,10 @@
-"""`infer bench trace`: one request after the other, and what each stage of it took, from socket to socket.
+"""`infer bench trace`: one request after the other, and the time of each stage, from socket to socket.
 
     connect | receive parse tokenize submit | to_engine wait compute | from_engine send | network
     client  | server                        | engine                 | server           | what is left
 
-The server tells its stages in the `server-timing` header of its answer to a request that has the header
-`x-infer-trace`. The first request is the cold one: of a server that has just started, the first of all. Every
+The server reports its stages in the `server-timing` header of its answer to a request that has the header
+`x-infer-trace`. The first request is the cold one: if the server has just started, its first of all. Every
 prompt is new and of the same length, so none is found in a prefix cache.
 """
 
@@ -62,7 +62,7 @@ async def _ask_all(endpoint: Endpoint, prompts: list[list[int]]) -> list[dict[st
 
 
 async def _ask(endpoint: Endpoint, prompt: list[int]) -> dict[str, float]:
-    """Milliseconds of each stage of one request, over a connection of its own."""
+    """The milliseconds of each stage of one request, over a connection of its own."""
     body = endpoint.body({"prompt": prompt}, max_tokens=2)
     message = endpoint.message("POST", "/v1/completions", body, headers=["x-infer-trace: 1"])
     started = time.perf_counter()

@@ -13,8 +13,8 @@ their prompts are shared: each hash stands for everything up to the end of its b
 
 `arrival` and `deadline` are seconds from the start. Requests with one `prefix_id` share the first
 `prefix_len` tokens of their prompts (those with the shorter one share that much); all other tokens are
-unlike any other request's. `to_workload` makes token ids of it, so that everything that runs a workload can
-run a trace. Built-in loads draw such requests from a seed:
+unlike any other request's. `to_workload` makes token ids from it, so that everything that runs a workload can
+run a trace. Built-in loads draw their requests from a seed:
 
     mixed           short chats and, less urgent, longer documents, at a steady pace
     shared_prefix   a few long system prompts, each in front of many short questions
@@ -72,7 +72,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RepeatedIds(Sequence[int]):
-    """A prompt of a few ids, each repeated, which takes no memory for its length: traces may be of a day."""
+    """A prompt of a few ids, each repeated, which needs no memory for its length: traces may span a day."""
 
     def __init__(self, *runs: tuple[int, int]) -> None:
         self._runs = runs  # (id, how many times)
@@ -89,9 +89,9 @@ class RepeatedIds(Sequence[int]):
 
 
 def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
-    """Return the requests as sessions of one turn: tokens are equal where prefixes are shared and only there.
+    """Return the requests as sessions of one turn: tokens are equal only where prefixes are shared.
 
-    Every prefix has an odd id that it repeats, and every request an even one for what is its own.
+    Every prefix has an odd id that it repeats, and every request an even one for its own tokens.
     """
     prefixes: dict[str, int] = {}
     sessions = []
@@ -113,9 +113,9 @@ def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Return the requests of a file in the order of arrival; an error names the line it is about.
+    """Return the requests of a file in the order of arrival; an error names its line.
 
-    A record's begin with the first that is left: files before it may be gone.
+    Arrivals of a record count from its first request: earlier files may be gone.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     is_record = False
@@ -204,7 +204,7 @@ def _bursty(rng: random.Random, number: int, now: float) -> TraceRequest:
 
 
 def _newcomers(rng: random.Random, number: int, now: float) -> TraceRequest:
-    is_long = number % 5 == 0  # and four of one token come while it is computed
+    is_long = number % 5 == 0  # four requests of one token come while it is computed
     pause = rng.uniform(20, 30) if is_long else 1.0
     return TraceRequest(
         arrival=now + pause if number else now, prompt_len=3000 if is_long else 1, output_len=8

@@ -1,13 +1,13 @@
 """Workloads as data: what is asked, and when. The same seed gives the same workload on every machine.
 
     Workload
-    ├── arrival     closed: so many clients, each asks again when it has its answer
+    ├── arrival     closed: n clients, each asks again when it has its answer
     │               open:   requests come at their own times, whether or not the server keeps up
     └── sessions    each starts at a time, and is one turn or several
-        └── turns   what is added to the prompt, and how many tokens to make of it
+        └── turns   what is added to the prompt, and how many tokens to generate
 
 A request is a session of one turn. In a longer session the prompt of a turn holds everything before it,
-the answers too: that is how agents and chats grow, and what a prefix cache is for.
+including the answers: that is how agents and chats grow, and what a prefix cache is for.
 
 Under a closed loop the server sets the pace, so latency stays flat and throughput tells; under an open
 loop a server that is too slow builds a queue, and the time to the first token shows it. Neither replaces
@@ -27,7 +27,7 @@ from typing import Literal
 from infer.errors import ConfigError, closest
 
 DEFAULT_VOCAB = 10_000  # ids that nearly every vocabulary has
-FIRST_ID = 10  # below are special tokens, in many vocabularies
+FIRST_ID = 10  # ids below it are special tokens in many vocabularies
 
 # One token each in most vocabularies.
 _COMMON = """
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn adds to its session's prompt: token ids, or words of a chat."""
+    """The text that one turn adds to its session's prompt: token ids, or words of a chat."""
 
     max_tokens: int
     ids: Sequence[int] = ()
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def prompt_len(self) -> int:
-        """The number of tokens, or of words where the turn is text: about as many."""
+        """The number of tokens, or of words where the turn is text, which is about the same."""
         return len(self.ids) or len(self.text.split())
 
 
@@ -76,15 +76,15 @@ class Session:
     """One client's requests, each after the answer to the one before."""
 
     turns: tuple[Turn, ...]
-    start_s: float = 0.0  # from the beginning; read in open loops only
-    system: str = ""  # in front of a chat
+    start_s: float = 0.0  # time from the beginning; read in open loops only
+    system: str = ""  # system prompt of a chat
     priority: int = 0  # smaller is more urgent; for engines, not for servers
     deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything that clients ask, and nothing about what answers."""
+    """Everything that clients ask, and nothing about the server."""
 
     name: str
     about: str
@@ -94,7 +94,7 @@ class Workload:
 
     @classmethod
     def of(cls, name: str, turns: Iterable[Turn], *, concurrency: int = 0) -> Workload:
-        """Return a request for each turn, all at once or in a closed loop of so many."""
+        """Return a request for each turn, all at once or in a closed loop of `concurrency` clients."""
         arrival = Arrival(kind="closed" if concurrency else "open", concurrency=concurrency)
         return cls(
             name=name, about="", arrival=arrival, sessions=tuple(Session(turns=(turn,)) for turn in turns)
@@ -120,12 +120,12 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens that first turns bring; later ones repeat what came before."""
+        """The number of tokens in first turns; later turns repeat what came before."""
         return sum(session.turns[0].prompt_len for session in self.sessions)
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest session at its end; of a chat, about so many."""
+        """The number of tokens of the longest session at its end; approximate for a chat."""
         return max(
             len(session.system.split()) + sum(turn.prompt_len + turn.max_tokens for turn in session.turns)
             for session in self.sessions
@@ -170,7 +170,7 @@ def _poisson(rate: float) -> Arrival:
 
 
 AT_ONCE = Arrival(kind="open")
-Load = tuple[str, Arrival, Iterable[Session]]  # what it is, in words; when sessions start; what they ask
+Load = tuple[str, Arrival, Iterable[Session]]  # description; start of the sessions; the sessions
 
 
 def _baseline(draw: _Draw, variant: str) -> Load:
@@ -233,7 +233,7 @@ CHATS = {"short": (8, 2, 64, 24, 40), "mid": (32, 4, 256, 64, 128), "long": (64,
 def _agent_session(draw: _Draw, variant: str) -> Load:
     count, num_turns, system_len, turn_len, max_tokens = AGENTS[variant]
     about = f"{count} agents of {num_turns} turns: the whole history again with every turn"
-    draw.words(system_len)  # drawn and not used: the workload stays what it was
+    draw.words(system_len)  # drawn and not used, so that the workload stays the same
     sessions = []
     for _ in range(count):
         session = draw.chat("", num_turns, turn_len // 2, turn_len, max_tokens)
@@ -257,7 +257,7 @@ RANDOM = "random"  # the workload that flags describe
 PRESETS = ("short", "mid", "long")
 COUNTS = ("16", "64")
 
-# name: (what draws it, variants; the first is meant where none is named)
+# name: (function that draws it, variants; the first one is the default)
 SERVING: dict[str, tuple[Callable[[_Draw, str], Load], tuple[str, ...]]] = {
     "baseline": (_baseline, ()),
     "continuous_batching": (_continuous_batching, ()),
@@ -301,7 +301,7 @@ def _list(name: str) -> Load:
 def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB) -> Workload:
     """Return the workload called `name` or `name:variant`, such as `w2_mixed:64` or `chat_serving:mid`.
 
-    Those of OFFLINE are the same whatever the seed and the vocabulary, as all engines' figures are of them.
+    Those of OFFLINE ignore the seed and the vocabulary: all engines are measured on the same requests.
     """
     base, colon, variant = name.partition(":")
     if base in OFFLINE and not colon:
@@ -328,7 +328,7 @@ class RandomLoad:
     num_prompts: int = 1000
     input_len: int = 1024
     output_len: int = 128
-    request_rate: float = math.inf  # per second, as a Poisson process; inf: all at once
+    request_rate: float = math.inf  # requests per second, as a Poisson process; inf: all at once
     max_concurrency: int = 0  # 0: no limit
 
 
@@ -392,7 +392,7 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
 def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Workload:
     """Return the same lengths and times with other tokens, so that no repeat is in the prefix cache.
 
-    Tokens that were equal stay equal: prefixes that are shared within the workload are shared still.
+    Tokens that were equal stay equal: prefixes that are shared within the workload stay shared.
     """
     if repeat == 0:
         return workload

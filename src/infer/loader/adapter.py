@@ -4,7 +4,7 @@
     base_model.model.<module>.lora_B.weight   [out, r]      y += scale B (A x)
 
 The module is named as in the base model's checkpoint, so the family's weight map says where it goes, fused
-parts included. What is served is what tensors exist: `target_modules` of the config is not read, and a tensor
+parts included. The tensors decide what is adapted: `target_modules` of the config is not read, and a tensor
 that has no place is an error, never skipped. Scale and rank of a module:
 
     scale   lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has exceptions by module
@@ -34,7 +34,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _LEAF = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
-# what else a PEFT checkpoint may ask for: its key in the config, and what it is called
+# other things that a PEFT checkpoint may ask for: the key in the config, and the name of the feature
 _REFUSED = {
     "use_dora": "DoRA, which rescales the weights of the base model",
     "lora_bias": "biases in its matrices (lora_bias)",
@@ -50,7 +50,7 @@ _REFUSED = {
 class LowRankPair(NamedTuple):
     """The two matrices that adapt one part of a matrix, or all of it, on disk."""
 
-    module: str  # of the model
+    module: str  # name of the module in the model
     part: int | None  # number of the part that it adapts; None: all of the matrix
     a: StoredTensor
     b: StoredTensor
@@ -70,7 +70,7 @@ class LowRankPair(NamedTuple):
 
 
 def read_adapter(directory: Path, model: nn.Module, weight_map: WeightMap) -> list[LowRankPair]:
-    """The pairs of an adapter, checked against the model, which may be one without weights."""
+    """The pairs of an adapter, checked against the model, which need not have weights yet."""
     config = _read_config(directory)
     if not (directory / WEIGHTS).is_file() and (directory / "adapter_model.bin").is_file():
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Codes that a start was long in making, kept on disk for the next one.
+"""Codes that took long to make, kept on disk for the next start.
 
     ~/.cache/infer/codes/<weights>-<key>.safetensors     all matrices that were rounded while they were loaded
 
@@ -6,12 +6,12 @@ The first part of the name tells files of weights apart, for read_ahead.py, whic
 hash of all that codes depend on: the checkpoint's files, the code that rounds and lays out, the parts of each
 matrix in their order, and on a CPU the compiled library, whose layout depends on the instructions of the
 processor. So nothing is ever stale. A file is written under a name of its own and renamed into place when it
-is whole, and each tensor has a checksum. What cannot be read, or is not what was written, is made again; a
-folder that cannot be written is no error.
+is whole, and each tensor has a checksum. A file that cannot be read, or is not what was written, is made
+again; a folder that cannot be written is not an error.
 
 Only numbers of 16 bits or more become codes that are kept: those of a quantized file are on disk already, and
 need little work. A CPU of two cores loads and rounds a billion weights in 8 s to int8 and in 25 s to int4. A
-GPU is done in less than a second, so nothing is kept there but of very large models.
+GPU is done in less than a second, so it keeps codes only of very large models.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.quant.projection import Projection
 
-SLOW_SECONDS = 5.0  # codes that were made in less are not kept
-MAX_BYTES = 64 << 30  # of all files together: those that have not been read for longest are removed
-UNFINISHED_SECONDS = 24 * 3600.0  # a file that was begun earlier is what a killed process has left
+SLOW_SECONDS = 5.0  # codes that were made faster are not kept
+MAX_BYTES = 64 << 30  # size of all files together; those that have not been read for longest are removed
+UNFINISHED_SECONDS = 24 * 3600.0  # an unfinished file older than this was left by a killed process
 
 _CHECKSUMS = "checksums"
-_SUFFIX = ".safetensors"  # of whole files
-_PIECE_BYTES = 16 << 20  # of a tensor on a GPU, that a checksum brings to the host at a time
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a checkpoint's file: some images set the time of all files to one
+_SUFFIX = ".safetensors"  # name suffix of whole files
+_PIECE_BYTES = 16 << 20  # bytes of a GPU tensor that a checksum brings to the host at a time
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # samples of a checkpoint's file: some images give all files the same time
 _CODE = (
     "quant/*.py",
     "loader/**/*.py",
@@ -61,21 +61,21 @@ _CODE = (
     "kernels/linear/coded.py",
     "kernels/cpu/operations.py",
 )
-_FAILURES = (CheckpointError, OSError, RuntimeError)  # the last: no memory, on a GPU or a CPU
+_FAILURES = (CheckpointError, OSError, RuntimeError)  # RuntimeError: out of memory, on a GPU or a CPU
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeCache:
-    """The projections of a model whose codes are made of plain numbers, and the file that may hold them."""
+    """The projections of a model whose codes are made from plain numbers, and the file that may hold them."""
 
     projections: Mapping[str, Projection]
     path: Path | None  # None: there is nothing to keep, or nowhere
 
     @classmethod
     def open(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> tuple[CodeCache, list[Move]]:
-        """The cache of a model that is to be filled as planned, and the moves that it has not made itself."""
+        """The cache of a model that is to be filled as planned, and the moves that are left to make."""
         places = [(move, projection) for move in moves if (projection := move.projection(model))]
         made = {
             move.place.module: projection
@@ -83,7 +83,7 @@ class CodeCache:
             if plan.modules[move.place.module].is_rounded
         }
         cache, source = cls(made, None), plan.headers.source
-        with contextlib.suppress(ModelSourceError, OSError):  # no home; or what loading complains about
+        with contextlib.suppress(ModelSourceError, OSError):  # no home, or an error that loading reports
             if made:
                 name = f"{codes_prefix(source)}-{_key(made, source, plan.rank)}{_SUFFIX}"
                 cache = cls(made, codes_dir() / name)
@@ -91,7 +91,7 @@ class CodeCache:
         return cache, [move for move in moves if id(move) not in held]
 
     def read(self) -> bool:
-        """Fill the projections from the file; False: there is none, or it is not what was written."""
+        """Fill the projections from the file; False: there is none, or it is not as written."""
         if self.path is None or not os.path.exists(self.path):
             return False
         places = self._tensors()
@@ -119,7 +119,7 @@ class CodeCache:
         return True
 
     def keep(self, *, show_progress: bool = False) -> None:
-        """Write the file, if making the codes took long; a disk that cannot take it is a line in the log."""
+        """Write the file if making the codes took long; a failure to write is a line in the log."""
         seconds = sum(projection.making_seconds() for projection in self.projections.values())
         if self.path is None or seconds <= SLOW_SECONDS:
             return
@@ -167,7 +167,7 @@ def _key(projections: Mapping[str, Projection], source: ModelSource, rank: Rank 
 
 
 def _identity(source: ModelSource) -> Iterator[bytes]:
-    """What tells a checkpoint from others, wherever it lies: sizes, times, and some bytes of its files."""
+    """The identity of a checkpoint, wherever it lies: sizes, times, and some bytes of its files."""
     for path in source.weight_files:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -185,7 +185,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _write_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file that appears under its name when it is whole, whatever else is writing there."""
+    """Write a file that appears under its name only when it is whole, even if others write there too."""
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".unfinished")
     os.close(handle)
     try:
@@ -205,7 +205,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Remove what was left unfinished, and what has not been read for longest, until another file fits."""
+    """Remove unfinished files, then those that have not been read for longest, until another file fits."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it

@@ -68,12 +68,12 @@ class CutTensor(StoredTensor):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the part on disk, about."""
+        """The approximate size of the part on disk."""
         return _share(self.whole, self.shape)
 
     @property
     def type_name(self) -> str:
-        """What its numbers are."""
+        """The type of its numbers."""
         return self.whole.type_name
 
     @property
@@ -130,7 +130,7 @@ class CutBlocks(StoredTensor):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the part on disk, about."""
+        """The approximate size of the part on disk."""
         return _share(self.whole, self.shape)
 
     @property
@@ -145,7 +145,7 @@ class CutBlocks(StoredTensor):
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What the codes of its blocks are."""
+        """The description of its blocks' codes."""
         return self.whole.codes
 
     @property
@@ -163,7 +163,7 @@ class CutBlocks(StoredTensor):
             yield part, self.whole.coded(held[part].to(device))
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:

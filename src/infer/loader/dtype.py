@@ -1,4 +1,4 @@
-"""Which number format to compute in, on this device.
+"""The number format to compute in on this device.
 
     device                          checkpoint     auto chooses
     GPU                             any            the checkpoint's; bfloat16 for GGUF and quantized files
@@ -19,8 +19,8 @@ So only AMX earns bfloat16 by itself. float16 is never chosen on a CPU; a slow f
 is used, with a warning. The choice depends on the machine alone, never on a timing made at start: the
 same command must give the same numbers twice.
 
-On ARM without bfloat16, PyTorch would ask oneDNN for a product of it, be refused and warn. There oneDNN
-is switched off when such a model is loaded, and PyTorch's own loops multiply.
+On ARM without bfloat16, PyTorch would ask oneDNN for a bfloat16 product, be refused and warn. So oneDNN is
+switched off when a bfloat16 model is loaded, and PyTorch's own loops multiply.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) ->
 
 
 def settle_products(dtype: torch.dtype, device: torch.device) -> None:
-    """Do, once per model that is loaded, what products in `dtype` need here, and say where they are slow."""
+    """Prepare this process for products in `dtype`, once per loaded model, and warn if they are slow here."""
     avoid_refused_products(dtype, device)
     warn_if_slow(dtype, device)
 
@@ -65,7 +65,7 @@ def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def onednn_refuses_bfloat16() -> bool:
-    """Whether PyTorch asks oneDNN for products of bfloat16 that it refuses on this CPU.
+    """Return True if PyTorch asks oneDNN for bfloat16 products that it refuses on this CPU.
 
     On x86 PyTorch asks what the CPU can do before it asks for a product; on ARM it does not.
     """
@@ -76,7 +76,7 @@ def onednn_refuses_bfloat16() -> bool:
 
 
 def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
-    """Say so if this CPU computes in `dtype` more slowly than it could."""
+    """Warn if this CPU computes in `dtype` more slowly than it could."""
     if device_kind(device) == "cpu" and (
         dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()
     ):
@@ -98,6 +98,6 @@ def _auto(device: torch.device, stored: torch.dtype | None) -> torch.dtype:
 
 
 def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware (Intel AMX)."""
+    """Return True if this CPU multiplies bfloat16 matrices in hardware (Intel AMX)."""
     flags = (line for line in cpu_flags(cpuinfo).splitlines() if line.startswith("flags"))
     return any("amx_bf16" in line.split() for line in flags)

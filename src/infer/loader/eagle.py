@@ -5,7 +5,7 @@ shape, and draft tokens outside the model's vocabulary. The head has the dtype a
 where the model's matrices are packed for a CPU, its own are rounded to 8 bits.
 
 Two tensors are not weights. `d2t` says which tokens can be guessed, as *offsets*: draft token w is token
-w + d2t[w] of the model. `t2d` has a flag for each token of the model, which must tell the same tokens.
+w + d2t[w] of the model. `t2d` has a flag for each token of the model, and must mark the same tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _matrices(network: nn.Module) -> list[Projected]:
 
 
 def head_bytes(config: EagleConfig, dtype: torch.dtype, *, packs: bool) -> int:
-    """The bytes that the weights of a head take; `packs`: beside a model that is packed for a CPU."""
+    """The bytes of a head's weights; `packs`: its model is packed for a CPU."""
     head = _make(config, dtype, torch.device("meta"), packs=packs)
     return sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
 
@@ -87,7 +87,7 @@ def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfi
 
 
 def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, StoredTensor]) -> torch.Tensor:
-    """The model's ids of all draft tokens; the two tensors that tell them are taken out of `tensors`."""
+    """The model's ids of all draft tokens; the two tensors that hold them are taken out of `tensors`."""
     size, vocab_size = config.draft_vocab_size, config.block.vocab_size
     token_ids_W = torch.arange(size)
     offsets = _take(directory, tensors, "d2t", torch.int64, size)

@@ -1,11 +1,11 @@
-"""What a model's files say before any weight is read: enough to plan with, and to tokenize for it.
+"""The headers of a model: what its files say before any weight is read, enough to plan and to tokenize.
 
     config      config.json, or the header of a GGUF file
     tensors     names, types and shapes; a quantized matrix is one tensor, whatever leaves it has on disk
     sources     the same tensors, each with the module of ours that the family's weight map names for it
     stored      the dtype that most weights are stored in
 
-Everything that a start decides about weights is decided from these (weight_plan.py).
+Everything that a start decides about weights follows from these (weight_plan.py).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class ModelHeaders(TextHeaders):
 
 
 def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family:
-    """The family of a checkpoint: one of ours, or what runs it with transformers' code, as `model_impl` says.
+    """The family of a checkpoint: one of ours, or the one that runs transformers' code, as `model_impl` says.
 
-    `path` is that of its config, or of the directory that has it.
+    `path` is the path of its config, or of the directory that has it.
     """
     why = "model_impl=transformers"
     if model_impl != IMPL:
@@ -175,6 +175,6 @@ def find_sources(tensors: Mapping[str, StoredTensor], weight_map: WeightMap) -> 
     for name, tensor in tensors.items():
         try:
             found.append(WeightSource(name, tensor, *find_target(name, weight_map)))
-        except CheckpointError:  # placement says so, about all unknown tensors together
+        except CheckpointError:  # placement reports all unknown tensors together
             found.append(WeightSource(name, tensor, None, ""))
     return tuple(found)

@@ -3,13 +3,13 @@
     1. read the headers          config, names, types and shapes; no weights yet (headers.py)
     2. plan                      the form of every matrix, and the dtype (weight_plan.py)
     3. build on the device       uninitialised: memory is only reserved
-    4. match names and shapes    what is missing, unexpected or misshapen is said now (placement.py)
+    4. match names and shapes    missing, unexpected or misshapen tensors are reported now (placement.py)
     5. fill                      one tensor after the other, in the order of the disk; codes that an earlier
-                                 start was long in making come from a cache (code_cache.py)
+                                 start took long to make come from a cache (code_cache.py)
 
 Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
-the way. Apart from the model itself, loading needs memory for one tensor at most, and where weights are
-unpacked or rounded only for a few rows of one, unless it is stored transposed.
+the way. Apart from the model itself, loading needs memory for one tensor at most, and for weights that
+are unpacked or rounded only for a few rows, unless they are stored transposed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RankGroup(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until all other ranks have done what takes them long: loading, or building what runs steps."""
+        """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
         ...
 
     def check(self) -> None:
@@ -71,24 +71,24 @@ class LoadedModel:
     """A model that is ready to run, and what its files say about running it."""
 
     model: Model
-    config: ModelConfig  # the network that is here: of one rank, with its heads and rows
+    config: ModelConfig  # the network that is here; a rank's has the rank's heads and rows
     name: str
-    dtype: torch.dtype  # of the activations and of the KV cache
+    dtype: torch.dtype  # dtype of the activations and of the KV cache
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
     source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
     weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
     published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
-    kept_as: str = ""  # what a device has made of it, or of plain numbers
-    kv_scales: torch.Tensor | None = None  # as in `ModelHeaders`
+    kept_as: str = ""  # the form that a device has given to it, or to plain numbers
+    kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, as in `ModelHeaders`
     whole: ModelConfig | None = None  # the network of all ranks together; None: it is here
     ranks: RankGroup | None = None  # the other ranks, and what joins them; None: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadChoice:
-    """How a model is about to be loaded: all that is decided before a weight is read."""
+    """The decisions about loading a model, all made before a weight is read."""
 
     plan: WeightPlan
     weights: str  # their form, as in `LoadedModel`
@@ -98,7 +98,7 @@ class LoadChoice:
 
     @property
     def headers(self) -> ModelHeaders:
-        """What the model's files say."""
+        """The headers of the model's files."""
         return self.plan.headers
 
     @property
@@ -108,7 +108,7 @@ class LoadChoice:
 
     @property
     def kv_scales(self) -> torch.Tensor | None:
-        """The scales of a KV cache, from its headers."""
+        """The scales of a KV cache, from the headers."""
         return kv_scales_of(self.plan)
 
     @property
@@ -137,7 +137,7 @@ def load_model(
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
-    `quantization` as in quantization.py; "none": nothing is packed that the file does not hold packed.
+    `quantization` as in quantization.py; "none": nothing is packed unless the file holds it packed.
     `home` and `rank` as in `plan_weights`. `check` may raise when all is decided and nothing is loaded.
     """
     chosen_device = choose_device(device)
@@ -268,7 +268,7 @@ def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -
 def _check_tied_head(model: Model, headers: ModelHeaders) -> None:
     """Warn where a tied head is stored as well and is not a copy of the embedding."""
     found = [source for source in headers.sources if (source.module, source.leaf) == ("head", "weight")]
-    embedding = model.embedding.weight  # on the meta device it is packed, with nothing left to compare with
+    embedding = model.embedding.weight  # a packed one is on the meta device: nothing to compare
     if not found or not model.config.tie_embeddings or embedding.is_meta:
         return
     name, stored = found[0][:2]

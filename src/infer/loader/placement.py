@@ -1,8 +1,8 @@
-"""Where each tensor of a checkpoint goes, decided and checked before anything is read.
+"""The place of each tensor of a checkpoint, decided and checked before anything is read.
 
 The weight map says which of our modules a tensor belongs to; the model, built but not yet filled, says
-which places there are and what shape they have. Every matrix is one tensor by now, whatever its file keeps it
-in (formats/quantized.py), and a linear layer's projection takes it in: this file knows no number format.
+which places there are and what shape they have. Every matrix is one tensor by now, however its file stores it
+(formats/quantized.py), and a linear layer's projection takes it in: this file knows no number format.
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
@@ -40,8 +40,8 @@ from infer.models.model import Model
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
 
-MAX_ZEROS = 1 << 24  # numbers of a bias that the model lacks, which may be left out if all are zero
-MAX_NAMED = 5  # of each kind of complaint; the rest is counted
+MAX_ZEROS = 1 << 24  # size of a bias that the model lacks and that may be left out if it is all zeros
+MAX_NAMED = 5  # names shown for each kind of complaint; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Move:
 
 
 def _complaint(names: list[str], what: str) -> str:
-    """What is wrong with some tensors, the first few of them by name."""
+    """The complaint about some tensors, the first few of them by name."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} {what}: {', '.join(names[:MAX_NAMED])}{rest}"
 
@@ -183,14 +183,14 @@ def match_tensors(
 
 
 def leaves_of(module: nn.Module) -> Collection[str]:
-    """The tensors of a checkpoint that fill a module, its children apart."""
+    """The tensors of a checkpoint that fill a module, without its children."""
     if isinstance(module, Projected):
         return ("weight",) if module.bias is None else ("weight", "bias")
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def _shape(module: nn.Module, place: Place) -> tuple[int, ...]:
-    """The shape that the tensor of one part, of one expert, must have."""
+    """The shape that the tensor of one part or one expert must have."""
     if not isinstance(module, Projected):
         return tuple(getattr(module, place.leaf).shape)
     rows = module.spec.num_rows if place.part is None else module.parts[place.part]
@@ -217,9 +217,9 @@ def _places(module: nn.Module, place: Place) -> list[Place]:
 
 
 def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> str | None:
-    """The tensor that fills this place already: all of it, or some part of the whole."""
+    """The tensor that fills this place already: all of it, or a part of it."""
     names: list[str | None] = [place.part]
-    if isinstance(module, ExpertLinear):  # the only ones that checkpoints spell in parts and as a whole
+    if isinstance(module, ExpertLinear):  # the only modules stored either in parts or as a whole
         names = [None, place.part] if place.part else [None, *module.parts]
     return next((taken[other] for part in names if (other := replace(place, part=part)) in taken), None)
 

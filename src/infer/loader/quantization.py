@@ -1,15 +1,15 @@
-"""What `quantization` and `dtype` ask for, checked against a file and a device: one rule for all matrices.
+"""The meaning of `quantization` and `dtype` for a file and a device: one rule for all matrices.
 
 Every matrix of a checkpoint, stored densely or in a published format that is read as one
-(formats/quantized.py), is kept as `quantization` says; the name of such a format only checks that the file
-has it, and means auto:
+(formats/quantized.py), is kept as `quantization` says. The name of a published format only checks that the
+file has it, and means auto:
 
     quantization   what is kept                     computed in    chosen by auto on a CPU when
     none           the numbers of the checkpoint    dtype.py       never; always on a GPU
     int4+int8      matrix by matrix: int4 where     float32        the file holds 16-bit or packed numbers
                    the file has 4 bits, else int8
     int8           groups of 32, 8.5 bits each      float32        the same, if no matrix has 4 bits
-    int4           groups of 32, 5 bits each        float32        the same, if all have
+    int4           groups of 32, 5 bits each        float32        the same, if all have 4 bits
     fp32           float32                          float32        the file holds float32, or there are no
                                                                    C kernels, or dtype says float32
     bf16           bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
@@ -17,7 +17,7 @@ has it, and means auto:
 On a GPU auto keeps the codes of a file as codes, matrix by matrix, where they fit a form of codes
 (weight_plan.py), and unpacks the others to the dtype; but blocks of GGUF in groups of 16 (Q6_K, Q3_K,
 Q2_K, IQ2_XS, IQ2_S, IQ1_M) are rounded to int8, for the memory. none unpacks all of them. fp8, int8 and int4
-round what is not in that form while it is loaded:
+round all other matrices while they are loaded:
 
     quantization   a matrix of the layers is kept in               the head           computed in
     auto           the codes of the file, int8, or the dtype       as any matrix      dtype.py
@@ -58,36 +58,36 @@ _CPU_FORMS = ("auto", "none", "fp32", "bf16", "int8", "int4", MIXED)
 
 
 class Held(NamedTuple):
-    """What a file holds, of the matrices of the layers; a fused one and all experts count as one matrix."""
+    """The matrices of the layers in a file; a fused one and all experts count as one matrix."""
 
     dtype: torch.dtype | None  # None: packed in blocks, or in a published format
     formats: frozenset[str] = frozenset()  # formats in which they are published: gptq, awq, gguf, ...
     types: frozenset[str] = frozenset()  # types of their numbers in the file: BF16, Q4_1, ...
-    bits: frozenset[int] = frozenset()  # for each matrix 4 if 4 bits keep all of it, else 8
+    bits: frozenset[int] = frozenset()  # bits of each matrix: 4 if 4 bits keep all of it, else 8
 
 
 class Rule(NamedTuple):
-    """How the matrices of a model are kept, and why in one line."""
+    """The way in which the matrices of a model are kept, and the reason in one line."""
 
-    label: str  # for people: int8, int4, int4+int8, fp32, bf16; "as stored" on a GPU
+    label: str  # name for people: int8, int4, int4+int8, fp32, bf16; "as stored" on a GPU
     dtype: torch.dtype  # dtype of activations, and of weights that are dense
     reason: str
     scheme: Scheme | None = None  # the scheme that every matrix is brought into
-    keeps_codes: bool = False  # each matrix as its file has it: codes stay codes
+    keeps_codes: bool = False  # each matrix stays as its file has it: codes stay codes
     home: str = "cpu"  # the kind of device whose schemes keep the weights: cpu or cuda
 
     @property
     def is_dense(self) -> bool:
-        """Whether all weights are plain numbers."""
+        """True if all weights are plain numbers."""
         return not self.keeps_codes and self.scheme is None
 
 
 def choose_rule(
     quantization: str, dtype: str, device: torch.device, held: Held, home: str | None = None
 ) -> Rule:
-    """What `quantization` and `dtype` mean for a file that holds this.
+    """The rule that `quantization` and `dtype` mean for a file with these matrices.
 
-    `home` is the kind of device whose schemes keep the weights, if that is another one's (`home_of`).
+    `home` is the kind of device whose schemes keep the weights, if not this device's (`home_of`).
     """
     kind = home or home_of(device)
     quantization = _checked(quantization, kind, held)
@@ -130,7 +130,7 @@ def _auto(dtype: str, device: torch.device, held: Held) -> Rule:
 
 
 def _mixed(held: Held) -> Rule:
-    """Matrix by matrix, under the name of the one form if all have it."""
+    """The rule for each matrix by itself, under the name of the one form if all have it."""
     if held.bits == {4, 8}:
         reason = "int4 where the file has 4 bits, int8 elsewhere"
         return Rule(MIXED, torch.float32, reason, keeps_codes=True)
@@ -160,7 +160,7 @@ def _checked(quantization: str, kind: str, held: Held) -> str:
 
 
 def _check_name(quantization: str, kind: str) -> None:
-    """Refuse what is unknown, and what this device cannot do."""
+    """Refuse an unknown name, and one that this device cannot do."""
     allowed = _forms_on(kind)
     if quantization in allowed:
         return
@@ -185,17 +185,17 @@ def _forms_on(kind: str) -> list[str]:
 
 
 def _possible(names: Iterable[str]) -> str:
-    """Names for an error, each once and without those that this machine would refuse."""
+    """Names for an error message, each once, without those that this machine would refuse."""
     return ", ".join(name for name in dict.fromkeys(names) if name != "bf16" or _multiplies_bf16())
 
 
 def _multiplies_bf16() -> bool:
-    """Whether this CPU has any instruction for products of bfloat16."""
+    """Return True if this CPU has any instruction for bfloat16 products."""
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(cpu_flags().split()))
 
 
 def is_scheme(name: str) -> bool:
-    """Whether a value of `quantization` is a scheme's own, and not a dtype."""
+    """Return True if a value of `quantization` names a scheme, not a dtype."""
     return name in (*PACKED, *SCHEMES)
 
 

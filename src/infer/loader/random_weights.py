@@ -1,11 +1,11 @@
-"""A model of any published shape with weights out of thin air: speed needs the shape, not the knowledge.
+"""A model of any published shape with random weights: speed needs the shape, not the knowledge.
 
     config.json ──► the family's network, built on the device ──► filled there with random numbers
 
 Nothing is read from disk and nothing crosses a bus, so eight billion parameters are ready in a second.
 Matrices are drawn from a normal distribution of width 0.02, which keeps activations finite and the data
 path busy: zeros would run faster than real weights do. Norm weights are one (zero where the family stores
-them around zero), biases small. What such a model says is noise; how long it takes is not.
+them around zero), biases small. The output of such a model is noise; its timing is not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_random(
             f"{name} runs with transformers' code, which has no random weights; use a checkpoint"
         )
     chosen_device = choose_device(device)
-    if quantization in ("auto", DENSE):  # as stored, which is dense
+    if quantization in ("auto", DENSE):  # weights as stored, which are dense here
         quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"
     plan = plan_weights(headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home)
     settle_products(plan.rule.dtype, chosen_device)
@@ -81,7 +81,7 @@ def load_random(
 
 @dataclass(frozen=True, slots=True)
 class RandomMatrix:
-    """A matrix out of thin air in the place of a stored one, for projections that round what they load."""
+    """A random matrix in the place of a stored one, for projections that round what they load."""
 
     shape: tuple[int, ...]
     generator: torch.Generator
@@ -104,15 +104,15 @@ class RandomMatrix:
 
 
 def make_generator(device: torch.device | str, seed: int) -> torch.Generator:
-    """A generator of random numbers, also in a process that has put off what PyTorch 2.13 makes one with."""
-    with suppress(ImportError):  # an older PyTorch, which needs none of it
+    """A random generator, also in a process that has put off the import that PyTorch 2.13 needs for one."""
+    with suppress(ImportError):  # an older PyTorch, which does not need it
         importlib.import_module("torch._prims.rng_prims")  # client/imports.py puts off what would import it
     return torch.Generator(device).manual_seed(seed)
 
 
 @torch.no_grad()
 def fill_random(model: Model, seed: int = 0) -> None:
-    """Give every parameter a value, where it lies; the same seed gives the same values on one device."""
+    """Fill every parameter in place; the same seed gives the same values on one device."""
     device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
     generator = make_generator(device, seed)
     coded = [m.stored for m in model.modules() if isinstance(m, Projected) and m.stored.scheme != DENSE]

@@ -1,7 +1,7 @@
 """A model's weights on their way from the disk while the process that will load them imports PyTorch.
 
-The system is asked to have them in its page cache; what is there already costs nothing. Where codes were kept
-that had been made of these weights (code_cache.py), they are asked for first: a start reads them, and the
+The system is asked to have them in its page cache; pages that are there already cost nothing. If codes made
+from these weights were kept (code_cache.py), the codes are asked for first: a start reads them, and reads the
 weights only if it keeps them in another form this time.
 """
 
@@ -17,12 +17,12 @@ from infer.errors import ModelSourceError
 from infer.loader.find.default_model import models_dir
 from infer.loader.find.source import ModelSource
 
-MAX_BYTES = 4 << 30  # about what a disk reads meanwhile; more could push out what is to be read first
-CHUNK_BYTES = 1 << 20  # the system cuts what is asked for at once to about as much
+MAX_BYTES = 4 << 30  # about what a disk reads in that time; more could push out what is read first
+CHUNK_BYTES = 1 << 20  # about the most that the system reads for one request
 
 
 def start_reading_ahead(source: ModelSource) -> threading.Thread:
-    """Read ahead in a thread, for a disk may make it wait; no exit waits for the thread."""
+    """Read ahead in a thread, because the disk may make it wait; no exit waits for the thread."""
     thread = threading.Thread(target=read_ahead, args=(source,), name="infer-read-ahead", daemon=True)
     thread.start()
     return thread
@@ -44,11 +44,11 @@ def read_ahead(source: ModelSource, max_bytes: int = MAX_BYTES) -> None:
 
 
 def codes_dir() -> Path:
-    """Return where codes of weights are kept."""
+    """Return the directory of kept codes."""
     return models_dir().parent / "codes"
 
 
 def codes_prefix(source: ModelSource) -> str:
-    """Return how the names of files begin whose codes were made of these weights."""
+    """Return the beginning of the names of files with codes made from these weights."""
     found = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in source.weight_files]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:8]

@@ -71,7 +71,7 @@ class ReorderedTensor(StoredTensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape, which stays."""
+        """The shape, which stays the same."""
         return self.whole.shape
 
     @property
@@ -81,7 +81,7 @@ class ReorderedTensor(StoredTensor):
 
     @property
     def type_name(self) -> str:
-        """What its numbers are."""
+        """The type of its numbers."""
         return self.whole.type_name
 
     @property
@@ -96,7 +96,7 @@ class ReorderedTensor(StoredTensor):
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What its codes are."""
+        """The description of its codes."""
         return self.whole.codes
 
     @property
@@ -131,7 +131,7 @@ class ReorderedTensor(StoredTensor):
 
 
 def _pick(held: CodedRows | torch.Tensor, rows: torch.Tensor) -> CodedRows | torch.Tensor:
-    """Some rows; what belongs to a row goes with it."""
+    """Some rows, each with its codes, scales, zeros and minima."""
     if isinstance(held, torch.Tensor):
         return held[rows]
     zeros = held.zeros[rows] if isinstance(held.zeros, torch.Tensor) else held.zeros

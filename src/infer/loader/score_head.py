@@ -1,4 +1,4 @@
-"""What turns a hidden state into a relevance score: one row of numbers, read from the checkpoint.
+"""The score head: one row of numbers, from the checkpoint, that turns a hidden state into a relevance score.
 
     ...ForSequenceClassification    its `score` head, one row
     a reranker that is a causal LM  the head's row of the token "yes" minus that of "no": the score's logit
@@ -30,7 +30,7 @@ ROWS = 4096  # rows of a head that are looked at together
 def read_scorer(
     source: ModelSource, pooling: Pooling, template: str | None, token_id: Callable[[str], int | None]
 ) -> Scorer:
-    """Read how a model scores, or refuse one that is neither a reranker nor made for embeddings."""
+    """Read how a model scores; a model that is neither a reranker nor made for embeddings is refused."""
     raw = {} if source.is_gguf else read_hf_config(source.path)
     is_judged = JUDGE in (template or "")
     if any(name.endswith("ForSequenceClassification") for name in read_architectures(raw)):
@@ -57,7 +57,7 @@ def read_scorer(
 
 
 def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> tuple[int, int]:
-    """The tokens that mean yes and no: those that the files name, or those spelled so."""
+    """The tokens that mean yes and no: those that the files name, or those with that spelling."""
     path = source.path / "1_LogitScore" / "config.json"
     raw = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
     yes = raw.get("true_token_id", token_id("yes"))

@@ -1,4 +1,4 @@
-"""Which part of every tensor one rank of several holds, where a model is spread over devices.
+"""Slices: the part of every tensor that one rank holds, where a model is spread over several devices.
 
     module                 is cut along         one rank has
     attention.qkv          rows of each part    heads of q, and the heads of k and v that serve them
@@ -15,7 +15,7 @@ one, cut along columns, reads just these and gives sums that are added up: two c
 is cut with its rows, and one that follows a cut along columns is added by rank 0 alone. Where ranks outnumber
 heads of k and v, several ranks hold the same head.
 
-What a slice is in the words, groups and scales of a format is in its `leaves` (formats/axes.py).
+A slice in terms of a format's words, groups and scales is in its `leaves` (formats/axes.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Slice(NamedTuple):
 
     rows: Ranges  # rows of the matrix, or numbers of the bias; (): none, the tensor is another rank's
     columns: Ranges  # columns of the matrix; (): a bias or norm has none
-    leaves: Mapping[str, tuple[Ranges | None, ...]]  # for each axis of each leaf; None: all of it
+    leaves: Mapping[str, tuple[Ranges | None, ...]]  # ranges for each axis of a leaf; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Cutter:
 
     config: ModelConfig
     rank: Rank
-    uncut: dict[str, str] = field(default_factory=dict)  # names of tensors, and why
+    uncut: dict[str, str] = field(default_factory=dict)  # tensors that cannot be cut: name -> reason
 
     def cut(
         self, module: str, sources: Sequence[WeightSource], spec: WeightSpec | None = None
     ) -> tuple[WeightSpec | None, tuple[Slice, ...]]:
-        """The matrix that the rank has of a layer's, and its slice of each tensor; (): all, or uncut."""
+        """The rank's part of a layer's matrix, and its slice of each tensor; (): all of them, or uncut."""
         if self.rank.world_size == 1:
             return spec, ()
         parts, found = spec.parts if spec else {}, list[Slice]()
@@ -77,13 +77,13 @@ class Cutter:
                 found.append(slice_source(source, parts, self.config, self.rank))
             except ConfigError as error:
                 self.uncut[source.name] = str(error)
-        with suppress(ConfigError):  # its tensors have said so
+        with suppress(ConfigError):  # already recorded for its tensors
             spec = spec and cut_spec(module, spec, self.config, self.rank)
         return spec, tuple(found) if len(found) == len(sources) else ()
 
 
 def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> WeightSpec:
-    """The matrix that a rank has of a layer's."""
+    """The rank's part of a layer's matrix."""
     kind = kind_of(module)
     if kind in BY_ROWS:
         parts = {part: len(_share(part, size, config, rank)) for part, size in spec.parts.items()}
@@ -99,7 +99,7 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
     assert source.target is not None, source.name
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
-    if source.leaf == "bias":  # also of experts, [E, N]
+    if source.leaf == "bias":  # also the bias of experts, [E, N]
         shape = shape[-1:]
     num_rows, *size = shape[::-1] if is_swapped else shape[-2:]
     if kind in PROJECTION_NORMS and config.projection_norm:
@@ -129,7 +129,7 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
 def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """The network that one rank computes: its heads, and its share of every feed-forward half.
 
-    Its vocabulary is the whole one. What cannot be shared equally is refused.
+    The vocabulary stays whole. A network that cannot be shared equally is refused.
     """
     if rank.world_size == 1:
         return config
@@ -177,7 +177,7 @@ def own_vocabulary(config: ModelConfig, rank: Rank) -> int:
 
 
 def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ranges:
-    """The rows that a rank has of each part, in a matrix of these parts."""
+    """The rows that a rank has of each part of a matrix."""
     found, first = [], 0
     for part, size in parts.items():
         share = _share(part, size, config, rank)

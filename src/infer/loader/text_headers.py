@@ -1,9 +1,9 @@
-"""What a model's files say about text, read without PyTorch: all that a server needs of a model it has an
-engine for.
+"""The text part of a model's files, read without PyTorch: all that a server needs once it has an engine for
+the model.
 
     tokenizer           in the directory, or in the metadata of a GGUF file
     sampling, EOS ids   generation_config.json
-    pooling             modules.json, of a checkpoint made for embeddings
+    pooling             modules.json, in a checkpoint made for embeddings
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from infer.loader.pooling import Pooling, read_pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextHeaders:
-    """What a model's files say beside its network: enough to tokenize for it and to sample from it."""
+    """Everything in a model's files except its network: enough to tokenize for it and to sample from it."""
 
     source: ModelSource
     defaults: GenerationDefaults
-    gguf_metadata: Mapping[str, Any] | None  # of a GGUF file: the tokenizer is in there
+    gguf_metadata: Mapping[str, Any] | None  # metadata of a GGUF file, with the tokenizer in it
     pooling: Pooling = Pooling()  # frozen, so all may share it
 
 
 def read_text_headers(source: ModelSource, file: GGUFFile | None = None) -> TextHeaders:
-    """Read the files beside the weights; `file` is the GGUF file of the source, where it is open already."""
+    """Read the files next to the weights; `file` is the GGUF file of the source, if it is open already."""
     if source.is_gguf:
         return TextHeaders(
             source=source,

@@ -1,11 +1,11 @@
-"""Which form every matrix of a model is kept in: decided once, from headers alone, before a weight is read.
+"""The form of every matrix of a model: decided once, from headers alone, before a weight is read.
 
     headers ──► Held ──► Rule ─────────┐
     (headers.py)         (quantization.py) ├──► {module: Kept}  ──► the model, its bytes, its start line
     the network, without memory ───────┘
 
 A `Kept` is the row of the registry that keeps a matrix, the form of its codes, and the tensors that fill it.
-All who want to know read the plan: loading builds the model from it, the memory plan counts the bytes of its
+Everyone reads the plan: loading builds the model from it, the memory plan counts the bytes of its
 `skeleton` (the same model without memory), the code cache keeps what it calls rounded, the start line is its
 `describe`. The plan of one rank of several has the slices of all tensors that the rank holds (slices.py), and
 names the tensors that cannot be cut.
@@ -66,18 +66,18 @@ _ROUNDING_COSTS = {  # measured on a CPU (docs/features/cpu.md)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """How the weights of one module are kept, and the tensors that fill it."""
+    """The form in which the weights of one module are kept, and the tensors that fill it."""
 
     scheme: Scheme = SCHEMES[DENSE]
     form: CodedForm | None = None  # form of the codes on a GPU
-    int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
+    int8_tokens: bool = False  # its file is W8A8: tokens are meant to be rounded to 8 bits, too
     sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
-    slices: tuple[Slice, ...] = ()  # what a rank has of each source; (): all of it
+    slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
     spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
 
     @property
     def is_dense(self) -> bool:
-        """Whether its weights are plain numbers."""
+        """True if its weights are plain numbers."""
         return self.scheme.name == DENSE
 
     @property
@@ -87,7 +87,7 @@ class Kept:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its codes are made from plain numbers while they are loaded."""
+        """True if its codes are made from plain numbers while they are loaded."""
         return not self.is_dense and all(tensor.type_name in FLOATS for tensor in self.weights)
 
     def make(self, spec: WeightSpec) -> Projection:
@@ -98,7 +98,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlan:
-    """What becomes of every tensor of a checkpoint on a device."""
+    """The plan for every tensor of a checkpoint on a device."""
 
     headers: ModelHeaders
     rule: Rule
@@ -106,11 +106,11 @@ class WeightPlan:
     modules: Mapping[str, Kept]
     skeleton: Model  # the network with its projections, without memory
     rank: Rank = ALONE
-    uncut: Mapping[str, str] = field(default_factory=dict)  # tensors that this rank can have no slice of: why
+    uncut: Mapping[str, str] = field(default_factory=dict)  # tensors that this rank cannot slice -> reason
 
     @property
     def has_codes(self) -> bool:
-        """Whether matrices may be kept as codes."""
+        """True if matrices may be kept as codes."""
         if not self.rule.keeps_codes or self.rule.home == "cpu":
             return not self.rule.is_dense
         tensors, settings = self.headers.tensors.values(), self.headers.quantization
@@ -118,17 +118,17 @@ class WeightPlan:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the integers of a CPU's kernels keep the matrices."""
+        """True if the matrices are kept as the integers of a CPU's kernels."""
         return self.rule.home == "cpu" and self.rule.label in PACKED
 
     @property
     def config(self) -> ModelConfig:
-        """The network that is built: of a rank, with its heads and its share of rows."""
+        """The network that is built; a rank's has the rank's heads and its share of rows."""
         return self.skeleton.config
 
     @property
     def slices(self) -> dict[str, Slice]:
-        """What a rank has of each tensor, by name; none where it has all of them."""
+        """The rank's slice of each tensor, by name; empty where it has all of them."""
         kept = self.modules.values()
         pairs = (zip(each.sources, each.slices, strict=True) for each in kept if each.slices)
         return {source.name: cut for each in pairs for source, cut in each}
@@ -136,7 +136,7 @@ class WeightPlan:
     def build(self, context_len: int) -> Model:
         """The model on its device, nothing in it yet, with rotary tables for `context_len` positions."""
         config, name = self.headers.config, self.headers.source.name
-        # learned positions are as many as are stored
+        # the number of learned positions is fixed by the checkpoint
         built = config if config.learned_positions else replace(config, context_len=context_len)
         with refused_if_full(name, self.rule.dtype, self.device):
             model = _network(replace(self.headers, config=built), self.rule.dtype, self.device, self.rank)
@@ -170,7 +170,7 @@ class WeightPlan:
         weight = model.embedding.weight
         if is_tied and not self.modules["head"].is_dense:
             model.embedding.table = model.head.stored
-            shell = torch.empty(weight.shape, device="meta")  # without any memory
+            shell = torch.empty(weight.shape, device="meta")  # a shell without memory
             model.embedding.weight = nn.Parameter(shell, requires_grad=False)
         elif self.is_packed:
             tables = (tensor.dtype for tensor in self.modules["embedding"].weights)
@@ -178,7 +178,7 @@ class WeightPlan:
             model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
 
     def describe(self) -> str:
-        """What a device makes of the weights of a file, for the start line; "": they stay plain numbers."""
+        """The form of the weights on the device, for the start line; "": they stay plain numbers."""
         kept = kept_schemes(self.skeleton, self.rule.dtype)
         if self.rule.home == "cpu" and self.headers.tensors:
             return self._describe_packed(kept) if self.is_packed else ""
@@ -191,7 +191,7 @@ class WeightPlan:
     def _describe_codes(self, kept: Mapping[str, int]) -> str:
         """`kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices whose format fits no codes are named.
 
-        So are those of GGUF whose short groups are rounded: `Q6_K 0.6GiB rounded to int8`.
+        GGUF matrices whose short groups are rounded are named, too: `Q6_K 0.6GiB rounded to int8`.
         """
         unpacked, rounded = list[StoredTensor](), list[StoredTensor]()
         for name, module in self.modules.items():
@@ -247,7 +247,7 @@ def plan_weights(
     if headers.family.load is not None:
         quantization = _check_foreign(headers, quantization, world_size)
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
-    skeleton = _network(headers, rule.dtype, META)  # the whole one, which the rank has a part of
+    skeleton = _network(headers, rule.dtype, META)  # the whole network; the rank has a part of it
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
@@ -282,7 +282,7 @@ def plan_weights(
 
 
 def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int) -> str:
-    """Refuse what needs layers of ours; returns the form that weights of transformers are kept in."""
+    """Refuse settings that need layers of ours; return the form that weights of transformers are kept in."""
     asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
     asked |= {"tensor_parallel_size": str(world_size)} if world_size > 1 else {}
     for name, value in asked.items():
@@ -294,7 +294,7 @@ def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int) ->
 
 
 def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:
-    """How one matrix is kept, given the tensors that fill it."""
+    """The form of one matrix, given the tensors that fill it."""
     tensors, spec = dense.weights, dense.spec
     assert spec is not None, dense
     if rule.is_dense:
@@ -328,7 +328,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
 
 
 def _held(headers: ModelHeaders) -> Held:
-    """What the files hold, from headers; from the config, where there are no tensors yet."""
+    """The matrices that the files hold, from headers; from the config, where there are no tensors yet."""
     if not headers.tensors and headers.quantization:
         said = Settings(headers.quantization)
         bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}
@@ -365,7 +365,7 @@ def form_of(tensor: StoredTensor) -> CodedForm | None:
 
 
 def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether 4 bits keep all of these."""
+    """Return True if 4 bits keep all of these tensors."""
     forms = [form_of(tensor) for tensor in tensors]
     return (
         bool(forms) and all(form is not None and form.codes == "int4" for form in forms) or _is_mxfp4(tensors)
@@ -373,7 +373,7 @@ def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
 
 
 def _is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether all of these are floats of 4 bits, and the C kernels multiply them."""
+    """Return True if all of these tensors are floats of 4 bits that the C kernels multiply."""
     forms = [form_of(tensor) for tensor in tensors]
     return bool(forms) and all(form and form.codes == "mxfp4" for form in forms) and _multiplies_mxfp4()
 
@@ -384,7 +384,7 @@ def _multiplies_mxfp4() -> bool:
 
 
 def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
-    """Whether a config announces floats of 4 bits for a matrix: they are the experts' alone."""
+    """Return True if a config announces floats of 4 bits for a matrix: only experts have them."""
     return settings.method == "mxfp4" and spec.num_experts is not None
 
 
@@ -394,7 +394,7 @@ def stored_form(stored: StoredCodes) -> CodedForm | None:
     is_shared = (
         scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
     )
-    rows = BLOCK_ROWS if is_shared else 1  # else each of the 128 rows has a copy of its own
+    rows = BLOCK_ROWS if is_shared else 1  # otherwise each of the 128 rows gets its own copy
     if group >= size:
         return CodedForm(kind, 0, has_minima, rows)
     steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
@@ -429,7 +429,7 @@ def rounded_form(scheme: str, size: int) -> CodedForm:
 
 
 def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE) -> Model:
-    """The network of a rank without its matrices, nothing in it."""
+    """The network of a rank, uninitialised and without its matrices."""
     config = rank_config(headers.config, rank)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -444,10 +444,10 @@ def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, ra
 
 @contextmanager
 def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Let weights that find no memory be a `ConfigError` that says so."""
+    """Turn a lack of memory for weights into a `ConfigError` that says so."""
     try:
         yield
-    except RuntimeError as error:  # PyTorch has no narrower one: out of memory on a CPU is a plain one
+    except RuntimeError as error:  # PyTorch raises nothing narrower for a CPU without memory
         if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
             raise ConfigError(
                 f"{name} in {dtype} does not fit into the memory of {device}: {error}"
@@ -471,7 +471,7 @@ def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
 
 
 def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
-    """The average over matrices that are kept in another form than `dtype`; without any, its own size."""
+    """The average over matrices that are kept in another form than `dtype`; without any, that of `dtype`."""
     packed = [layer for layer in _layers(model) if layer.stored.scheme != DENSE]
     numbers = sum(layer.spec.num_weights for layer in packed)
     kept = sum(layer.stored.num_bytes() for layer in packed)
@@ -479,7 +479,7 @@ def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
 
 
 def num_weights(model: Model) -> int:
-    """The numbers that a model has learnt, shared ones once, whatever they are kept in."""
+    """The number of weights of a model, shared ones once, whatever form they are kept in."""
     return sum(layer.spec.num_weights for layer in _layers(model)) + sum(
         parameter.numel() for parameter in _others(model)
     )

@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
-        """Add attention's output to the stream, and the MLP's of the same input."""
+        """Add attention's output to the stream, and that of the MLP for the same input."""
         normed_TD = self.norm(stream)
         stream.add(self.attention(normed_TD, step))
         stream.add(self.mlp(normed_TD))

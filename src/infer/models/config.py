@@ -1,4 +1,4 @@
-"""What a network looks like, whatever file said so.
+"""The shape of a network, whichever file described it.
 
 Each family's `read_config` turns the keys of a `config.json` (or of a GGUF header, translated to the
 same keys) into one `ModelConfig`. Everything downstream reads only this: models build themselves
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the context the model was trained on (layers/rotary.py).
+    """The stretching of rotary frequencies beyond the trained context of a model (layers/rotary.py).
 
-    `dynamic` and `longrope` depend on the length that is served: the tables are made for one length, because
+    `dynamic` and `longrope` depend on the served length: the tables are made for one length, because
     keys in the cache keep the rotation that they were written with.
     """
 
@@ -28,7 +28,7 @@ class RopeScaling:
     truncate: bool = True  # yarn: the two bounds are rounded outwards to whole pairs
     short_factors: tuple[float, ...] = ()  # longrope: divisors of each pair's frequency, up to that context
     long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
-    attention_factor: float = 1.0  # yarn, longrope: the length of turned pairs is multiplied by it
+    attention_factor: float = 1.0  # yarn, longrope: factor on the length of turned pairs
 
     @property
     def depends_on_length(self) -> bool:
@@ -36,7 +36,7 @@ class RopeScaling:
         return self.kind in ("dynamic", "longrope")
 
     def stretched(self, context_len: int) -> int:
-        """The context of a model whose config says `context_len`: some configs name the unstretched one."""
+        """The context of a model whose config says `context_len`: some configs give the unstretched one."""
         if self.kind == "dynamic":
             return int(context_len * max(self.factor, 1.0))
         return (
@@ -54,7 +54,7 @@ class ExpertConfig:
     num_choices: int  # experts that a token is sent to
     size: int  # the intermediate size of one expert
     normalized: bool  # the weights of a token's experts add up to 1
-    shared_size: int = 0  # of the expert that every token goes through, times a gate of its own; 0: none
+    shared_size: int = 0  # size of the expert that every token goes through, times a gate; 0: none
     dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP of `intermediate_size` instead
 
 
@@ -71,7 +71,7 @@ class DeltaConfig:
 
     @property
     def num_channels(self) -> int:
-        """Numbers of q, k and v of a token, which the convolution mixes with those before it."""
+        """The channels of q, k and v of a token, which the convolution mixes with those of earlier tokens."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
@@ -79,7 +79,7 @@ class DeltaConfig:
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
-    family: str  # the registry's name, or the model_type of one that transformers' code computes
+    family: str  # the registry's name, or the model_type if transformers' code computes it
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -103,19 +103,19 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
     projection_norm: bool = False  # OLMo: normalise all queries of a token at once, and all keys
     clip_qkv: float | None = None  # OLMoE: queries, keys and values are cut off at this size
-    layer_windows: tuple[int | None, ...] = ()  # of each layer, in tokens; None: it sees all; (): all do
+    layer_windows: tuple[int | None, ...] = ()  # windows in tokens; None: the layer sees all; (): all do
 
     embedding_scale: float | None = None  # Granite: embeddings are multiplied by it; Gemma's is in its file
-    residual_scale: float = 1.0  # Granite: what attention and MLP add to the stream is multiplied by it
+    residual_scale: float = 1.0  # Granite: factor on what attention and MLP add to the stream
     logit_scale: float = 1.0  # Granite: logits are multiplied by it
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
-    attention_softcap: float | None = None  # Gemma 2: c, of scores: s becomes c tanh(s / c)
+    attention_softcap: float | None = None  # Gemma 2: cap c of scores: s becomes c tanh(s / c)
     attention_sinks: bool = False  # gpt-oss: each query head has a score that belongs to no position
-    logit_softcap: float | None = None  # Gemma 2: the same of logits
+    logit_softcap: float | None = None  # Gemma 2: the same for logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
     query_growth: float = (
-        0.0  # Ministral 3: queries grow by it times ln(1 + times the trained context is past)
+        0.0  # Ministral 3: queries grow by it times ln(1 + number of trained contexts that are past)
     )
     still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
@@ -123,7 +123,7 @@ class ModelConfig:
 
     delta: DeltaConfig | None = None  # Qwen 3 Next and Qwen 3.5
 
-    impl: str = "infer"  # whose code computes it: ours, or "transformers"
+    impl: str = "infer"  # owner of the code that computes it: "infer" or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
 
     bos_id: int | None = None
@@ -144,19 +144,19 @@ class ModelConfig:
         return self.experts
 
     def mlp_size(self, layer: int) -> int:
-        """The intermediate numbers of one token in one layer: of all experts it is sent to."""
+        """The intermediate numbers of one token in one layer, in all experts it is sent to."""
         experts = self.experts_of(layer)
         if experts is None:
             return self.intermediate_size
         return experts.num_choices * experts.size + experts.shared_size
 
     def layer_weights(self, layer: int) -> int:
-        """The weights that one token is multiplied with in one layer; of experts, of those it is sent to.
+        """The weights that one token is multiplied with in one layer, only those of its own experts.
 
-        Of matrices, however they are stored; norms, biases and routers are too small to count.
+        Only matrices count, however they are stored; norms, biases and routers are too small.
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        if self.delta is not None:  # q, k, v, a gate for the output, b, a, and the way out; or a gate alone
+        if self.delta is not None:  # the output gate, b, a and the way out of a layer with a state
             gated = self.delta.num_channels + 2 * self.delta.num_value_heads * (self.delta.value_dim + 1)
             attention = gated if self.has_state(layer) else attention + self.num_heads * self.head_dim
         mlp = (3 if self.gated_mlp else 2) * self.mlp_size(layer)
@@ -164,12 +164,12 @@ class ModelConfig:
 
     @property
     def all_layer_weights(self) -> int:
-        """The weights of all layers that one token is multiplied with; of experts, of those it is sent to."""
+        """The weights of all layers that one token is multiplied with, only those of its own experts."""
         return sum(map(self.layer_weights, range(self.num_layers)))
 
     @property
     def has_plain_scores(self) -> bool:
-        """True if scores are neither capped nor joined by sinks: some kernels know nothing else."""
+        """True if scores are neither capped nor joined by sinks: some kernels support nothing else."""
         return self.attention_softcap is None and not self.attention_sinks
 
     @property
@@ -192,5 +192,5 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """The factor on attention scores."""
         return self.query_scale if self.query_scale is not None else self.head_dim**-0.5

@@ -4,16 +4,16 @@
                                                        ├──► block ──► y ──► norm ──► head ──► draft tokens
     embedding of the *next* token ─────────────────────┘
 
-A row stands at position t. It has what the target made of the tokens up to t, and token t + 1, which is known
+A row stands at position t. It has the target's states of the tokens up to t, and token t + 1, which is known
 by then; it guesses token t + 2. A guess continues the chain: y of its row takes the place of g, the guessed
 token is the next one, and the position grows by one.
 
-The block is Llama's, with an input of twice the width: the norm of the embedding, then the norm of g. What is
-added to is g, or with `norm_before_residual` its norm. Other differences between published heads:
+The block is Llama's, with an input of twice the width: the norm of the embedding, then the norm of g. The
+residual is g, or with `norm_before_residual` its norm. Other differences between published heads:
 
     norm_before_fc    one norm over the states of all layers, before `fc`
     fc_norm           one norm for each of them
-    norm_output       y is handed on behind the last norm
+    norm_output       y is handed on after the last norm
     draft_vocab_size  tokens that can be guessed; `token_ids` has their ids in the target's vocabulary
 
 A head without an embedding of its own, or without a matrix to the logits, shares the target's (`share`).
@@ -61,7 +61,7 @@ class EagleConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    has_embedding: bool  # of its own
+    has_embedding: bool  # True: it has its own
     has_head: bool
 
     @property
@@ -102,7 +102,7 @@ def read_config(raw: Mapping[str, Any], tensors: Collection[str], target: ModelC
         draft_vocab_size=top.size("draft_vocab_size", default=block.vocab_size, at_most=block.vocab_size),
         target_hidden_size=width,
         captured_layers=_read_layers(top, target.num_layers),
-        # a nested config without the key is read as by the engine that such heads are published for
+        # a nested config without the key is read as by the engine that these heads are published for
         norm_before_residual=top.flag("norm_before_residual", default=is_nested),
         norm_before_fc=top.flag("norm_before_fc", default=False),
         fc_norm=top.flag("fc_norm", default=False),
@@ -121,7 +121,7 @@ def read_config(raw: Mapping[str, Any], tensors: Collection[str], target: ModelC
 
 
 def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers whose input is read; in SGLang's `eagle_config` they are named by the output before it."""
+    """The layers whose input is read; SGLang's `eagle_config` names them by the output before it."""
     name, nested = "eagle_aux_hidden_state_layer_ids", raw.section("eagle_config")
     outputs = nested.get(name)
     ids = raw.get(name) or outputs or list(default_layers(num_layers))
@@ -135,7 +135,7 @@ def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 
 
 class EagleBlock(nn.Module):
-    """Llama's block, with the embedding of the next token beside the state."""
+    """Llama's block, whose input is the next token's embedding and the state, side by side."""
 
     def __init__(self, config: EagleConfig, layer: int, rotary: Rotary) -> None:
         super().__init__()
@@ -152,13 +152,13 @@ class EagleBlock(nn.Module):
     def forward(
         self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext
     ) -> ResidualStream:
-        """The residual stream behind the block: of all rows, or of those whose guess is needed."""
+        """The residual stream after the block: for all rows, or for those whose guess is needed."""
         stream = self.attend(embedded_TD, states_TD, step)
         stream.add(self.mlp(self.mlp_norm(stream)))
         return stream
 
     def attend(self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream behind the attention, which has cached the keys and values of all rows."""
+        """The residual stream after the attention, which has cached the keys and values of all rows."""
         normed_TD = as_tensor(self.state_norm(states_TD))
         x_TX = torch.cat([as_tensor(self.embedding_norm(embedded_TD)), normed_TD], dim=-1)
         stream = ResidualStream(normed_TD if self.norm_before_residual else states_TD)
@@ -169,10 +169,10 @@ class EagleBlock(nn.Module):
 
 
 class Guess(NamedTuple):
-    """What a head makes of its rows."""
+    """The output of a head for its rows."""
 
-    hidden_SD: torch.Tensor  # behind the last norm: what `logits` reads
-    states_SD: torch.Tensor  # what the next row of the chain has for its state
+    hidden_SD: torch.Tensor  # states after the last norm, which `logits` reads
+    states_SD: torch.Tensor  # state of the next row of the chain
 
 
 class Eagle3(nn.Module):
@@ -197,7 +197,7 @@ class Eagle3(nn.Module):
         self.register_buffer("token_ids_W", token_ids_W, persistent=False)
 
     def share(self, target: Model) -> None:
-        """Take from the target what the head has not of its own."""
+        """Take from the target the parts that the head lacks."""
         self.embedding = self.embedding or target.embedding
         self.head = self.head or target.head
 
@@ -219,9 +219,9 @@ class Eagle3(nn.Module):
         return Guess(hidden_SD, hidden_SD if self.config.norm_output else stream.settle())
 
     def remember(self, next_tokens_T: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> None:
-        """Cache the keys and values of such rows, without a guess."""
+        """Cache the keys and values of these rows, without a guess."""
         assert self.embedding is not None, "share has not been called"
-        # a kernel wants a row to compute
+        # a kernel needs a row to compute
         step.logit_indices = torch.zeros(1, dtype=torch.int64, device=states_TD.device)
         block = self.layers[0]
         assert isinstance(block, EagleBlock)

@@ -22,7 +22,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = top.with_defaults(rms_norm_eps=1e-5)
     window: int | None = None
     slides: Callable[[int], bool] = lambda layer: False
-    if "sliding_window" in raw and raw["sliding_window"] is None:  # the reference then looks at no type
+    if "sliding_window" in raw and raw["sliding_window"] is None:  # the reference then ignores the types
         keys = RawConfig(
             {name: value for name, value in keys.raw.items() if name != "layer_types"}, keys.where
         )
@@ -36,7 +36,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _pattern(keys: RawConfig) -> Callable[[int], bool]:
-    """Which layers see a window where no list says so: "LLLG", or all but every n-th; 4 where no key says."""
+    """The rule for windows where the config lists none: "LLLG", or all but every n-th (4 by default)."""
     pattern = keys.get("sliding_window_pattern")
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:

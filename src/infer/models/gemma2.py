@@ -1,7 +1,7 @@
 """Gemma 2: Gemma 3's block without norms of heads, and with soft caps.
 
 local and global     even layers see a sliding window, odd ones everything; one RoPE base for both
-soft caps            c tanh(x / c) of attention scores (c = 50) and of logits (c = 30)
+soft caps            c tanh(x / c) for attention scores (c = 50) and logits (c = 30)
 query scale          1 / sqrt(query_pre_attn_scalar), which need not be the head size (27B)
 """
 

@@ -3,14 +3,14 @@
        x ──► attention_norm ──► attention ──► post_attention_norm ──► (+) ──► (same with the MLP) ──►
         └──────────────────────────────────────────────────────────────┘
 
-What sets it apart from the Llama block:
+Its differences from the Llama block:
 
     sandwich norms       each half is normalised before *and* after, and then added
     (1 + w) norms        weights are stored centred on zero: offset 1 in every norm
     scaled embedding     rows times sqrt(D), rounded to the dtype of the weights
     GeGLU                the gate's activation is GELU in its tanh form
     local and global     five layers that see a sliding window, then one that sees everything; the local
-                         ones turn positions with a base of 10 000, the global ones with 1 000 000
+                         ones rotate positions with a base of 10 000, the global ones with 1 000 000
     query scale          1 / sqrt(query_pre_attn_scalar), which need not be the head size
 
 The text part of a `Gemma3ForConditionalGeneration` checkpoint is the same network under longer names;
@@ -118,7 +118,7 @@ class Gemma3(Model):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
 
 
-# A norm behind each half, whose names make Llama's second norm another one; else Qwen 3's names.
+# A norm after each half; the name of Llama's second norm means another one here. Else Qwen 3's names.
 SANDWICH_NORMS: WeightMap = {
     "model.layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
     "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),

@@ -122,7 +122,7 @@ class GPT2(Model):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream as the first layer is given it: the embeddings of tokens and positions."""
+        """The residual stream as the first layer gets it: the embeddings of tokens and positions."""
         stream = super().embed(tokens_T, step)
         stream.add(self.position_embedding(step.positions))
         return stream

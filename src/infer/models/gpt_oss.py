@@ -2,8 +2,8 @@
 
     sinks            each query head has a score that belongs to no position (kernels/attention/reference.py)
     windows          even layers see 128 tokens, odd ones everything; one yarn table for both
-    router           a bias; of the best logits alone a softmax is taken, which is the same as that of all
-                     of them, made to add up to 1
+    router           a bias; a softmax over the best logits alone, which is the same as one over all of them,
+                     made to add up to 1
     experts          biases, and  (up + 1) * gate * sigmoid(1.702 gate)  with gate <= 7 and |up| <= 7
 
 Files keep gate and up interleaved, and matrices of experts as [in, out] or as MXFP4; the names and the layout

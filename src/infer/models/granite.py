@@ -1,8 +1,8 @@
 """Granite 3: Llama's block with four factors.
 
-    embedding_multiplier   of the embeddings
-    attention_multiplier   of attention scores, in place of 1 / sqrt(head size)
-    residual_multiplier    of what attention and the MLP add to the residual stream
+    embedding_multiplier   scales the embeddings
+    attention_multiplier   scales attention scores, in place of 1 / sqrt(head size)
+    residual_multiplier    scales what attention and the MLP add to the residual stream
     logits_scaling         divides the logits: without it tokens are the same, and their logprobs are wrong
 
 Llama's three switches are used, too: biases of attention and of the MLP.

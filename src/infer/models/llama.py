@@ -3,8 +3,8 @@
              x ──► attention_norm ──► attention ──► (+) ──► mlp_norm ──► mlp ──► (+) ──►
               └──────────────────────────────────────┘ └───────────────────────────┘
 
-What the family agrees on: pre-norm, RMSNorm, rotary positions, grouped-query attention, gated MLP.
-What they differ in is three facts of ModelConfig, each read exactly once, in self_attention.py:
+The family agrees on pre-norm, RMSNorm, rotary positions, grouped-query attention, gated MLP.
+Its members differ in three facts of ModelConfig, each read exactly once, in self_attention.py:
 
     qkv_bias         Qwen 2.5
     qk_norm          Qwen 3      (normalise each head before rotating it)
@@ -67,10 +67,10 @@ def read_shared_config(
     slides: Callable[[int], bool] | None = None,
     rotary_share: float | None = None,
 ) -> ModelConfig:
-    """Read what the families of this block spell alike.
+    """Read the keys that the families of this block share.
 
-    A `window` is that of all layers, or of those that `slides` says, where the config has no list of them.
-    `rotary_share` is the share of a head that turns where the config does not say; None: always all of it.
+    A `window` holds for all layers, or for those that `slides` selects, if the config does not list them.
+    `rotary_share` is the share of a head that turns if the config does not say; None: always all of it.
     """
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)

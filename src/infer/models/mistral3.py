@@ -54,7 +54,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 _TEXT = {key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"}
-_PREFIXES = ("language_model.model", "model.language_model")  # of older files, and of newer ones
+_PREFIXES = ("language_model.model", "model.language_model")  # prefixes of older files, and of newer ones
 _VISION = ("vision_tower.*", "multi_modal_projector.*")
 
 WEIGHT_MAP: WeightMap = {

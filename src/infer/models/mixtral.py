@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's block with a mixture of experts for its MLP; the MoE of Qwen 2 and 3 share the network.
+"""Mixtral: Mistral's block with a mixture of experts as its MLP; Qwen 2 MoE and Qwen 3 MoE use this network.
 
     router  ──►  2 of 8 experts, whose weights are made to add up to 1  ──►  weighted sum
 
@@ -37,7 +37,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_counts(raw: RawConfig, default_experts: int, default_choices: int) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token is sent to."""
+    """The number of experts, and the number that a token is sent to."""
     num_experts = raw.size("num_local_experts", "num_experts", default=default_experts, at_most=MAX_EXPERTS)
     num_choices = raw.size("num_experts_per_tok", default=default_choices, at_most=MAX_EXPERTS)
     if num_choices > num_experts:
@@ -48,7 +48,7 @@ def read_counts(raw: RawConfig, default_experts: int, default_choices: int) -> t
 
 
 class Mixtral(llama.Llama):
-    """Llama's stack, in which a layer has experts unless the config says that it has none."""
+    """Llama's stack, in which a layer has experts unless the config gives it none."""
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

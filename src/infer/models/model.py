@@ -1,4 +1,4 @@
-"""What every network here is: token ids in, hidden states out, logits on demand.
+"""The base of every network here: token ids in, hidden states out, logits on demand.
 
     tokens_T ──► embedding ──► layer 0 ──► layer 1 ──► ... ──► norm ──► hidden_TD        forward
                                                                  hidden_SD ──► head ──► logits_SV
@@ -6,18 +6,18 @@
 The head is apart because only the rows that sample pay for it: a prompt of a thousand tokens needs one
 row of logits, and with a large vocabulary the head is the dearest matrix of the model.
 
-Nor does a prompt need all of the last layer. What the other tokens leave for the one that samples are their
-keys and values; nothing reads what they would make of the last attention. A step that knows which S of its T
-tokens need logits says so (`step.logit_indices`), and from the last attention on there are no others:
+Nor does a prompt need all of the last layer. The token that samples needs only the keys and values of the
+others; nothing reads their output of the last attention. A step that knows which S of its T tokens need
+logits says so (`step.logit_indices`), and after the last attention there are no others:
 
     last layer      norm ──► qkv ──► attend ──► out ──► (+) ──► mlp ──► (+) ──► norm
                     T rows               └──► S rows
 
 A model is single-device code for a ragged batch. It knows no cache, no padding, no phases: keys,
-values and the past are behind `step.attend` (layers/attention.py).
+values and the past are hidden behind `step.attend` (layers/attention.py).
 
 A layer is given the residual stream and adds to it (quant/residual.py). Its children are declared in the
-order in which they run: so the binder learns which matrix reads what another one adds (layers/bind.py).
+order in which they run: so the binder learns which matrix reads the output of which (layers/bind.py).
 
 A tied head *is* the embedding's parameter, not a copy of it.
 
@@ -52,7 +52,7 @@ from infer.quant.residual import ResidualStream, as_tensor
 
 
 class Network(Protocol):
-    """What a device half runs: a model, or a head that drafts for one (execution/head_model.py)."""
+    """The network of a device half: a model, or a head that drafts for one (execution/head_model.py)."""
 
     config: ModelConfig
 
@@ -79,7 +79,7 @@ class Model(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states after the final norm: of all tokens [T, D], or of some of them [S, D]."""
+        """Return the hidden states after the final norm, for all tokens [T, D] or for some of them [S, D]."""
         stream, inputs = self.embed(tokens_T, step), step.layer_inputs
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
@@ -91,7 +91,7 @@ class Model(nn.Module):
         return as_tensor(self.norm(stream))
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream as the first layer is given it: the tokens' embeddings."""
+        """The residual stream as the first layer gets it: the tokens' embeddings."""
         return ResidualStream(self.embedding(tokens_T))
 
     def with_layers(self, numbers: Iterable[int]) -> Self:

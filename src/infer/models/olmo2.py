@@ -1,4 +1,4 @@
-"""OLMo 2: norms stand after attention and after the MLP, and nowhere before them.
+"""OLMo 2: norms come after attention and after the MLP, and nowhere before them.
 
        x ──► attention ──► post_attention_norm ──► (+) ──► mlp ──► post_mlp_norm ──► (+) ──►
         └──────────────────────────────────────────┘ └───────────────────────────────┘

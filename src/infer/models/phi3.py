@@ -25,7 +25,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096
     )
     section = rope_section(keys)
-    if section.get("rope_type", "type") in ("su", "yarn"):  # what longrope was called before
+    if section.get("rope_type", "type") in ("su", "yarn"):  # older names of longrope
         longrope = {"rope_type": "longrope", **{k: v for k, v in section.raw.items() if "type" not in k}}
         rest = {k: v for k, v in keys.raw.items() if k not in ("rope_parameters", "rope_scaling")}
         keys = RawConfig(rest | {"rope_scaling": longrope}, keys.where)

@@ -4,9 +4,9 @@
               └──────────────────────────────────────┘ └───────────────────────────┘
 
     linear attention    a state in place of keys and values (layers/delta.py)
-    full attention      Qwen 3's, of which a quarter of each head turns with its position; the projection
-                        of queries has a gate behind each head, and what was seen is multiplied by its sigmoid
-    norms               weights are stored centred on zero, but for the one behind linear attention
+    full attention      Qwen 3's, but only a quarter of each head turns with its position; the projection
+                        of queries has a gate after each head, and the result is multiplied by its sigmoid
+    norms               weights are stored centred on zero, except the one after linear attention
 
 Kernels turn pairs (i, i + H/2) of a whole head. Here pairs are (i, i + R/2) of its first R numbers, so
 queries and keys are put in an order in which these are the kernels' pairs, and all others turn by nothing:
@@ -68,7 +68,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
-    """The config of a text model with what the config around it says."""
+    """The config of a text model, completed from the config around it."""
     eos_ids = text.eos_ids + top.token_ids("eos_token_id", text.vocab_size)
     return replace(
         text,
@@ -78,7 +78,7 @@ def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
 
 
 def read_hybrid_config(text: RawConfig, *, family: str) -> ModelConfig:
-    """Read what the families of this block spell alike."""
+    """Read the keys that the families of this block share."""
     keys = text.with_defaults(**_DEFAULTS)
     others = RawConfig({**keys.raw, "layer_types": None}, keys.where)
     shared = llama.read_shared_config(others, family=family, rotary_share=0.25)
@@ -115,7 +115,7 @@ def _read_delta(keys: RawConfig, num_layers: int) -> DeltaConfig:
 
 
 class GatedAttention(SelfAttention):
-    """Attention of which a part of each head turns, and whose output is gated."""
+    """Attention in which a part of each head turns, and whose output is gated."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         super().__init__(config, layer, rotary, norm_offset=1.0)
@@ -230,7 +230,7 @@ TEXT_MAP: WeightMap = {
 
 
 def with_prefixes(names: WeightMap) -> WeightMap:
-    """The map of a checkpoint whose text part has these names, by itself or beside a part for images."""
+    """The map of a checkpoint whose text part has these names, alone or next to a part for images."""
     prefixes = "model", "model.language_model"
     others = {
         "lm_head": Target("head"),

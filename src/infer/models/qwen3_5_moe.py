@@ -24,9 +24,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_hybrid_moe_config(keys: RawConfig, *, family: str) -> ModelConfig:
-    """Read what the families of this block with experts spell alike."""
+    """Read the keys that the families of this block with experts share."""
     size = keys.size("moe_intermediate_size", default=512)
-    # layers without experts have a size of their own, where there are any
+    # layers without experts, if there are any, have a size of their own
     shared = read_hybrid_config(keys.with_defaults(intermediate_size=size), family=family)
     num_experts, num_choices = read_counts(keys, 512, 10)
     experts = ExpertConfig(

@@ -1,7 +1,7 @@
 """Qwen 3 MoE: Qwen 3's attention and Mixtral's experts, smaller and more of them (8 of 128).
 
 norm_topk_prob        whether the weights of a token's experts are made to add up to 1
-decoder_sparse_step   every so many layers has experts; 1 in all published models
+decoder_sparse_step   every n-th layer has experts; n is 1 in all published models
 mlp_only_layers       layers that have a plain MLP of `intermediate_size`; none in published models
 """
 
@@ -37,7 +37,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that have a plain MLP: those that are named, and all but every so many."""
+    """The layers that have a plain MLP: those that are named, and all but every n-th."""
     every = raw.size("decoder_sparse_step", default=1)
     named = raw.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

@@ -1,7 +1,7 @@
 """Qwen 3 Next: the block of Qwen 3.5 MoE, whose linear attention stores its rows grouped by key head.
 
-    in_proj_qkvz    of each key head: q, k, then v and z of the value heads that it serves
-    in_proj_ba      of each key head: b and a of these
+    in_proj_qkvz    for each key head: q, k, then v and z of the value heads that it serves
+    in_proj_ba      for each key head: b and a of these value heads
 
 A product with these matrices is put in the order that layers/delta.py has: all q, all k, all v, z, b, a.
 """

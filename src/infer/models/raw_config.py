@@ -21,10 +21,10 @@ from infer.models.config import RopeScaling
 MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 4096
-MAX_STRETCH = 4096.0  # times the trained context
-DEFAULT_WINDOW = 4096  # what the references of all families take a missing key for
+MAX_STRETCH = 4096.0  # multiple of the trained context
+DEFAULT_WINDOW = 4096  # value of a missing key in the references of all families
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-LAYER_TYPES = ("full_attention", "sliding_attention")  # of a layer that does not slide, and of one that does
+LAYER_TYPES = ("full_attention", "sliding_attention")  # a layer that does not slide, and one that does
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -73,7 +73,7 @@ class RawConfig:
         return tuple(RawConfig({name: each}, self.where).number(name) for each in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """The boolean of a key, or the default where it is absent or null."""
+        """The boolean of a key, or the default if it is absent or null."""
         value = self.get(name)
         if value is None:
             return default
@@ -131,7 +131,7 @@ class RawConfig:
 
 
 def read_heads(raw: RawConfig) -> tuple[int, int]:
-    """The numbers of query and of kv heads; as many of both where the config does not tell them apart."""
+    """The numbers of query and kv heads; the same number if the config gives only one."""
     num_heads = raw.size("num_attention_heads")
     num_kv_heads = raw.size("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:  # each kv head must serve as many query heads
@@ -168,7 +168,7 @@ def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float,
 def read_two_ropes(
     raw: RawConfig, context_len: int, head_dim: int, *, theta: float, local_theta: float
 ) -> tuple[float, float, RopeScaling | None]:
-    """Base of the layers that see everything, base of those with a window, and the scaling of the first.
+    """Base of the layers that see everything, base of windowed layers, and the scaling of the former.
 
     Newer configs have a section for each kind of layer; in older ones the scaling is never that of windows.
     """
@@ -196,7 +196,7 @@ def read_two_ropes(
 
 
 def rope_section(raw: RawConfig) -> RawConfig:
-    """What a config says about its rotary positions, in the newer place or in the older one."""
+    """The section on rotary positions of a config, in the newer place or in the older one."""
     return raw.section("rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling")
 
 
@@ -272,7 +272,7 @@ def read_rope_scaling(
 
 
 def _read_stretch(section: RawConfig, default: float | None = None) -> float:
-    """How many times as long as the trained context a text may be."""
+    """The longest text as a multiple of the trained context."""
     factor = section.number("factor", default=default)
     if factor > MAX_STRETCH:
         raise CheckpointError(f"'factor' in {section.where} must be at most {MAX_STRETCH}, got {factor!r}")
@@ -317,7 +317,7 @@ def read_window(raw: RawConfig) -> int | None:
 def read_windows(
     raw: RawConfig, num_layers: int, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer that slides: by `layer_types`, or as the family says; () if none does."""
+    """The window of each layer that slides: by `layer_types`, or by the family's rule; () if none does."""
     types = raw.get("layer_types")
     if types is None:
         types = [LAYER_TYPES[slides(layer)] for layer in range(num_layers)]

@@ -1,6 +1,6 @@
-"""Which families this package can run, and which of them a checkpoint belongs to.
+"""The families that this package can run, and the search for the one that a checkpoint belongs to.
 
-A family is four facts: what checkpoints call it, how to read its config, how to build its network, and
+A family is four facts: its names in checkpoints, how to read its config, how to build its network, and
 which checkpoint tensor goes where. Adding a model is one file and one row (docs/adding-a-model.md).
 """
 
@@ -51,8 +51,8 @@ class Family:
     """Everything the loader needs to know about one kind of network."""
 
     name: str
-    architectures: tuple[str, ...]  # in a config's `architectures`
-    model_types: tuple[str, ...]  # in its `model_type`, asked only where `architectures` is missing
+    architectures: tuple[str, ...]  # names in a config's `architectures`
+    model_types: tuple[str, ...]  # names in its `model_type`, read only if `architectures` is missing
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     build: Callable[[ModelConfig], Model]
     weight_map: WeightMap

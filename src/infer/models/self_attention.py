@@ -5,8 +5,8 @@
 The second box is one pass over the projection (kernels/elementwise/heads.py). Where the step can do it, the
 second and the third are one kernel (`attend_projected`).
 
-OLMo normalises all queries of a token together, and all keys, which no kernel does with a head at a time: two
-norms of their own come before the box.
+OLMo normalises all queries of a token together, and all keys, while the kernels take one head at a time. So
+two separate norms come before the box.
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
 X = (N + 2 G) H, Y rows of one part.
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
 
     @property
     def layer(self) -> AttentionLayer:
-        """What attention needs to know of this layer."""
+        """The facts of this layer that attention needs."""
         return self._layer if self.sinks is None else self._layer._replace(sinks_N=self.sinks.data)
 
     def _norm(self, size: int) -> RMSNorm:
@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         qkv_TX = as_tensor(self.qkv(x_TD))
         norm_weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
         if norm_weights is not None and self.norms_projection:
-            for part_TY, weight_Y in zip(self.qkv.split(qkv_TX), norm_weights, strict=False):  # not of values
+            for part_TY, weight_Y in zip(self.qkv.split(qkv_TX), norm_weights, strict=False):  # not values
                 rms_norm(part_TY, weight_Y, eps=self.eps, offset=self.norm_offset, out=part_TY)
             norm_weights = None
         if self.clip is not None:
@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
     def attend(
         self, qkv_TX: torch.Tensor, norm_weights: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext
     ) -> torch.Tensor:
-        """Norm, with these weights, and rotate the heads of a projection, then attend: [T, N, H]."""
+        """Normalise the heads of a projection with these weights, rotate them, then attend: [T, N, H]."""
         transform = HeadTransform(
             norm_weights=norm_weights,
             cos_PR=self.rotary.cos_PR,

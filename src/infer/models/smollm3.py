@@ -38,7 +38,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     window = None
     if keys.flag("use_sliding_window", default=False) and keys.get("sliding_window") is not None:
         window = keys.size("sliding_window")
-    else:  # the reference then looks at no type
+    else:  # the reference then ignores the types
         keys = RawConfig(
             {name: value for name, value in keys.raw.items() if name != "layer_types"}, keys.where
         )

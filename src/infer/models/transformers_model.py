@@ -5,17 +5,17 @@
                      └──► our attention function ──► step.attend        paged cache, batching, prefix cache
     hidden_SD ──► tail of its own forward: head, scales, soft caps ──► logits_SV
 
-Attention is the one door: a module hands queries, keys and values of a step's tokens to the function that is
-registered under a name, and gets back what the tokens have seen. No cache of transformers exists.
+Attention is the only link: a module hands queries, keys and values of a step's tokens to the function that is
+registered under a name, and gets attention's output back. No cache of transformers exists.
 
-What a model asks of attention is not guessed from its config: the network is built without memory and run
+A model's demands on attention are not guessed from its config: the network is built without memory and run
 once on two tokens (`probe`). Each layer shows its heads and its scale, and the mask that transformers would
 build for it is asked which positions it lets through, which gives the window. A model that wants anything
 else is refused by name, before a weight is read: another mask, heads that differ between layers, an argument
 that our attention does not know, a layer that keeps state of its own.
 
 Logits are made by the model's own forward, whose base model is replaced by one that returns the hidden states
-that are there already: so a scale or a soft cap behind the head is never forgotten.
+that are there already: so a scale or a soft cap after the head is never forgotten.
 
 The code is that of the installed package alone. A checkpoint's own Python is never run.
 
@@ -49,19 +49,19 @@ log = logging.getLogger(__name__)
 
 IMPL = "transformers"
 INSTALL = "pip install 'infer[transformers]'"
-STEP, PROBE = "infer", "infer_probe"  # names of our attention functions there
+STEP, PROBE = "infer", "infer_probe"  # names of our attention functions in transformers
 FAR = 1 << 40  # a position that no window reaches back from
-HARMLESS = frozenset(  # arguments of attention that change nothing of what it computes
+HARMLESS = frozenset(  # arguments of attention that do not change its result
     {"dropout", "sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "layer_idx",
      "output_attentions", "output_hidden_states", "return_dict", "position_embeddings"}
 )  # fmt: skip
-MIXED = 0.1  # of a hidden state's length: a difference that rounding does not make
+MIXED = 0.1  # share of a hidden state's length: a difference too large for rounding
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SWITCHING_ROPE = ("dynamic", "longrope")  # kinds that turn all sequences by the longest one of a batch
 
 
 class Layer(NamedTuple):
-    """What one attention layer asks for."""
+    """The demands of one attention layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -79,7 +79,7 @@ class Seen(NamedTuple):
 
 
 class ForwardPass:
-    """The step that a network computes, which its attention modules find here; or its layers, in a probe."""
+    """The step that a network computes, which its attention modules find here; in a probe, its layers."""
 
     def __init__(self) -> None:
         self.step: StepContext | None = None
@@ -88,7 +88,7 @@ class ForwardPass:
 
 
 class Made:
-    """What a base model returns, as far as there is any: hidden states, and None for all else."""
+    """The result of a base model: hidden states, and None for everything else."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -101,7 +101,7 @@ class Made:
 
 
 class Tail(nn.Module):
-    """Stands in the place of a base model: returns hidden states that are there already."""
+    """Takes the place of a base model: returns hidden states that are there already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Tail(nn.Module):
 
     @property
     def decoder(self) -> Tail:
-        """What forwards call that look for a decoder inside of their base model."""
+        """The decoder that some forwards look for inside their base model."""
         return self
 
     def forward(self, *_: object, **__: object) -> Made:
@@ -118,15 +118,15 @@ class Tail(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Stands for the head of ours that such a model does not have: nothing is unpacked for it."""
+    """Stands for the head that this kind of model does not have: nothing is unpacked for it."""
 
     @property
     def stored(self) -> NoHead:
-        """What keeps its weights: nothing."""
+        """The object that keeps its weights; it has none."""
         return self
 
     def scratch_bytes(self, num_rows: int) -> int:
-        """Bytes that unpacking its weights takes."""
+        """The bytes that unpacking its weights takes."""
         return 0
 
 
@@ -140,12 +140,12 @@ class TransformersModel(Model):
         self.base, self.rest = network.base_model, network
         self._tail = Tail()
         setattr(network, network.base_model_prefix, self._tail)
-        self.layers = nn.ModuleList()  # of ours there are none
+        self.layers = nn.ModuleList()  # empty: it has none of our layers
         self.embedding = Embedding(0, config.hidden_size)
         self.head: Any = NoHead()
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return the hidden states after the final norm: of all tokens [T, D], or of some of them [S, D]."""
+        """Return the hidden states after the final norm, for all tokens [T, D] or for some of them [S, D]."""
         self._forward.step, self._forward.num_calls = step, 0
         try:
             made = self.base(input_ids=tokens_T[None], position_ids=step.positions[None], use_cache=False)
@@ -156,7 +156,7 @@ class TransformersModel(Model):
         return hidden_TD if step.logit_indices is None else hidden_TD.index_select(0, step.logit_indices)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Return [S, V], as the model's own forward makes them of these hidden states."""
+        """Return [S, V], as the model's own forward makes them from these hidden states."""
         self._tail.hidden_SD = hidden_SD
         ids = torch.zeros((1, hidden_SD.shape[0]), dtype=torch.int64, device=hidden_SD.device)
         try:
@@ -167,7 +167,7 @@ class TransformersModel(Model):
 
 
 class ForeignModel(NamedTuple):
-    """A checkpoint that transformers' code runs: what it looks like, and how it is built and loaded."""
+    """A checkpoint that transformers' code runs: its config, and how it is built and loaded."""
 
     config: ModelConfig
     build: Callable[[ModelConfig], Model]
@@ -175,7 +175,7 @@ class ForeignModel(NamedTuple):
 
 
 def open_foreign(path: Path, raw: Mapping[str, Any], why: str) -> ForeignModel:
-    """Read a checkpoint for transformers' code, or refuse it by name; `why` it is not for code of ours."""
+    """Read a checkpoint for transformers' code, or refuse it by name; `why` says why ours does not run it."""
     try:
         import transformers
     except ImportError:
@@ -196,14 +196,14 @@ def open_foreign(path: Path, raw: Mapping[str, Any], why: str) -> ForeignModel:
 
 
 def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
-    """The config and the class of a checkpoint; what can be seen to be impossible is refused here."""
+    """The config and the class of a checkpoint; what is plainly impossible is refused here."""
     if raw.get("quantization_config"):
         raise ConfigError("its weights are quantized; use the checkpoint in plain numbers")
     try:
         hf_config = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever its classes make of a file that is not theirs
+    except Exception as error:  # anything that its classes raise for a foreign file
         raise ConfigError(f"{_first_line(error)}") from None
     name = f"model_type {hf_config.model_type}"
     nested = [key for key in ("vision_config", "audio_config") if getattr(hf_config, key, None) is not None]
@@ -247,7 +247,7 @@ def _build_meta(transformers: Any, hf_config: Any) -> Any:
     """The network without memory, with the attention function that probes."""
     _register(transformers)
     shapes = importlib.import_module("torch._meta_registrations")
-    assert callable(shapes.activate_meta)  # to ask is to import it: client/imports.py puts that off
+    assert callable(shapes.activate_meta)  # the question imports it, which client/imports.py puts off
     try:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
@@ -258,7 +258,7 @@ def _build_meta(transformers: Any, hf_config: Any) -> Any:
 
 
 def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
-    """What a network without memory asks of attention, found out by running it once on two tokens."""
+    """The demands of a network on attention, found by running it without memory on two tokens."""
     forward = ForwardPass()
     _share(network, forward)
     base = network.base_model
@@ -295,8 +295,8 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         context_len=context_len,
-        norm_eps=0.0,  # its norms are its own
-        activation="",  # and so is its MLP
+        norm_eps=0.0,  # the network has its own norms
+        activation="",  # the network has its own MLP
         tie_embeddings=False,
         query_scale=first.scale,
         attention_softcap=first.softcap,
@@ -308,7 +308,7 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_tail(model: Model) -> None:
-    """Refuse a model whose forward does not make logits of the hidden states alone."""
+    """Refuse a model whose forward does not make logits from the hidden states alone."""
     try:
         with torch.no_grad():
             shape = model.logits(torch.empty((2, model.config.hidden_size), device="meta")).shape
@@ -319,7 +319,7 @@ def check_tail(model: Model) -> None:
 
 
 def _build(network: Any, config: ModelConfig) -> Model:
-    """A model without memory, as memory is planned with it."""
+    """A model without memory, for planning memory."""
     return TransformersModel(config, deepcopy(network).to(torch.get_default_dtype()), ForwardPass())
 
 
@@ -350,7 +350,7 @@ def _load(
 
 
 class BlindStep(StepContext):
-    """A step in which tokens see nothing of each other: attention gives each its own query back."""
+    """A step in which tokens do not see each other: attention gives each its own query back."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
@@ -364,7 +364,7 @@ class BlindStep(StepContext):
 
 @torch.inference_mode()
 def check_tokens_apart(model: TransformersModel, device: torch.device) -> None:
-    """Refuse a network whose tokens reach each other by another way than attention: it would mix sequences.
+    """Refuse a network whose tokens reach each other by other means than attention: it would mix sequences.
 
     Three tokens that see nothing must come out as each does by itself; a convolution or a recurrence shows in
     all but the first. Two of them must differ: a choice of experts may fall the other way by rounding.
@@ -419,7 +419,7 @@ def _record(
     scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Write down what a layer asks for."""
+    """Record the demands of a layer."""
     forward: ForwardPass = module.infer_forward
     forward.num_calls += 1
     _refuse_unknown(others)
@@ -467,7 +467,7 @@ def _read_mask(*_: object, mask_function: Callable[..., Any], **__: object) -> S
 
 
 def _share(network: nn.Module, forward: ForwardPass) -> None:
-    """Let every module know the forward: attention functions are told their module and nothing else."""
+    """Give every module the forward: attention functions are given their module and nothing else."""
     for module in network.modules():
         module.__dict__["infer_forward"] = forward
 

@@ -1,4 +1,4 @@
-"""Which of our modules a checkpoint's tensor belongs to: a table, keyed by module.
+"""The module of ours that a checkpoint's tensor belongs to: a table, keyed by module.
 
     "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", part="q")
 
@@ -12,9 +12,9 @@ experts, so the second number becomes the target's `expert`. A checkpoint may al
     "model.layers.{}.mlp.experts.{}.up_proj": Target("layers.{}.mlp.gate_up", part="up")     expert 5: [F, D]
     "model.layers.{}.mlp.experts.up_proj":    Target("layers.{}.mlp.gate_up", part="up")     all: [E, F, D]
 
-A tensor without a leaf (stacks are saved so) is its module's weight, and its whole name is the key.
+A tensor without a leaf (as stacks are saved) is its module's weight, and its whole name is the key.
 
-A key that ends in `.*` stands for a module and all below it, for the parts of a checkpoint we do not use:
+A key that ends in `.*` stands for a module and all below it, for parts of a checkpoint that we do not use:
 
     "vision_tower.*": IGNORED
 """
@@ -30,12 +30,12 @@ from infer.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint module's tensors go."""
+    """The place of a checkpoint module's tensors."""
 
     module: str
     part: str | None = None  # the name of its slice in a fused module
     transposed: bool = False  # stored [in, out], as GPT-2's Conv1D does; ours are [out, in]
-    ignored: bool = False  # known, and of no use to us
+    ignored: bool = False  # known, but not used
     expert: int | None = None  # found in the tensor's name, never in a table
 
 
@@ -44,7 +44,7 @@ IGNORED = Target("", ignored=True)
 WeightMap = Mapping[str, Target]
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
-_MAX_DIGITS = 9  # of an expert's number: a longer one is cut, and still beyond any model
+_MAX_DIGITS = 9  # digits of an expert's number; a longer one is cut, and still beyond any model
 
 
 def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
@@ -68,7 +68,7 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
 
 
 def names_an_expert(key: str, target: Target) -> bool:
-    """Whether a row of a table is for the tensors of single experts: it has a number more than its target."""
+    """Return True if a row is for tensors of single experts: its key has one number more than its target."""
     return not target.ignored and key.count("{}") == 2 and target.module.count("{}") == 1
 
 

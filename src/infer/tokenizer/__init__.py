@@ -4,7 +4,7 @@
       ▲
       └── ChatTemplate ── messages, tools
 
-    tokenizer.py        Tokenizer: encode, decode, what each id stands for
+    tokenizer.py        Tokenizer: encode, decode, the bytes of each id
     directory_vocab.py  a Tokenizer's parts from the files of a model directory
     gguf_vocab.py       the same parts from the header of a GGUF file
     vocabulary.py       what those two agree on
@@ -12,7 +12,7 @@
     detokenizer.py      ids that arrive one by one -> text, whole characters only, up to a stop string
     chat_families.py    which template belongs to which model
     chat_template.py    a conversation -> the text and ids its model was trained on
-    sandbox.py          what a template may use of time and memory
+    sandbox.py          limits on the time and memory of a template
 
 It receives paths and plain mappings, imports no tensors and never learns about the engine.
 """

@@ -1,6 +1,6 @@
-"""Which chat template belongs to which model: a table.
+"""The chat templates and the models that they belong to: a table.
 
-A model type alone does not say it: SmolLM2, Llama 3 and TinyLlama are all `llama`. The vocabulary does,
+A model type alone does not decide: SmolLM2, Llama 3 and TinyLlama are all `llama`. The vocabulary does,
 because a chat format is made of special tokens, and a model that was trained on a format has its tokens:
 
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
@@ -24,17 +24,17 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatFamily:
-    """A template, the model types it is for, and what tells its models from others of the same type."""
+    """A template, the model types it is for, and the marks of its models among others of that type."""
 
     template: str
     model_types: frozenset[str]
     tokens: tuple[str, ...] = ()  # special tokens the vocabulary must have
-    not_tokens: tuple[str, ...] = ()  # and must not have
-    published: str = ""  # text the checkpoint's own template must hold, where no token tells
+    not_tokens: tuple[str, ...] = ()  # special tokens it must not have
+    published: str = ""  # text the checkpoint's own template must hold, if no token decides
     yields: bool = False  # a template shipped with the model goes first
 
     def fits(self, model_type: str, tokenizer: Tokenizer) -> bool:
-        """Whether a model of this type, with this vocabulary, was trained on this format."""
+        """Return True if a model of this type, with this vocabulary, was trained on this format."""
         return (
             model_type in self.model_types
             and all(_is_special(tokenizer, token) for token in self.tokens)
@@ -78,5 +78,5 @@ TEMPLATES = tuple(dict.fromkeys(family.template for family in FAMILIES))
 
 
 def templates_directory() -> Traversable:
-    """Where our templates are: models/templates of the installed package."""
+    """The directory of our templates: models/templates of the installed package."""
     return resources.files("infer") / "models" / "templates"

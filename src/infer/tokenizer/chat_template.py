@@ -3,7 +3,7 @@
     messages, tools ──► clean ──► guard ──► Jinja template ──► text ──► ids
                                     │                                    │
                  "<|im_end|>" in what users wrote               guards removed, so it
-                 gets a guard behind each character             is encoded as plain text
+                 gets a guard after each character              is encoded as plain text
 
 Special tokens tell a model whose turn it is. Only the template may write them: <|im_end|> in a user's message
 must not end the turn. So a guard character is put into every special-token spelling found in messages and
@@ -12,19 +12,19 @@ tools before the template sees them, and taken out after the special tokens of t
 Clients write messages in the OpenAI format, templates were written for a slightly different one:
 
     content       text, or a list of {"type": "text", "text": ...} parts   ->  text
-    content       null beside tool_calls                                   ->  ""
+    content       null next to tool_calls                                  ->  ""
     tool_calls    arguments as a JSON string                               ->  arguments as an object
     role          developer                                                ->  system
-    reasoning     another name of reasoning_content                        ->  reasoning_content (or thinking)
+    reasoning     another name for reasoning_content                       ->  reasoning_content (or thinking)
 
 Keys that no template reads are dropped. What cannot be shown to a model (an image, an unknown role,
-arguments that are no JSON) is refused, and so is a conversation beyond the limits below: they bound the
+arguments that are not JSON) is refused, and so is a conversation beyond the limits below: they bound the
 work a request can cause before its tokens are counted.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
 the model type and from the special tokens the vocabulary has. A model that fits no family uses the template
-that it was shipped with. Templates run in a sandbox (sandbox.py), with limits on what a conversation can
-make of them.
+that it was shipped with. Templates run in a sandbox (sandbox.py), which limits the time they take and the
+text they make.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ GUARD = "\ufdd2"  # a code point that Unicode reserves for use inside programs; 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
-MAX_CHARS = 8 * 2**20  # of all strings together
-MAX_DEPTH = 32  # of nested tool schemas and arguments
+MAX_CHARS = 8 * 2**20  # length of all strings together
+MAX_DEPTH = 32  # depth of nested tool schemas and arguments
 
 _STRING_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 MAX_RENDERED_CHARS = 4 * MAX_CHARS
 
-# what a client may set beside messages and tools, if the template reads it
-# A prompt ends with the beginning of an answer, inside the last message, or behind it.
+# A prompt ends with the beginning of an answer, inside the last message, or after it.
 Opening = Literal["answer", "continued", "none"]
-OPEN_END = "\ue0f1"  # a character without a meaning, behind the text that an answer continues
+OPEN_END = "\ue0f1"  # a character without a meaning, after the text that an answer continues
+# options that a client may set in addition to messages and tools, if the template reads them
 KWARGS: dict[str, type] = {
     "enable_thinking": bool,
-    "thinking": bool,  # another name of it
+    "thinking": bool,  # another name for it
     "reasoning_effort": str,
     "date_string": str,
     "tools_in_user_message": bool,
@@ -72,7 +72,7 @@ KWARGS: dict[str, type] = {
 
 
 SYSTEM_TOOLS = "message['tools']"  # a template that reads this wants tools in the system message, as JSON
-RESULT_ROLES = {  # what tells a template that has a word of its own for the results of calls
+RESULT_ROLES = {  # words that show that a template has its own role for results of calls
     "'observation'": "observation",
     "'environment'": "environment",
     "<|/tool|>": "tool_response",
@@ -83,7 +83,7 @@ class ChatTemplate:
     """One family's chat format, bound to a tokenizer. Safe to share between threads."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, name: str) -> None:
-        """Compile a template; `name` is how errors call it."""
+        """Compile a template; `name` is its name in errors."""
         self.name = name
         self.source = source
         self._tokenizer = tokenizer
@@ -96,7 +96,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self.kwargs = frozenset(KWARGS) & names  # the keywords this template reads
         self.reads_tools = "tools" in names or SYSTEM_TOOLS in source
-        # how calls of a history are written, for a template that does not show them
+        # writes the calls of a history, for a template that does not show them
         self.write_calls: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
 
     def encode_chat(
@@ -109,7 +109,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
 
-        `options` are those of `render`. What cannot fit `context_len` tokens is refused before it is encoded.
+        `options` are those of `render`. A text too long for `context_len` is refused before it is encoded.
         """
         if opening == "continued":
             text = self.render_open(messages, **options)
@@ -123,7 +123,7 @@ class ChatTemplate:
     def render_open(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the text up to the end of the last message, which an answer continues.
 
-        A template writes what closes a message behind its text, so the text is marked, and cut at the mark.
+        A template closes a message after its text, so the text is marked, and cut at the mark.
         """
         messages = map_strings([dict(each) for each in clean_messages(messages)], _without_mark)
         last = messages[-1]
@@ -179,7 +179,7 @@ class ChatTemplate:
         variables["bos_token"] = _spelling(tokenizer, tokenizer.bos_id)
         variables["eos_token"] = _spelling(tokenizer, next(iter(tokenizer.eos_ids), None))
         variables["gap"] = tokenizer.gap_after_special
-        variables["published"] = tokenizer.published_chat_template or ""  # tells versions of a family apart
+        variables["published"] = tokenizer.published_chat_template or ""  # distinguishes versions of a family
         variables["range"] = allowance.range
         parts: list[str] = []
         num_chars = 0
@@ -196,7 +196,7 @@ class ChatTemplate:
                     )
         except TemplateError:
             raise
-        except Exception as error:  # an expression of a template can fail in any way Python can
+        except Exception as error:  # a template's expression can fail in any way that Python can
             raise TemplateError(
                 f"chat template {self.name} cannot render these messages: {error}", param="messages"
             ) from None
@@ -281,7 +281,7 @@ def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def clean_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Check tool descriptions; an empty list is no tools."""
+    """Check tool descriptions; an empty list means no tools."""
     if not tools:
         return None
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
@@ -335,7 +335,7 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _suit(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-    """Say things in the words of published templates that have their own for them."""
+    """Use the words of published templates that have their own for some things."""
     if "message.thinking" in source:  # gpt-oss; the text of a call goes there as well
         for message in messages:
             if thought := message.get("reasoning_content"):
@@ -458,7 +458,7 @@ def _to_json(
 
 
 def _to_python(value: Any) -> str:
-    """A JSON value as a Python literal; text as JSON has it, which is the same and leaves guards alone."""
+    """A JSON value as a Python literal; text stays as in JSON, which is the same and leaves guards alone."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_to_json(key)}: {_to_python(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

@@ -11,7 +11,7 @@ random splits and random stop strings:
 
     "".join(pushes) + finish()  ==  tokenizer.decode(all ids), cut at the first stop string
 
-Which stop string is the first? The one that begins earliest; of several that begin there, the longest.
+The first stop string is the one that begins earliest; if several begin there, the longest.
 So with stops "abcd" and "bc" the text "abc" is not decided yet: a "d" may follow.
 
 Each pushed byte and each character is looked at once per stop string, however long the text gets.
@@ -59,7 +59,7 @@ class Detokenizer:
         return self._search.hit if self._search else None
 
     def look_for(self, stop: Sequence[str]) -> str:
-        """End the text at these strings from here on; returns what was held back because of others.
+        """End the text at these strings from here on; return what was held back because of others.
 
         Text that has been shown is not searched again.
         """
@@ -87,7 +87,7 @@ class Detokenizer:
         return self._tokenizer.token_bytes(token_id) if token_id in self._shown else self._bytes_of(token_id)
 
     def breaks_off(self, token_id: int) -> bool:
-        """Whether this token cannot continue the character begun before it, which then shows as U+FFFD."""
+        """Return True if this token cannot continue the begun character, which then shows as U+FFFD."""
         begun, _ = self._utf8.getstate()
         if not begun or not 0 <= token_id < self._tokenizer.vocab_size:
             return False
@@ -128,7 +128,7 @@ class _StopSearch:
                 raise RequestError.about("stop", f"must hold non-empty strings, got {stop!r}")
         self.hit: str | None = None
         self._trackers = [_Tracker(stop) for stop in dict.fromkeys(stops)]
-        self._held = ""  # not shown yet
+        self._held = ""  # text that is not shown yet
         self._num_shown = 0
         self._num_seen = 0
         self._found: tuple[int, int, str] | None = None  # (start, -length, stop): the smallest is the best
@@ -151,7 +151,7 @@ class _StopSearch:
         return self._end() if self._found else self._show(self._num_seen)
 
     def _first_open(self) -> int:
-        """Where the earliest stop string begins that the text may still complete."""
+        """The start of the earliest stop string that the text may still complete."""
         return self._num_seen - max(tracker.num_matched for tracker in self._trackers)
 
     def _end(self) -> str:
@@ -167,7 +167,7 @@ class _StopSearch:
 
 
 class _Tracker:
-    """How much of one stop string the text ends with: Knuth, Morris and Pratt's automaton."""
+    """Tracks how much of one stop string the text ends with: Knuth, Morris and Pratt's automaton."""
 
     __slots__ = ("_fallback", "num_matched", "stop")
 
@@ -183,7 +183,7 @@ class _Tracker:
             self._fallback.append(matched)
 
     def advance(self, char: str) -> bool:
-        """Take one more character; return whether the stop string is complete here."""
+        """Take one more character; return True if the stop string is complete here."""
         matched = self.num_matched
         while matched and self.stop[matched] != char:
             matched = self._fallback[matched - 1]

@@ -6,7 +6,7 @@
     special_tokens_map.json   names of the special tokens, where the file above is missing
     chat_template.jinja       the chat template, in directories written by recent tools
 
-A lone tokenizer.model (sentencepiece) is refused: it is a format of its own, and every such model is
+A lone tokenizer.model (sentencepiece) is refused: it is a format of its own, and every model with one is
 also published with a tokenizer.json.
 """
 
@@ -26,7 +26,7 @@ from infer.errors import CheckpointError
 from infer.tokenizer.growth import check_growth
 from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core
 
-# tokenizer_class -> how vocab.json + merges.txt of that class cut text
+# tokenizer_class -> the rule by which vocab.json + merges.txt of that class cut text
 _SPLIT_RULE_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
@@ -65,7 +65,7 @@ class _StoredNormalizer(msgspec.Struct):
 
 
 class _StoredTokenizer(_StoredNormalizer):
-    """What of a tokenizer.json decides whether it can be used as it is."""
+    """The keys of a tokenizer.json that decide whether it can be used as it is."""
 
     added_tokens: list[_StoredToken] = []
     padding: Any = None
@@ -75,7 +75,7 @@ class _StoredTokenizer(_StoredNormalizer):
 def read_plain_json(path: Path) -> str | None:
     """The text of a tokenizer.json that needs no change: nothing pads, and special tokens are marked.
 
-    None: it needs one, or there is none that can be read; `read_directory_vocabulary` takes twice as long.
+    None: it needs a change, or cannot be read; `read_directory_vocabulary` takes twice as long.
     """
     file = path if path.is_file() else path / "tokenizer.json"
     if not file.is_file():
@@ -147,7 +147,7 @@ def _to_added_token(fields: Any) -> AddedToken:
 
 
 def _mark_special(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens the config names as special are special, even where the vocabulary forgot to say so."""
+    """Mark tokens as special that the config names as special, even if the vocabulary does not."""
     known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     missing = {
         text: AddedToken(text, special=True, normalized=False)

@@ -1,12 +1,12 @@
 """Fill in the middle: models that were trained to write what stands between two texts.
 
-Such a vocabulary has special tokens that mark the parts; the model writes the middle behind the last of them.
+Their vocabulary has special tokens that mark the parts; the model writes the middle after the last of them.
 
-    <|fim_prefix|> text before <|fim_suffix|> text behind <|fim_middle|>      prefix first (most models)
-    [SUFFIX] text behind [PREFIX] text before                                 suffix first (Codestral)
+    <|fim_prefix|> text before <|fim_suffix|> text after <|fim_middle|>       prefix first (most models)
+    [SUFFIX] text after [PREFIX] text before                                  suffix first (Codestral)
 
 A vocabulary may have the tokens although its model never learned them, as base vocabularies of families do;
-nothing in a checkpoint tells.
+nothing in a checkpoint tells the difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GapMarks(NamedTuple):
     middle: int | None  # None: the suffix comes first, and nothing follows the prefix
 
     def join(self, before: list[int], behind: list[int]) -> list[int]:
-        """The ids of a text with a gap, up to where the model goes on."""
+        """The ids of a text with a gap, up to the place where the model goes on."""
         if self.middle is None:
             return [self.suffix, *behind, self.prefix, *before]
         return [self.prefix, *before, self.suffix, *behind, self.middle]

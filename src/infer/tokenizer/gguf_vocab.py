@@ -10,7 +10,7 @@ that as a ranked list of pairs, so each token is cut in two at every place where
 
     "▁the" (score -12)   ──►   ("▁", "the"), ("▁t", "he"), ("▁th", "e")     all with rank of -12
 
-What it cannot build from a character it spells in bytes: "<0xE2>" "<0x82>" "<0xAC>" is "€".
+Text that it cannot build from characters is spelled in bytes: "<0xE2>" "<0x82>" "<0xAC>" is "€".
 
 `token_type` says what a token is for: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 Control tokens take no part in merging: no text may ever become one by accident.
@@ -34,7 +34,7 @@ from infer.tokenizer.vocabulary import (
     byte_level_core,
 )
 
-MAX_TOKEN_CHARS = 1024  # above any real token; finding the merges of one takes its square
+MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find the merges of one is quadratic
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # GGUF has room for one end-of-sequence id; chat models also end a turn with one of these

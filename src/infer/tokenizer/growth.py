@@ -1,4 +1,4 @@
-"""How much longer the normalizer of a tokenizer.json can make a text.
+"""The factor by which the normalizer of a tokenizer.json can lengthen a text.
 
 A normalizer is a list of steps, and each may put many characters in the place of one: four replacements of
 one character by a hundred turn a byte into 10^8. The bound below is a product over the steps, so it needs no
@@ -7,7 +7,7 @@ text, and a file is refused before the library sees it: the library normalizes a
     Replace "ab" by 10 characters    5        a text can be all "ab"
     Replace a regex by c             2 c + 1  it may match the empty text, on both sides of a character
     Prepend c                        c + 1    in front of each stretch between two added tokens
-    NFD, NFC, NFKD, NFKC             18       once in all: what is decomposed stays so
+    NFD, NFC, NFKD, NFKC             18       only once: decomposed text stays decomposed
 
 Patterns need no bound in time of their own: the library's regex engine ends a match after 10^7 steps with an
 error. Decoders are read, never run.
@@ -41,7 +41,7 @@ def growth_of(normalizer: Any) -> int:
 
 
 def check_growth(normalizer: Any, file: object) -> int:
-    """The growth of a file's normalizer; raises `CheckpointError` where it is beyond all use."""
+    """The growth of a file's normalizer; raises `CheckpointError` if it is unreasonably large."""
     growth = growth_of(normalizer)
     if growth > MAX_GROWTH:
         shown = f"{growth:,}" if growth < 10**12 else "more than 10^12"
@@ -63,7 +63,7 @@ def check_normalized(num_chars: int, growth: int) -> None:
 
 
 def _steps(normalizer: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer, those of lists inside lists too; deeper nesting than Python's is no JSON."""
+    """The steps of a normalizer, also in lists inside lists; deeper nesting than Python's is not JSON."""
     pending = [normalizer]
     while pending:
         step = pending.pop()
@@ -90,7 +90,7 @@ def _factor(step: Mapping[str, Any]) -> int:
 
 
 def _length(text: Any) -> int:
-    """The characters of a replacement, decomposed, as a later step may do that."""
+    """The characters of a replacement, decomposed, because a later step may decompose it."""
     return len(unicodedata.normalize("NFKD", text)) if isinstance(text, str) else 0
 
 

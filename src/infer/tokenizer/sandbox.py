@@ -2,14 +2,14 @@
 
 Jinja hides the interpreter but lets a template make much out of little: 'a'.ljust(10**9), x ~ x in a
 loop, a loop in a loop that writes nothing. So each rendering has an `Allowance` of seconds and characters,
-and all that can grow asks it first:
+and everything that can grow asks it first:
 
     {% for %}, {% macro %}     a tick is put in front of their bodies when a template is parsed
     a ~ b                      becomes a call of `concat_parts`
     {{ a }}                    is paid for, as a block or a macro may collect it
     a + b, a * b, a % b        Jinja lets a sandbox intercept them
-    methods and filters        may not be given large numbers; what multiplies sizes is checked before it
-                               runs, and what any of them returns is paid for
+    methods and filters        must not get large numbers; those that multiply sizes are checked before they
+                               run, and every result is paid for
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ MAX_SECONDS = 10.0
 MAX_RANGE = 100_000  # numbers that all range() calls of one rendering may yield together
 MAX_MADE = 2**28  # characters that all expressions of one rendering may make together
 ITEM_SIZE = 8  # characters that an item of a list counts as
-MAX_NUMBER = 10_000  # as an argument: a width, an indent
+MAX_NUMBER = 10_000  # largest argument: a width, an indent
 DROPPED_GLOBALS = ("lipsum", "cycler", "joiner")
 DROPPED_FILTERS = (
     *("center", "filesizeformat", "pprint", "random", "sum", "truncate", "urlize", "wordwrap", "xmlattr"),
 )
 REFUSED_METHODS = {"encode", "expandtabs", "to_bytes", "translate"}
 SHALLOW = {"count", "default", "first", "items", "last", "len", "list", "map", "reverse"}
-SHALLOW |= {"reject", "rejectattr", "select", "selectattr"}  # filters that look at no item's inside
+SHALLOW |= {"reject", "rejectattr", "select", "selectattr"}  # filters that do not look inside an item
 
 _FORMAT_SIZES = re.compile(r"\{[^{}]*:|%[^a-zA-Z%]*[\d*]")  # "{:9}", "%9d", "%*d": a width is a size
 
 
 class Allowance:
-    """What one rendering may still use."""
+    """The resources that one rendering may still use."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._left = {"expressions": MAX_MADE, "range()": MAX_RANGE}
 
     def spend(self, count: int, of: str = "expressions") -> None:
-        """Take something off; fails when nothing is left, or no time."""
+        """Take something off; fails if nothing is left, or no time."""
         self._left[of] -= count
         if self._left[of] < 0:
             raise jinja2.exceptions.SecurityError(f"{of} of this template make more than a rendering may")
@@ -67,11 +67,11 @@ class Allowance:
         return numbers
 
 
-current: ContextVar[Allowance] = ContextVar("allowance")  # of the rendering that runs in this thread
+current: ContextVar[Allowance] = ContextVar("allowance")  # allowance of this thread's rendering
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, less what makes much out of little."""
+    """Jinja's sandbox, without the features that make much out of little."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -89,7 +89,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters[name] = _limited(function)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Add what may grow that far; multiply and take remainders of small numbers; nothing else."""
+        """Add values that may grow that far; multiply and take remainders of small numbers; nothing else."""
         if operator == "+":
             current.get().spend(_size(left) + _size(right))
         elif operator == "**" or not all(
@@ -108,7 +108,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _paid(super().call(context, function, *args, **kwargs))
 
     def tick(self, num_chars: int) -> str:
-        """Run once per turn of a loop and per call of a macro; `num_chars` are written there as they are."""
+        """Run once per turn of a loop and per call of a macro; `num_chars` counts its literal text."""
         current.get().spend(1 + num_chars)
         return ""
 
@@ -166,7 +166,7 @@ def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, args: list[Any]) -> None:
-    """Refuse arguments out of which too much would be made."""
+    """Refuse arguments that would produce too much."""
     texts = [arg for arg in args if isinstance(arg, str)]
     if name in REFUSED_METHODS or ("format" in name and any(map(_FORMAT_SIZES.search, texts))):
         raise jinja2.exceptions.SecurityError(f"templates may not call {name}, or not with a width")

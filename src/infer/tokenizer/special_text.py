@@ -1,6 +1,6 @@
 """Find the text of special tokens in a text.
 
-Special tokens are how a template tells a model whose turn it is, so only a template may write them.
+With special tokens a template tells a model whose turn it is, so only a template may write them.
 `SpecialText` finds their spelling in a text, leftmost first and the longest there, as the `tokenizers`
 library does. The search must be linear: a client may send a megabyte of "<", and a vocabulary may hold
 a thousand special tokens. So the alternatives share their beginnings, as in a trie:
@@ -47,7 +47,7 @@ class SpecialText:
                 continue
             if mark and text.startswith(mark, match.end()):  # a token of one character: nothing to cut
                 continue
-            token = self._tokens[match[0]]  # which may swallow the white space to its left or right
+            token = self._tokens[match[0]]  # may swallow the white space to its left or right
             start, stop = match.span()
             while token.lstrip and start > end and text[start - 1].isspace():
                 start -= 1
@@ -57,9 +57,9 @@ class SpecialText:
             end = stop
 
     def guard(self, text: str, mark: str) -> str:
-        """Put `mark` behind each character of each occurrence, so that it is one no more.
+        """Put `mark` after each character of each occurrence, so that it no longer is one.
 
-        Behind each, not just once: a special token may be spelled inside another, or begin in one.
+        After each, not just once: a special token may be spelled inside another, or begin in one.
         """
         if self._pattern is None:
             return text

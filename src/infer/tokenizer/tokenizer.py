@@ -10,16 +10,16 @@ The anchor is spelled with a random number made at start-up, so no text can hold
 *cut*, stands for nothing and keeps merges from spelling a special token out of text.
 
 *Decoding* is ours: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end,
-with U+FFFD for what is not UTF-8. That one sentence is what makes streaming exact (detokenizer.py).
+with U+FFFD for what is not UTF-8. That one sentence makes streaming exact (detokenizer.py).
 
     byte-level vocabularies    "Ġworld" -> b" world"      a printable alphabet for the 256 bytes
     sentencepiece ones         "▁world" -> b" world", "<0xE2>" -> b"\\xe2", and the first space of a text
                                is dropped if encoding puts one there
 
 Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
-Python's lock while it encodes one text, and lets go of it for a batch: long texts are batches of one, so
-that a thread that encodes megabytes stops no other. So is every text of a vocabulary whose patterns are not
-among those we know: a pattern may be slow.
+Python's lock while it encodes one text, and releases it for a batch: long texts are batches of one, so that
+a thread that encodes megabytes does not stop the others. So is every text of a vocabulary whose patterns are
+not among those we know: a pattern may be slow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tokenizer:
         self._special_id = {token.content: i for i, token in added.items() if token.special}
 
         self._prefix, self._suffix = self._find_wrapping(vocabulary)
-        core.encode_special_tokens = True  # their text is text
+        core.encode_special_tokens = True  # the text of special tokens is text
         self._anchor, self._cut = (f"\ufdd0{secrets.token_hex(16)}\ufdd1" for _ in range(2))
         core.add_tokens([AddedToken(text, normalized=False) for text in (self._anchor, self._cut)])
         self._anchor_id, self._cut_id = core.token_to_id(self._anchor), core.token_to_id(self._cut)
@@ -104,7 +104,7 @@ class Tokenizer:
     ) -> list[int]:
         """Turn text into ids.
 
-        `add_special` adds what the checkpoint puts around every prompt, usually BOS, unless the text
+        `add_special` adds the checkpoint's tokens around every prompt, usually BOS, unless the text
         already begins with it. `parse_special` turns the text of special tokens into those tokens, except
         where a `guard` character stands inside it; guards are removed. A text that cannot fit `context_len`
         tokens, even if each were the longest there is, is refused before any work is done.
@@ -118,7 +118,7 @@ class Tokenizer:
         return self.begin(ids) + self._suffix if add_special else ids
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Put in front what this checkpoint begins every prompt with (BOS, or nothing), but never twice."""
+        """Put the ids in front that begin every prompt of this checkpoint (BOS, or nothing), never twice."""
         if ids[: len(self._prefix)] == self._prefix:
             return ids
         return self._prefix + ids
@@ -146,7 +146,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token spelled exactly so in the vocabulary, if there is one."""
+        """The id of the token with exactly this spelling in the vocabulary, if there is one."""
         token_id = self._core.token_to_id(text)
         return None if token_id is None or token_id >= self.vocab_size else int(token_id)
 
@@ -185,7 +185,7 @@ class Tokenizer:
         return ids
 
     def _find_wrapping(self, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-        """What surrounds every prompt: the library's post-processor, unless the checkpoint overrides it."""
+        """The ids around every prompt: the library's post-processor, unless the checkpoint overrides it."""
         bare = self._core.encode("a", add_special_tokens=False).ids
         wrapped = self._core.encode("a").ids
         start = next((i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare), 0)
@@ -197,7 +197,7 @@ class Tokenizer:
         return prefix, suffix
 
     def _find_gap(self) -> str:
-        """What to write after a special token so that the next word gets the space in front it always has.
+        """The text to write after a special token, so that the next word gets its usual space in front.
 
         Sentencepiece words are spelled "▁word". Some vocabularies put the mark in front of every stretch of
         text by themselves, some only at the beginning of the prompt, where a written space must stand in.
@@ -225,10 +225,10 @@ class Tokenizer:
 
 @contextmanager
 def library_errors(kind: type[InferError]) -> Iterator[None]:
-    """Turn what the `tokenizers` library alone raises, a bare Exception or a panic, into an error of ours."""
+    """Turn errors of the `tokenizers` library, a bare Exception or a panic, into an error of ours."""
     try:
         yield
-    except BaseException as error:  # a panic is no Exception, and its class cannot be imported
+    except BaseException as error:  # a panic is not an Exception, and its class cannot be imported
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise kind(f"the tokenizers library cannot work with this vocabulary: {error}") from None
@@ -249,11 +249,11 @@ BYTE_OF_CHAR = _printable_bytes()
 
 
 def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
-    """The most characters of a text that one token can stand for, or None where there is no such limit.
+    """The most characters of a text that one token can stand for, or None if there is no limit.
 
     It is the length of the longest spelling, in which a byte is a character or more; where characters are
     composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
-    unknown token, where there are no byte tokens, stands for any.
+    unknown token, where there are no byte tokens, stands for any text.
     """
     normalizer = _state(core.normalizer)
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
@@ -277,7 +277,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 
 def _has_known_patterns(core: Any) -> bool:
-    """Whether text is cut and rewritten only by regular expressions of `SPLIT_RULES`, which are quick."""
+    """Return True if text is cut and rewritten only by patterns of `SPLIT_RULES`, which are quick."""
     found = list(_regexes([_state(core.normalizer), _state(core.pre_tokenizer)]))
     return _KNOWN_PATTERNS.issuperset(found)
 
@@ -291,7 +291,7 @@ def _regexes(state: Any) -> Iterator[str]:
 
 
 def _read_decoder(decoder: Any) -> tuple[bool, int]:
-    """Whether tokens are byte-level, and how many leading spaces of a text are not the text's own."""
+    """A flag, True if tokens are byte-level, and the number of leading spaces that are not the text's own."""
     if decoder is None:
         raise CheckpointError("the tokenizer has no decoder, so its tokens cannot be turned into text")
     spec = _state(decoder)

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whatever file described it.
+"""The parts of a tokenizer, whatever file described it.
 
 A `Vocabulary` is the `tokenizers` library's object (how text is cut and merged) plus the few facts
 the library does not keep: which token begins a prompt, which ones end an answer, and the chat template
@@ -9,7 +9,7 @@ A byte-level vocabulary cuts text into words before it merges anything, and merg
     "It's 1984"  ──►  It | 's | Ġ | 1 | 9 | 8 | 4        (SmolLM2: each digit alone)
 
 The rule of the cut is part of the model: a wrong one still gives valid ids, only not the ones the model
-was trained on. `SPLIT_RULES` holds the rules by the names that GGUF files call them.
+was trained on. `SPLIT_RULES` holds the rules by their names in GGUF files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Vocabulary:
     core: tokenizers.Tokenizer
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    add_bos: bool | None = None  # None: what the library's post-processor does
+    add_bos: bool | None = None  # None: as the library's post-processor does
     add_eos: bool | None = None
     chat_template: str | None = None
 
@@ -52,12 +52,12 @@ _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How one byte-level family cuts text: patterns applied in turn, each to what the last one left."""
+    """The way one byte-level family cuts text: patterns applied in turn, each to what the last one left."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
     nfc: bool = False  # Unicode is composed first
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # default if the file does not say
 
 
 SPLIT_RULES: dict[str, SplitRule] = {

@@ -1,7 +1,7 @@
-"""Where do two models part? Compare their activations, module by module, in the order they ran.
+"""The first difference of two models: compares their activations, module by module, in the order they ran.
 
-A wrong logit says nothing about its cause. This tool runs two models on the same tokens, records what
-every module puts out (forward hooks: no model is edited), lines the recordings up and names the first
+A wrong logit says nothing about its cause. This tool runs two models on the same tokens, records the output
+of every module (forward hooks: no model is edited), lines the recordings up and names the first
 tensor that differs:
 
     report = diff_models(ours, reference, [1, 2, 3])
@@ -11,9 +11,9 @@ tensor that differs:
         │                │                           │
     embed_tokens ─ input_layernorm ─────────── self_attn.q_proj ─ ...          reference
 
-The lines between the two are the family's weight map: the modules a checkpoint tensor connects are the
-modules whose outputs must agree. A part of a fused module is compared with its own slice of columns.
-Two of our own models are lined up by name, every module of them.
+The lines between the two are the family's weight map: if a checkpoint tensor connects two modules, their
+outputs must agree. A part of a fused module is compared with its own slice of columns.
+Two of our own models are lined up by name, module by module.
 
 From a shell (`hf:DIR` loads the second one with transformers):
 
@@ -67,7 +67,7 @@ class DiffReport:
 
     @property
     def first_difference(self) -> DiffRow | None:
-        """The first activation in which the models part, or None if they agree."""
+        """The first activation in which the models differ, or None if they agree."""
         return next((row for row in self.rows if not row.agrees), None)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def run_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
 
 
 def record(model: nn.Module, run: Callable[[], object]) -> Recording:
-    """Call `run` and return what each module of `model` put out; a second call of a module is name#2."""
+    """Call `run` and return the output of each module of `model`; a second call of a module is name#2."""
     recording: Recording = {}
 
     def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -221,7 +221,7 @@ def _load(source: str, dtype: str) -> nn.Module:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare two models from a shell; 0: they agree, 1: they part, 2: one could not be loaded."""
+    """Compare two models from a shell; 0: they agree, 1: they differ, 2: one could not be loaded."""
     parser = argparse.ArgumentParser(
         prog="python -m infer.tools.activation_diff", description="name where two models part"
     )

@@ -1,12 +1,12 @@
-"""Which of a model's likeliest tokens could be drawn, and why the others could not.
+"""The fate of a model's likeliest tokens: which ones could be drawn, and why the others could not.
 
-A step reports the model's own probabilities of the likeliest tokens (sampling/logprobs.py). What the request
-asks for is applied to them here, in the order of docs/features/sampling.md:
+A step reports the model's own probabilities of the likeliest tokens (sampling/logprobs.py). The request's
+parameters are applied to them here, in the order of docs/features/sampling.md:
 
     bias, bans, mask ─ penalties ─ / temperature ─ top_k ─ top_p ─ min_p
 
-Only the reported tokens are known. The rest of the vocabulary, the *tail*, is known by two facts: no token
-of it is likelier than the last one reported, and together they have the probability that is left. At another
+Only the reported tokens are known. Two facts are known of the other tokens, the *tail*: none of them is
+likelier than the last one reported, and together they have the probability that is left. At another
 temperature these bound its mass from both sides:
 
     a = 1 / temperature, q = the last probability reported, R = the tail's probability, N = its tokens
@@ -14,8 +14,8 @@ temperature these bound its mass from both sides:
     a >= 1    R^a / N^(a - 1)  <=  mass  <=  q^(a - 1) R
     a <  1    q^(a - 1) R      <=  mass  <=  R^a / N^(a - 1)
 
-A fate that holds for every mass within the bounds is told, and every other is UNKNOWN: nothing is guessed.
-A repetition penalty scales logits, which cannot be had back from probabilities, so with one there are no
+A fate that holds for every mass within the bounds is reported, any other is UNKNOWN: nothing is guessed.
+A repetition penalty scales logits, which cannot be recovered from probabilities, so with one there are no
 fates besides bans and masks.
 """
 
@@ -32,7 +32,7 @@ from infer.sampling.params import RowLogprobs, SamplingParams
 
 KEPT, UNKNOWN = "", "?"
 MASKED, BANNED = "the constraint forbids it", "banned before min_tokens"
-CLOSE: Final = 0.005  # shares of a total that is known better than this are told
+CLOSE: Final = 0.005  # shares of a total that is known better than this are reported
 
 
 class Candidate(NamedTuple):
@@ -40,15 +40,15 @@ class Candidate(NamedTuple):
 
     token_id: int
     probability: float  # the model's own
-    share: float | None  # of the tokens that are left; None: it is not left, or that cannot be told
+    share: float | None  # share among the tokens that are left; None: it is not left, or its share is unknown
     fate: str  # KEPT, UNKNOWN, or the filter that removed it
     note: str = ""  # adjustments of its logit
 
 
 class DrawContext(NamedTuple):
-    """What a draw depends on besides the logits and the request's parameters."""
+    """The inputs of a draw besides the logits and the request's parameters."""
 
-    tokens: Sequence[int]  # before the one that is drawn, prompt included
+    tokens: Sequence[int]  # tokens before the drawn one, prompt included
     num_prompt: int
     vocab_size: int
     banned: Collection[int] = ()  # ids that must not come yet
@@ -150,11 +150,11 @@ def _tail(
     power: float,
     largest: float,
 ) -> tuple[float, float]:
-    """The least and the most that all other tokens weigh together; the heaviest one reported weighs 1."""
+    """The least and the most that all other tokens weigh together; the heaviest reported token weighs 1."""
     count = context.vocab_size - len(reported)
     if count <= 0:
         return 0.0, 0.0
-    rest = math.log(max(1.0 - sum(map(math.exp, reported.values())), 1e-7))  # float32 adds up no better
+    rest = math.log(max(1.0 - sum(map(math.exp, reported.values())), 1e-7))  # the precision of a float32 sum
     evenly = power * rest - (power - 1.0) * math.log(count)
     steeply = (power - 1.0) * min(reported.values()) + rest
     low, high = sorted((evenly - largest * power, steeply - largest * power))

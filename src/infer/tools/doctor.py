@@ -1,4 +1,4 @@
-"""What this machine brings to running a model, and what would make it faster.
+"""A report on this machine: what it has for running a model, and what would make it faster.
 
 Nothing is loaded and nothing is measured; the C kernels are compiled if they have not been yet, because
 whether they can be is half of the answer.
@@ -27,7 +27,7 @@ from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 from infer.models.transformers_model import INSTALL
 
-# What the kernels can use, in the spelling of /proc/cpuinfo, from old to new.
+# The features that kernels can use, as spelled in /proc/cpuinfo, from old to new.
 _FEATURES = (
     "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
     "asimddp", "i8mm", "bf16",
@@ -105,7 +105,7 @@ def _advice(
 
 
 def _transformers() -> str:
-    """What runs families without a file here (models/transformers_model.py)."""
+    """The package that runs families without a file here (models/transformers_model.py)."""
     try:
         return f"{version('transformers')}: runs decoders of other families (knob model_impl)"
     except PackageNotFoundError:
@@ -119,7 +119,7 @@ def _profile(num_gpus: int) -> str:
 
 
 def _gpu_memory() -> str:
-    """What an engine would find on the first GPU, as `infer plan` counts it."""
+    """The memory that an engine would find on the first GPU, as `infer plan` counts it."""
     found = look(torch.device("cuda", 0), None)
     return (
         f"{format_bytes(found.free)} of {format_bytes(found.total)} free, other processes hold "
@@ -129,7 +129,7 @@ def _gpu_memory() -> str:
 
 
 def _weights(has_kernels: bool, num_gpus: int) -> str:
-    """What `auto` makes of weights on the CPU (loader/quantization.py)."""
+    """The forms that `auto` gives weights on the CPU (loader/quantization.py)."""
     if has_kernels:
         kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
     else:
@@ -141,7 +141,7 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 
 
 def _quantized_products() -> str:
-    """What multiplies with codes on the first GPU (kernels/linear/coded.py)."""
+    """The kernels that multiply with codes on the first GPU (kernels/linear/coded.py)."""
     device = torch.device("cuda", 0)
     tuned = device_profile(device).linear
     few = f"up to {tuned.few_coded_tokens} tokens Triton, tile by tile"
@@ -155,7 +155,7 @@ def _quantized_products() -> str:
 
 
 def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:
-    """What computes each operation of a model in float32 here, and what else could (config/backends.py)."""
+    """The backend of each operation of a float32 model here, and the alternatives (config/backends.py)."""
     machine = Machine(
         device="cuda" if num_gpus else "cpu", has_gpu_kernels=num_gpus > 0, has_c_attention=has_kernels
     )

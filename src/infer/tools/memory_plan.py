@@ -3,16 +3,16 @@
     memory = weights (+ a draft model's, + LoRA adapters') + activations of the largest step + graphs
              + KV cache (+ workspace) + runtime
 
-Weights, activations and bytes per token are arithmetic (cache/memory.py); what `device_memory` leaves is the
-cache, and the cache divided by a context is how many sequences of that length run at once. The plan ends in
-flags: started with them, the engine has exactly the cache that was planned.
+Weights, activations and bytes per token are arithmetic (cache/memory.py); the rest of `device_memory` is the
+cache, and the cache divided by a context is the number of sequences of that length that run at once. The plan
+ends in flags: started with them, the engine has exactly the cache that was planned.
 
 Parameters and their bytes are counted on the skeleton of a weight plan, a model without memory, so they are
 what would be loaded, fused matrices and tied heads included (loader/weight_plan.py); where there are headers,
 every tensor in them is matched with its place first, as loading does.
 
 Every start asks a shorter question first (`check_settings`): can this model be served with these knobs at
-all? What cannot is refused before minutes are spent on reading weights.
+all? If it cannot, it is refused before minutes are spent on reading weights.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class MachineMemory:
     """The device that an engine would be on, here or elsewhere, and its memory."""
 
     device: torch.device
-    unloaded: DeviceMemory  # before the weights are there
-    runtime: int = 0  # of what is held: by the runtime of a GPU that no process uses yet
+    unloaded: DeviceMemory  # memory before the weights are loaded
+    runtime: int = 0  # bytes for the runtime of a GPU that no process uses yet
 
     @property
     def kind(self) -> str:
@@ -92,7 +92,7 @@ class MachineMemory:
 
     @property
     def memory(self) -> int:
-        """Bytes for this engine: what is free, or what `device_memory` leaves."""
+        """The bytes for this engine: those that are free, or what `device_memory` leaves."""
         return self.runtime + (
             self.unloaded.free if self.unloaded.limit is None else max(self.unloaded.room, 0)
         )
@@ -103,47 +103,47 @@ class MachineMemory:
         return self.unloaded.others if is_gpu(self.device) else 0
 
     def resolve(self, config: EngineConfig, choice: LoadChoice) -> ResolvedConfig:
-        """Return what an engine would decide at its start there, whatever of the memory others use."""
+        """Return the decisions of an engine that starts there, whatever memory other processes use."""
         total = (self.unloaded.limit or self.unloaded.total) if is_gpu(self.device) else None
         machine = replace(machine_of(choice), gpu_memory=total)
         return resolve(config, machine, facts_of(choice))
 
 
 class DraftMemory(NamedTuple):
-    """What a model that drafts takes beside the one it drafts for, in bytes."""
+    """The memory of a model that drafts, in addition to the one it drafts for, in bytes."""
 
-    name: str = ""  # none: nothing drafts, or nothing that has weights
+    name: str = ""  # empty: nothing drafts, or nothing that has weights
     weights: int = 0
     beside: DraftBytes = NO_DRAFT
 
     @property
     def total(self) -> int:
-        """All but keys and values, which are in the cache."""
+        """The sum without keys and values, which are in the cache."""
         return self.weights + self.beside.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes; all sizes in bytes."""
+    """The use of the memory; all sizes in bytes."""
 
     choice: LoadChoice
     resolved: ResolvedConfig
     machine: MachineMemory
     num_parameters: int
-    stored_bytes: int  # of the weights on disk; 0: there are none yet
+    stored_bytes: int  # bytes of the weights on disk; 0: there are none yet
     weights: int
     draft: DraftMemory
     adapters: int  # room for LoRA adapters
     step: StepBytes
     graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
     workspace: int
-    host_cache: int  # for sequences preempted by swapping
+    host_cache: int  # room for sequences preempted by swapping
     cache: CacheSize
-    layout: KVLayout  # which layers share its blocks
+    layout: KVLayout  # groups of layers that share its blocks
 
     @property
     def total(self) -> int:
-        """All of it, on the device."""
+        """The sum of all parts on the device."""
         beside = self.draft.total + self.adapters + self.step.total + self.workspace + self.machine.runtime
         return self.weights + beside + self.cache.num_bytes
 
@@ -158,12 +158,12 @@ class MemoryPlan:
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys, values and states of one sequence of this length while it decodes."""
         num_blocks = blocks_of_sequence(self.layout.windows, context, self.cache.block_size, 1)
-        if STATE in self.layout.windows:  # which takes its whole block from the first token on
+        if STATE in self.layout.windows:  # a state takes its whole block from the first token on
             return num_blocks * self.cache.bytes_per_block
         return min(num_blocks * self.cache.bytes_per_block, context * self.cache.bytes_per_token)
 
     def at_once(self, context: int) -> int:
-        """How many sequences of this length can run together."""
+        """The number of sequences of this length that can run together."""
         size, scheduler = self.cache.block_size, self.resolved.scheduler
         in_prompt = blocks_of_sequence(self.layout.windows, context, size, scheduler.max_chunk)
         decoding = blocks_of_sequence(self.layout.windows, context, size, 1)
@@ -176,7 +176,7 @@ class MemoryPlan:
         return [*shorter[-7:], self.choice.max_seq_len]
 
     def knobs(self) -> dict[str, object]:
-        """What to start with, to get exactly this cache: only knobs whose value is not the default."""
+        """The knobs that give exactly this cache; only those whose value is not the default."""
         config, default = self.resolved.settings, EngineConfig().knobs()
         chosen: dict[str, object] = {
             name: value
@@ -186,7 +186,7 @@ class MemoryPlan:
         }
         if self.longest_sequence < self.choice.config.context_len:
             chosen["max_seq_len"] = self.longest_sequence
-        # in blocks of block_size tokens, whatever the layout
+        # counted in blocks of block_size tokens, whatever the layout
         chosen["num_blocks"] = -(-self.cache.num_tokens // config.cache.block_size)
         return chosen
 
@@ -213,7 +213,7 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
 
 
 def plan_adapters(config: EngineConfig, choice: LoadChoice) -> int:
-    """Return the bytes that the room for LoRA adapters takes; adapters that cannot be served are refused."""
+    """Return the bytes reserved for LoRA adapters; adapters that cannot be served are refused."""
     if not config.adapters.is_on:
         return 0
     model, weight_map = choice.plan.skeleton, get_family(choice.config.family).weight_map
@@ -227,7 +227,7 @@ def plan_draft(
     machine: MachineMemory,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> DraftMemory:
-    """Return what the model or head that drafts would take; `find` as in `read_draft`."""
+    """Return the memory of the model or head that drafts; `find` as in `read_draft`."""
     config = resolved.settings
     headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
     if headers is None:
@@ -252,7 +252,7 @@ def plan_memory(
     choice: LoadChoice | None = None,
     advises: bool = True,
 ) -> MemoryPlan:
-    """Divide the memory of a machine, or say what would fit if it `advises`; `choice`, if it was made."""
+    """Divide the memory of a machine, or say what would fit if it `advises`; `choice`, if already made."""
     choice = choice or choose_load(config, headers, machine)
     max_seq_len, weights = choice.max_seq_len, weight_bytes(choice.plan)
     if headers.tensors:
@@ -308,7 +308,7 @@ def plan_memory(
 
 
 def steps_of(resolved: ResolvedConfig, choice: LoadChoice) -> StepBytes:
-    """What steps take."""
+    """The bytes that steps take."""
     return compute_step(resolved, choice, scratch_of(choice.plan.skeleton, resolved.scheduler))
 
 
@@ -319,7 +319,7 @@ def weight_bytes(plan: WeightPlan) -> int:
 
 
 def _loading_bytes(choice: LoadChoice, machine: MachineMemory) -> int:
-    """What bringing weights into codes takes of a GPU while they are loaded."""
+    """The bytes of a GPU that rounding weights to codes takes while they are loaded."""
     return LOADING_BYTES if choice.plan.has_codes and machine.kind == "gpu" else 0
 
 
@@ -331,7 +331,7 @@ def _too_small(
     step: StepBytes,
     draft: DraftMemory,
 ) -> str:
-    """What does not fit, and the first change that would make it fit, or how far the last one is from it."""
+    """The parts that do not fit, and the first change that makes them fit, or what the last one lacks."""
     graphs, runtime = step.total - step.activations, machine.runtime
     return (
         f"{choice.headers.source.name} {parts}"
@@ -349,9 +349,9 @@ def in_form(weight_format: str) -> str:
 
 
 def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory, draft: DraftMemory) -> str:
-    """The first change of knobs with which the model fits, or how far the last one is from it.
+    """The first change of knobs with which the model fits, or how much the last one lacks.
 
-    Of the forms that weights can be rounded to, every one that fits is named.
+    If weights can be rounded to several forms that fit, all of them are named.
     """
     headers, model = choice.headers, choice.config
     advice, forms = "give more memory", dict[str, list[str]]()
@@ -383,7 +383,7 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
 
 
 def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[tuple[EngineConfig, str]]:
-    """Number formats and steps that need less, dearest first, each with its knobs in words."""
+    """Number formats and steps that need less memory, dearest first, each with its knobs in words."""
     scheduler = config.scheduler
     width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
     small = replace(
@@ -421,7 +421,7 @@ def find_headers(
 ) -> ModelHeaders:
     """The headers of a model, or of a config.json alone: a shape may be planned before it is fetched.
 
-    Of a hub repository only the config is fetched: it says as much as the headers would.
+    From a hub repository only the config is fetched: it says as much as the headers would.
     """
     path = None if model is None else Path(model).expanduser()
     if path is not None and path.is_file() and path.suffix == ".json":
@@ -438,9 +438,9 @@ def find_headers(
 
 
 def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:
-    """A GPU of the given memory, or the device that would be used here with what is free on it.
+    """A GPU of the given memory, or the device that would be used here with its free memory.
 
-    An engine gets as much of either as `device_memory` lets it have.
+    An engine gets as much of either as `device_memory` allows.
     """
     if gpu_memory is None:
         return machine_on(choose_device(device), device_memory)
@@ -452,12 +452,12 @@ def find_machine(device: str, gpu_memory: str | None, device_memory: str | None 
 
 
 def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
-    """What an engine would find on a device of this machine now."""
+    """The memory that an engine would find on a device of this machine now."""
     return MachineMemory(device=device, unloaded=look(device, device_memory, free_host=free_host_bytes()))
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
-    """How the model would be loaded there; a GPU need not be here, and is taken to know bfloat16."""
+    """The way the model would be loaded there; a GPU need not be here, and is assumed to know bfloat16."""
     load, dtype = config.load, config.load.dtype
     if dtype == "auto" and machine.kind == "gpu":
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")

@@ -1,11 +1,11 @@
-"""What a GPU says of itself through NVML, the library that comes with NVIDIA's driver.
+"""The readings of a GPU through NVML, the library that comes with NVIDIA's driver.
 
     read_gpu("GPU-5b1c...")  ->  memory, how busy it is, power, temperature
     held_by([4711, 4712])    ->  bytes that these processes hold, on all GPUs
 
-The library is called as it is, so nothing has to be installed; where it is not there, or does not know the
-GPU, there are no readings. A server asks at a scrape for the GPUs of its engines, by the names that these say
-they run on: the numbers of GPUs differ between processes, their names do not.
+The library is called directly, so nothing has to be installed; where it is missing, or does not know the
+GPU, there are no readings. A server asks at a scrape for the GPUs of its engines, by the names that the
+engines report: the numbers of GPUs differ between processes, their names do not.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 _LIBRARY = "libnvidia-ml.so.1"
-_CELSIUS_OF_GPU = 0  # the sensor
-_UNKNOWN = 2**64 - 1  # bytes of a process, where the driver does not tell
-_LIST_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"  # not in drivers of before 2021
-_MOST_PROCESSES = 1024  # of one GPU that are listed
+_CELSIUS_OF_GPU = 0  # number of the sensor
+_UNKNOWN = 2**64 - 1  # bytes of a process, if the driver does not say
+_LIST_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"  # missing in drivers from before 2021
+_MOST_PROCESSES = 1024  # limit of the processes listed for one GPU
 
 
 class GpuReading(NamedTuple):
-    """How a GPU is now; None: it does not say."""
+    """The state of a GPU now; None: it does not say."""
 
     memory_total: int  # bytes
-    memory_used: int  # by all processes
-    busy_share: float | None  # of the last moments, in which a kernel ran: 0 to 1
-    memory_busy_share: float | None  # in which its memory was read or written
+    memory_used: int  # bytes that all processes use
+    busy_share: float | None  # share of the last moments in which a kernel ran: 0 to 1
+    memory_busy_share: float | None  # share in which its memory was read or written
     power_watts: float | None
     temperature_celsius: float | None
 
@@ -47,7 +47,7 @@ class _Process(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """Return NVML, ready to be asked; None: there is none, or no driver behind it."""
+    """Return NVML, ready to be asked; None: there is none, or it finds no driver."""
     try:
         nvml = ctypes.CDLL(_LIBRARY)
         return nvml if nvml.nvmlInit_v2() == 0 else None
@@ -56,7 +56,7 @@ def library() -> Any:
 
 
 def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
-    """Return the readings of the GPU with this name (its UUID); None: they cannot be had."""
+    """Return the readings of the GPU with this name (its UUID); None: there are none."""
     nvml = nvml or library()
     device = ctypes.c_void_p()
     if nvml is None or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
@@ -84,7 +84,7 @@ def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
 def held_by(pids: Collection[int], nvml: Any = None) -> int | None:
     """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed.
 
-    In a container the driver may list processes by other numbers than they have there.
+    In a container the driver may list processes under other numbers than they have inside.
     """
     nvml = nvml or library()
     count, device, held = ctypes.c_uint(), ctypes.c_void_p(), []

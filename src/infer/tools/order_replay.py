@@ -4,8 +4,8 @@
                │         │         │
     device     run       sample    wait, and compare the ids
 
-This is what a device in another process does: it is told orders and nothing else (execution/order.py). The
-ids must come out again, up to those that the engine did not want (a guided sequence that went another way).
+This is what a device in another process does: it is given orders and nothing else (execution/order.py). The
+ids must come out again, except those that the engine rejected (a guided sequence that went another way).
 
 Orders in a file may come from a stranger, and a kernel does not ask whether a row or a slot exists. So every
 order is checked against the size of the device's state before it runs.
@@ -42,13 +42,13 @@ from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_state import MAX_BIASED
 from infer.tools.record import Masked, Ordered, Ran, Record
 
-UNKNOWN = -1  # position of a row whose next token the host says
+UNKNOWN = -1  # position of a row whose next token comes from the host
 MAX_ALTERNATIVES = 2048  # logprobs of an id: beams ask for one for each stop id besides their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """What the numbers of an order may be at most."""
+    """The largest numbers that an order may contain."""
 
     shape: StateShape
     num_blocks: int  # blocks on the device
@@ -58,7 +58,7 @@ class DeviceLimits:
 
 
 def limits_of(engine: Engine) -> DeviceLimits:
-    """Return what the device of an engine can be told."""
+    """Return the limits of an engine's device."""
     pool, config = engine.scheduler.pool, engine.scheduler.config
     return DeviceLimits(
         shape=shape_of(engine.scheduler.state),
@@ -124,7 +124,7 @@ def replay_orders(
 
 
 def _difference(order: StepOrder, before: Seq[Seq[int]], now: Seq[Seq[int]]) -> str | None:
-    """Where the ids of a step differ from those of a record; None: nowhere.
+    """The place where the ids of a step differ from those of a record; None: nowhere.
 
     An id that a guided sequence did not want, because its grammar forced another, is not in the record.
     """
@@ -154,9 +154,9 @@ def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLi
 
 
 class OrderCheck:
-    """Follows the rows of a device through orders, and says what it cannot execute.
+    """Follows the rows of a device through orders, and says which order it cannot execute.
 
-    A device decodes at the position that it has come to, whatever an order says, so this is followed as well.
+    A device decodes at the position it has reached, whatever an order says, so positions are followed, too.
     """
 
     def __init__(self, limits: DeviceLimits) -> None:
@@ -166,7 +166,7 @@ class OrderCheck:
         self._repeatable = EMPTY.rows  # rows of the last order, if they may be repeated
 
     def __call__(self, order: StepOrder) -> str | None:
-        """What of the next order is impossible; None: nothing is, and it is taken as executed."""
+        """The reason why the next order is impossible; None: it is possible, and counts as executed."""
         if wrong := wrong_number(order, self._limits):
             return wrong
         rows, is_decode = order.rows, order.kinds == DECODE
@@ -185,7 +185,7 @@ class OrderCheck:
 
 
 def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
-    """What of an order a device of this size cannot execute; None: it can."""
+    """The part of an order that a device of this size cannot execute; None: it can execute all."""
     shape, stops = limits.shape, order.stops
     max_len = shape.max_blocks * shape.block_size
     num_slots = limits.num_blocks * shape.block_size

@@ -2,7 +2,7 @@
 
     dense checkpoint ──► matrix by matrix: integers, scales, zeros ──► tensors and config of the format
 
-What is read from each format is in loader/formats/stored_formats.py; this is the other direction. Rounding to
+Reading the formats is the job of loader/formats/stored_formats.py; this is the other direction. Rounding to
 the nearest needs no data and no GPU, and at 8 bits loses next to nothing; at 4 bits the methods that the
 formats are named after choose their integers better. Embeddings, norms, routers and the head stay dense.
 
@@ -58,18 +58,18 @@ Leaves = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A scheme and what can be chosen about it."""
+    """A scheme and its options."""
 
     scheme: str
-    bits: int = 4  # of gptq
+    bits: int = 4  # gptq only
     group_size: int = 128  # columns that share a scale; -1: all
-    symmetric: bool = True  # of gptq and ct-w4a16; awq always has zeros
-    version: int = 1  # of gptq: how zeros are stored
-    act_order: bool = False  # of gptq: columns are sorted before they are grouped
-    nested: bool = True  # of nf4: scales are quantized as well
+    symmetric: bool = True  # gptq and ct-w4a16 only; awq always has zeros
+    version: int = 1  # gptq only: how zeros are stored
+    act_order: bool = False  # gptq only: columns are sorted before they are grouped
+    nested: bool = True  # nf4 only: scales are quantized as well
 
     def groups_of(self, size: int) -> int:
-        """Columns of a group in a matrix of `size` columns."""
+        """The columns of a group in a matrix of `size` columns."""
         return size if self.group_size == -1 else min(self.group_size, size)
 
 
@@ -83,7 +83,7 @@ def round_to_groups(
     most, middle = (1 << bits) - 1, 1 << bits - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     steps = torch.maximum(-low, high) / (middle - 1) if symmetric else (high - low) / most
-    scales = steps.clamp(min=1e-7).half()  # the least that a float16 can be
+    scales = steps.clamp(min=1e-7).half()  # about the least positive float16
     zeros = torch.full_like(low, middle) if symmetric else (-low / scales.float()).round().clamp(0, most)
     codes = (groups / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, most)
     return codes.to(torch.uint8).flatten(1)[:, :size], scales, zeros.to(torch.uint8)
@@ -259,7 +259,7 @@ def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse what the format of a recipe cannot hold."""
+    """Refuse settings that the format of a recipe cannot hold."""
     if recipe.scheme not in _WRITERS:
         raise ConfigError(f"scheme must be one of {', '.join(SCHEME_NAMES)}, got {recipe.scheme!r}")
     if recipe.bits not in (2, 3, 4, 8):
@@ -308,7 +308,7 @@ def _row_size(headers: ModelHeaders, name: str) -> int:
 
 
 def _warn_of_groups(recipe: Recipe, sizes: set[int]) -> None:
-    """Say what becomes of groups that rows have no room for, or that no 4-bit form of this engine keeps."""
+    """Warn of groups that rows have no room for, or that no 4-bit form of this engine keeps."""
     if recipe.scheme not in ("gptq", "awq", "ct-w4a16") or recipe.group_size == -1:
         return
     short = sorted(size for size in sizes if size < recipe.group_size)
@@ -326,7 +326,7 @@ def _warn_of_groups(recipe: Recipe, sizes: set[int]) -> None:
 
 
 def _is_chosen(headers: ModelHeaders, name: str, tensor: StoredTensor) -> bool:
-    """Whether a tensor is a matrix of a layer, whose size the format can hold; routers stay dense."""
+    """Return True if a tensor is a matrix of a layer; routers stay dense."""
     try:
         target, leaf = find_target(name, headers.family.weight_map)
     except CheckpointError:

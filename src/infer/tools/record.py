@@ -1,4 +1,4 @@
-"""A run written down so that it can be run again, and read back.
+"""A run written down so that it can be run again.
 
 A record is JSON lines: data only, one object per line, safe to open. The first line holds the facts of
 the run (engine/run_manifest.py); then everything that happens, in order:
@@ -6,11 +6,11 @@ the run (engine/run_manifest.py); then everything that happens, in order:
     {"kind": "header", "version": 2, "model": ..., "knobs": {...}, "cache": {...}, "cost": {...}}
     {"kind": "add",   "step": 0, "t": 0.01, "request": {...}}      accepted after step 0
     {"kind": "step",  "step": 1, "t": 0.05, "chunks": [[0, 0, 9, 1]], "preempted": [], "transfers": [],
-                      "ids": [[42]]}                               the plan that ran, and what it sampled
+                      "ids": [[42]]}                               the plan that ran, and its sampled ids
     {"kind": "abort", "step": 1, "t": 0.05, "request_id": "a", "index": null}
     {"kind": "failure", "step": 2, "t": 0.06, "error": "..."}      the plan of this step could not run
 
-With `orders`, what the device was told is in it as well, each before the step that it belongs to:
+With `orders`, it also holds what the device was told, each before the step that it belongs to:
 
     {"kind": "order", "step": 1, "t": 0.04, "data": "..."}         the `StepOrder` (execution/order.py)
     {"kind": "masks", "step": 1, "t": 0.04, "numbers": [0], "positions": [9], "data": "..."}
@@ -28,8 +28,8 @@ A file that cannot be written is an error before the model starts. If it fails l
 recording ends after its last whole line, with a warning, and the engine goes on.
 
 A record may come from a stranger, so the reader trusts nothing in it: every line is checked before anything
-is built from it, that it is JSON, of a known kind, with the fields and types below, and that steps do not run
-backwards: neither those that ran, nor those after which something came. An error names its line. Events are
+is built from it: it must be JSON of a known kind, with the fields and types below, and steps must not run
+backwards, neither those that ran nor those after which something came. An error names its line. Events are
 read from the file as they are asked for; a record of any length takes the memory of one line.
 """
 
@@ -73,12 +73,12 @@ from infer.speculative.adaptive import StepCosts
 from infer.tools.record_files import open_record, set_aside
 from infer.tools.typed_json import read_json
 
-VERSION = 2  # since there are orders; a record of version 1 has none
+VERSION = 2  # version with orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
-MAX_STEP_GAP = 1_000_000  # between two events; an idle engine does not step
-TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")  # without text
-MAX_TOLD = 1_000_000  # priorities beyond it are written as it
+MAX_STEP_GAP = 1_000_000  # steps between two events; an idle engine does not step
+TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")  # parameters without text
+MAX_TOLD = 1_000_000  # the largest priority that is written
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,13 @@ class RecordFile(EngineObserver):
     def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
         self.path = path
         self._max_bytes = max_bytes
-        self._key = secrets.token_bytes(16)  # of hashes; it is never written
+        self._key = secrets.token_bytes(16)  # key of hashes, which is never written
         self._started = perf_counter()
         try:
             self._file: int | None = open_record(path)
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
-        self._num_bytes = 0  # written in whole lines
+        self._num_bytes = 0  # bytes written in whole lines
         self._header = b""
 
     def on_start(self, facts: RunFacts) -> None:
@@ -195,14 +195,14 @@ class Recorder(RecordFile):
             self._event("order", order.step, data=b64encode(order_bytes(order)).decode())
 
     def on_masks(self, step: int, masks: StepMasks) -> None:
-        """Write under which masks it samples, likewise."""
+        """Write the masks under which it samples, if that was asked for."""
         if self._has_orders:
             lines = compress(masks.lines_KW.tobytes(), level=1)
             facts = {"numbers": [*masks.numbers], "positions": [*masks.positions]}
             self._event("masks", step, **facts, data=b64encode(lines).decode())
 
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
-        """Write a plan that ran and what it sampled."""
+        """Write a plan that ran and its sampled ids."""
         self.num_steps += 1
         self._event(
             "step",
@@ -325,7 +325,7 @@ class _Header(msgspec.Struct, kw_only=True):
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     step: int
-    seconds: float = msgspec.field(name="t")  # since the header
+    seconds: float = msgspec.field(name="t")  # seconds since the header
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -344,7 +344,7 @@ class Added(_Event, frozen=True, tag="add"):
     written: _Request = msgspec.field(name="request")
 
     def __post_init__(self) -> None:
-        _ = self.request  # which raises where its parameters are not possible
+        _ = self.request  # raises if its parameters are not possible
 
     @property
     def request(self) -> Request:
@@ -355,7 +355,7 @@ class Added(_Event, frozen=True, tag="add"):
         try:
             if isinstance(bias := params.get("logit_bias"), dict):
                 params["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-            if isinstance(form := params.get("structured"), dict):  # it was accepted, also a tool's grammar
+            if isinstance(form := params.get("structured"), dict):  # accepted before, even a tool's grammar
                 params["structured"] = msgspec.convert(form, Structured)
             given = msgspec.structs.asdict(self.written) | {"params": SamplingParams(**params)}
         except (InferError, ValueError) as error:
@@ -395,7 +395,7 @@ class Ran(_Event, frozen=True, tag="step"):
 
 
 class Ordered(_Event, frozen=True, tag="order"):
-    """The device was told this."""
+    """The device was given this order."""
 
     data: str
 
@@ -405,7 +405,7 @@ class Ordered(_Event, frozen=True, tag="order"):
 
     @property
     def order(self) -> StepOrder:
-        """The order as the device was told it."""
+        """The order that the device was given."""
         return read_order(memoryview(bytearray(b64decode(self.data, validate=True))))
 
 
@@ -455,7 +455,7 @@ class Record:
         self.num_steps = 0
         self.has_orders = False
         self.last_step = 0
-        last_ran = 0  # what ran is written when it is read: later than what came while it was under way
+        last_ran = 0  # a step is written when it is read: later than events that came while it was under way
         for event in self.events():
             self.has_orders |= isinstance(event, Ordered)
             before = last_ran if isinstance(event, Ran) else self.last_step
@@ -495,7 +495,7 @@ class Record:
         raise ConfigError(f"{self.path} is empty; a record begins with a header line")
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """Yield every line with words for where it is."""
+        """Yield every line with words that say where it is."""
         try:
             with open(self.path, "rb") as handle:
                 number = 0

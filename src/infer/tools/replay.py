@@ -1,4 +1,4 @@
-"""Run a record again, and say where the two runs part.
+"""Run a record again, and say where the two runs differ.
 
 The engine has no clock and no randomness of its own: with the facts of a run and its requests, each
 added or aborted after the same step, every plan and every sampled id must come out again, bit for bit.
@@ -7,8 +7,8 @@ added or aborted after the same step, every plan and every sampled id must come 
                │        │        │        │
     engine     add      step()   step()   abort        each plan and its ids are compared with the line
 
-The first difference ends the comparison: whatever follows it would only follow from it. A step in
-which nothing could run leaves no line; the engine makes such steps again by itself, so that the step
+The first difference ends the comparison: all later ones would only follow from it. A step in
+which nothing could run leaves no line; the engine makes these steps again by itself, so that the step
 numbers agree.
 """
 
@@ -43,9 +43,9 @@ MAX_SHOWN_BLOCKS = 12
 class ReplayReport:
     """The end of a replay: its counts, and the first difference if there was one."""
 
-    step: int  # the last one made
+    step: int  # number of the last step
     num_steps: int  # plans that ran
-    num_tokens: int  # sampled
+    num_tokens: int  # sampled tokens
     difference: str | None  # "step 12: ..." or None
     is_whole: bool = True  # False: the record ends while requests are under way
 
@@ -61,9 +61,9 @@ class _Seen:
 
 
 class _Witness(EngineObserver):
-    """Remembers, in order, what the engine did and was not compared yet.
+    """Remembers, in order, what the engine did and has not been compared yet.
 
-    With overlap a step is seen some calls of `step()` late, so what is seen and what is done keep no pace.
+    With overlap a step is seen some calls of `step()` late, so calls and seen steps do not match one to one.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Stepper:
 
 
 class Replay:
-    """A record and an engine that lives it again; `build` makes the engine with the observer it is given."""
+    """A record and an engine that repeats it; `build` makes the engine with the observer it is given."""
 
     def __init__(
         self, record: Record, build: Callable[[EngineObserver], Engine], stepper: Stepper | None = None
@@ -136,7 +136,7 @@ class Replay:
         )
 
     def _follow(self, event: Added | Aborted | Reset | Ran | Failed, until: int | None) -> str | None:
-        """Do what the record says was done; returns what came out differently."""
+        """Do what the record says was done; return the difference, if there is one."""
         if isinstance(event, Added | Aborted | Reset):
             self._step_to(event.step)
             try:
@@ -152,7 +152,7 @@ class Replay:
         self._step_to(event.step)
         while not self._witness.seen and self.engine.has_step_in_flight:
             if self.engine.scheduler.step == until:
-                return None  # with overlap a step is reported by one of the next, and there shall be none
+                return None  # a later step would report this one, and there must be none after `until`
             self._stepper.step(self.engine)
         seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
         if seen.step < event.step:
@@ -166,7 +166,7 @@ class Replay:
         return None
 
     def _step_to(self, step: int) -> None:
-        """Make steps until this one, those that left no line in the record included."""
+        """Make steps until this one, including those that left no line in the record."""
         while self.engine.scheduler.step < step:
             self._stepper.step(self.engine)
 
@@ -206,7 +206,7 @@ def replay_model(
     show_progress: bool,
     stepper: Stepper | None = None,
 ) -> Replay:
-    """Load the model of a record and build its engine, or say why this is another model."""
+    """Load the model of a record and build its engine, or say why this is not the same model."""
     import torch
 
     from infer.engine.build import build_engine
@@ -269,7 +269,7 @@ def check_threads(num_threads: int) -> None:
 def replay_config(
     facts: RunFacts, model: str | None, *, draft_model: str | None = None, device: str | None = None
 ) -> EngineConfig:
-    """Return the config of the recorded engine, with all that was chosen at its start given."""
+    """Return the config of the recorded engine, with every value that was chosen at its start."""
     if facts.draft_model and draft_model is None:
         raise ConfigError(
             f"the record was made with the draft model {facts.draft_model}; give it with --draft-model"
@@ -284,7 +284,7 @@ def replay_config(
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
     knobs["draft_model"] = draft_model
     if draft_model is None and knobs.get("speculative_decoding") is False:
-        knobs["speculative_method"] = "auto"  # one that needs a draft model was turned off, and has none now
+        knobs["speculative_method"] = "auto"  # a method that needs a draft model was off, and has none now
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
     if named := config.own_code():  # a record may come from a stranger
         raise ConfigError(

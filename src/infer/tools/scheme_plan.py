@@ -1,7 +1,7 @@
 """The forms that a model's weights could have on a machine, side by side: bytes, room, speed.
 
-A token of one sequence reads every matrix once, of experts those that it is sent to. So the bandwidth of the
-memory divided by these bytes is the most tokens per second that one sequence can have:
+A token of one sequence reads every matrix once; of the experts, it reads those that it is sent to. So the
+memory bandwidth divided by these bytes is the most tokens per second that one sequence can have:
 
     tokens per second  <=  bandwidth / (bytes of the layers' matrices + bytes of the head)
 """
@@ -27,14 +27,14 @@ class SchemePlan:
     """One form of the weights on a machine."""
 
     quantization: str
-    kept_as: str  # what this value means there: a scheme, "as stored", or the dtype
-    is_chosen: bool  # the one that the settings ask for
+    kept_as: str  # meaning of this value there: a scheme, "as stored", or the dtype
+    is_chosen: bool  # True for the form that the settings ask for
     weights: int  # bytes of all of them
-    bytes_per_token: int  # that one sequence reads for one token
+    bytes_per_token: int  # bytes that one sequence reads for one token
     num_cache_tokens: int | None  # None: it does not fit
 
     def tokens_per_second(self, bandwidth: float) -> float:
-        """The most that memory of so many bytes per second allows one sequence."""
+        """The most tokens per second that a memory bandwidth, in bytes per second, allows one sequence."""
         return bandwidth / self.bytes_per_token
 
 
@@ -45,7 +45,7 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
         asked = replace(config, load=replace(config.load, quantization=name))
         try:
             choice = choose_load(asked, headers, machine)
-        except ConfigError:  # this file or this machine cannot have it
+        except ConfigError:  # not possible with this file or on this machine
             continue
         tokens = None
         with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
@@ -64,7 +64,7 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
 
 
 def bytes_per_token(model: Model) -> int:
-    """The bytes of the matrices that one token meets; of a model whose code is not ours, of all weights."""
+    """The bytes of the matrices that one token meets; for a model whose code is not ours, all weights."""
     if model.config.impl != "infer":
         return kept_bytes(model)
     layers = [module for module in model.modules() if isinstance(module, Projected)]

@@ -1,13 +1,13 @@
-"""How long a step takes, as a formula: what a simulation has instead of a model.
+"""The time of a step as a formula, which a simulation uses in place of a model.
 
     seconds = base + per_token * tokens + per_kv_token * KV tokens read + per_block * blocks moved
 
-`base` is what a step of one token costs (reading all weights once), `per_token` what each further token
-adds, `per_kv_token` what looking back costs: each chunk reads the keys and values of its sequence up to
+`base` is the cost of a step of one token (reading all weights once), `per_token` the cost of each further
+token, `per_kv_token` the cost of looking back: each chunk reads the keys and values of its sequence up to
 its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
 
 The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
-A cost of another machine is fitted to a record of it, which holds the plan and the time of every step.
+The cost of another machine is fitted to a record from it, which has the plan and time of every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infer.errors import ConfigError
 from infer.tools.record import Masked, Ordered, Ran, Record
 from infer.tools.typed_json import read_json
 
-MIN_STEPS = 20  # of a record, to fit four numbers
+MIN_STEPS = 20  # steps of a record that are needed to fit four numbers
 
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -51,7 +51,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_cost(text: str) -> StepCost:
-    """Return the cost in JSON or in a file of it, or the one fitted to the timings of a record."""
+    """Return the cost from JSON or a JSON file, or the one fitted to the timings of a record."""
     if not text.lstrip().startswith("{"):
         path = Path(text)
         try:
@@ -88,7 +88,7 @@ def fit_cost(record: Record) -> StepCost:
         found = np.linalg.lstsq(matrix[:, kept], np.ones(len(rows)), rcond=None)[0]
         if (found >= 0).all():
             break
-        kept.remove(kept[int(found.argmin())])  # what would make a step faster is noise
+        kept.remove(kept[int(found.argmin())])  # a term that would make a step faster is noise
     names = StepCost.__struct_fields__
     fitted = {names[column]: float(value) for column, value in zip(kept, found, strict=True)}
     return StepCost(**dict.fromkeys(names, 0.0) | fitted)

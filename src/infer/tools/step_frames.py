@@ -1,4 +1,4 @@
-"""A step of the engine as text: its plan, what was sampled and why, what waits, who holds which block.
+"""A step of the engine as text: its plan, its samples and the reasons, the queue, the owners of each block.
 
 `StepFrames` is an observer. An engine tells it what happens within a step; the rest is read from the public
 state between steps, so a run that is watched makes the plans and ids that it would have made anyway.
@@ -9,7 +9,7 @@ state between steps, so a run that is watched makes the plans and ids that it wo
            ──on_step──►   the plan that ran and its ids
     take(outputs)         the frame: all of that, with the candidates of each draw
 
-A frame is finished text. To look at an earlier step again is to show its frame again.
+A frame is finished text: an earlier step is shown again by showing its frame again.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class _Planned:
-    """What is known of a step when its order is given to the device."""
+    """The facts about a step that are known when its order is given to the device."""
 
     path: str = ""
     waits: list[str] = field(default_factory=list)
-    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by seq_id
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # drafts by seq_id
     masks: StepMasks | None = None
 
 
@@ -72,10 +72,10 @@ class StepFrames(EngineObserver):
 
     def __init__(self, spell: Callable[[int], str] = str, *, num_shown: int) -> None:
         self.spell, self._num_shown = spell, num_shown
-        self.engine: Engine | None = None  # to be set when it is built
-        self._letters: dict[str, str] = {}  # by request id
-        self._names: dict[int, str] = {}  # by seq_id
-        self._planned: dict[int, _Planned] = {}  # by step
+        self.engine: Engine | None = None  # set when the engine is built
+        self._letters: dict[str, str] = {}  # letters by request id
+        self._names: dict[int, str] = {}  # names by seq_id
+        self._planned: dict[int, _Planned] = {}  # planned steps by number
         self._ran: list[tuple[StepPlan, Seq[tuple[int, ...]]]] = []
         self._failures: list[str] = []
 
@@ -86,7 +86,7 @@ class StepFrames(EngineObserver):
         self._letters[request.request_id] = _letter(len(self._letters))
 
     def on_order(self, order: StepOrder) -> None:
-        """Look at what the scheduler has left."""
+        """Look at the state that the scheduler has left."""
         engine = self._engine
         self._planned[order.step] = _Planned(
             engine.device.path_of(order),
@@ -109,7 +109,7 @@ class StepFrames(EngineObserver):
     # -- frames -------------------------------------------------------------------------------------
 
     def take(self, outputs: Seq[StepOutput], seconds: float) -> list[Frame]:
-        """The frames of the steps that ended in one call of `Engine.step`: one, or none where none ran."""
+        """The frames of the steps that ended in one call of `Engine.step`: one, or none if none ran."""
         ran, self._ran = self._ran, []
         failures, self._failures = self._failures, []
         frames = []
@@ -199,7 +199,7 @@ class StepFrames(EngineObserver):
             yield f"{self._name(seq):3} {_count(seq.num_tokens, 'token')}: {past}{why}"
 
     def _why_first(self, seq: Sequence) -> str:
-        """Why the sequence whose turn is next was not let in."""
+        """The reason why the sequence whose turn is next was not let in."""
         scheduler = self._engine.scheduler
         config, pool = scheduler.config, scheduler.pool
         return {
@@ -308,7 +308,7 @@ class StepFrames(EngineObserver):
 
 
 def _cell(owners: Seq[str]) -> str:
-    """The mark of a block with these owners, of which the prefix tree is the empty name."""
+    """The mark of a block with these owners; the prefix tree is the empty name."""
     names = sorted(name for name in owners if name)
     mark = "*" if "" in owners else ""
     if not names:
@@ -320,7 +320,7 @@ def _cell(owners: Seq[str]) -> str:
 
 
 def _how(params: SamplingParams, seed: int, index: int) -> str:
-    """How a token was chosen, in words."""
+    """The way a token was chosen, in words."""
     asked = []
     if params.structured is not None:
         asked.append(f"under a constraint ({params.structured.kind})")

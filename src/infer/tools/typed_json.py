@@ -3,7 +3,7 @@
     day.jsonl line 3: 'prompt_len' is 0, expected `int` >= 1
 
 The types are the specification: a struct's annotations say what a file may hold, and msgspec checks it while
-it parses. What msgspec does not say is the value itself, so it is looked up again where a check has failed.
+it parses. msgspec does not say the value itself, so it is looked up again when a check has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _explain(data: bytes, kind: Any, message: str) -> str:
     if (found := _AT.match(message)) is None:
         return message[:1].lower() + message[1:]
     rule, path = found[1], found[2].removeprefix("$.")
-    if rule.startswith("Invalid value"):  # of the field that tells the members of a union apart
+    if rule.startswith("Invalid value"):  # the value of the field that distinguishes the members of a union
         tags = [str(member.__struct_config__.tag) for member in get_args(kind)]
         rule = f"expected one of {', '.join(tags)}"
     elif rule.startswith("Number out of range"):

@@ -1,1 +1,1 @@
-"""Where a model's files are: a path, a hub id, or the default model."""
+"""Finding a model's files: a path, a hub id, or the default model."""

@@ -1,7 +1,7 @@
 """The models that were fetched and are on this disk: the default one, and those in the hub library's cache.
 
 `huggingface_hub` knows its cache: which repositories are in it, at which commits, and which blobs can go when
-a commit does. What other programs have put there is listed as well; it is the same cache.
+a commit does. Models that other programs have put there are listed as well; it is the same cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """Return what is cached, by name, the newest commit of a name first."""
+    """Return the cached models by name, the newest commit of a name first."""
     models = [*_default(), *_of_hub(_scan())]
     return sorted(models, key=lambda model: (model.name.casefold(), -model.last_used))
 

@@ -10,7 +10,7 @@ taken out of it.
                                  └── another process fetched it meanwhile: done      os.replace ──► cache
 
 The file appears in the cache by one atomic rename, after its digest is checked: a file
-that is there is whole. Everything before that happens in a scratch directory beside it, so a killed
+that is there is whole. Everything before that happens in a scratch directory next to it, so a killed
 fetch leaves only scratch, and the next holder of the lock sweeps it out.
 """
 
@@ -77,7 +77,7 @@ def sampling_of(path: Path) -> Mapping[str, float]:
 
 
 def models_dir() -> Path:
-    """Return where fetched models are kept: XDG_CACHE_HOME (or ~/.cache), then infer/models."""
+    """Return the directory of fetched models: XDG_CACHE_HOME (or ~/.cache), then infer/models."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         # The XDG specification: a relative value is invalid and to be ignored.
@@ -90,7 +90,7 @@ def models_dir() -> Path:
 
 
 def is_offline() -> bool:
-    """Whether the user has said, as for the hub's own tools, that the network is not to be used."""
+    """Return True if the user has forbidden the network, in the same way as for the hub's own tools."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 

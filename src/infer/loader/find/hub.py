@@ -17,8 +17,8 @@ from pathlib import Path
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import is_offline
 
-# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf), but
-# for 1_Pooling and 1_LogitScore, which say how a model made for embeddings or scores is used.
+# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf),
+# except 1_Pooling and 1_LogitScore, which say how a model made for embeddings or scores is used.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # consolidated.safetensors: the same weights again, in another layout
 UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!PL]*/*", "consolidated*"]
@@ -71,13 +71,13 @@ def _progress_bars(show: bool) -> Iterator[None]:
 
 _HTTP_LIBRARIES = ("httpx", "httpcore", "requests", "urllib3")
 _NOT_CACHED = "{what} is not in the local hub cache and {reason}, or give a local directory"
-_SENTENCES = {  # by the name of a class that an exception is of, the first that fits
+_SENTENCES = {  # message by the class name of an exception; the first entry that fits is used
     "GatedRepoError": "{repo} is gated: accept its licence on the hub's page of the model, then log in with "
     "`hf auth login` or set HF_TOKEN",
     "RepositoryNotFoundError": "the hub knows no public model {repo!r}; check the spelling (org/name), or "
     "log in with `hf auth login` if it is private; there is no local directory of that name either",
     "RevisionNotFoundError": "{repo} has no revision {revision!r}; give a branch, tag or commit that exists",
-    "LocalEntryNotFoundError": _NOT_CACHED,  # and the network is not there or not allowed
+    "LocalEntryNotFoundError": _NOT_CACHED,  # not cached, and the network is missing or not allowed
     "EntryNotFoundError": "{what} has no file {file!r}; look at the file list on the hub",
     "HFValidationError": "{repo!r} is not a hub id of the form org/name: {error}",
     "OfflineModeIsEnabled": _NOT_CACHED,

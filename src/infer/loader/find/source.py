@@ -1,4 +1,4 @@
-"""Where is the model? From what the user typed to files on this disk.
+"""Finding the model: from what the user typed to files on this disk.
 
     None, or its name           the default model, fetched once        default_model.py
     path of a directory         config.json + *.safetensors            used where it lies
@@ -6,7 +6,7 @@
     org/name                    a hub repository, all of it            hub.py
     org/name:file.gguf          one GGUF file of a hub repository      hub.py
 
-What exists on disk wins: `org/name` is only looked up on the hub when there is no such directory.
+A path on disk wins: `org/name` is only looked up on the hub when there is no such directory.
 Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
 pickle runs whatever code its author put there.
 
@@ -28,7 +28,7 @@ GGUF_MAGIC = b"GGUF"
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w][\w.-]*)(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 _COMMIT = re.compile("[0-9a-f]{40}")
-_FILES = (".gguf", ".json", ".safetensors")  # what ends so is the name of a file, not of a repository
+_FILES = (".gguf", ".json", ".safetensors")  # a name with one of these endings is a file, not a repository
 _READ = (*_FILES, ".jinja", ".txt")  # files of a model directory that are opened
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -40,7 +40,7 @@ class ModelSource:
     path: Path
     name: str  # its name in the API and in messages
     is_gguf: bool
-    sha256: str = ""  # of its file, where that was checked
+    sha256: str = ""  # hash of its file, if that was checked
 
     @property
     def revision(self) -> str | None:
@@ -96,12 +96,12 @@ def check_model(model: str | None, *, revision: str | None = None) -> None:
 
 
 def _is_default(model: str | None) -> bool:
-    """Return whether the default model is meant: no name, or its own where no file is called so."""
+    """Return True if the default model is meant: no name, or its own name and no file is called that."""
     return model is None or (model == default_model.NAME and not _exists(Path(model)))
 
 
 def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | None]:
-    """Return what lies on this disk, or the repository of a hub and the one file of it that is wanted."""
+    """Return the model on this disk, or a hub repository and the one file of it that is wanted."""
     if not model.strip() or "\0" in model:
         raise ModelSourceError(f"model must be a path or a hub id (org/name), got {model!r}")
     path = Path(os.path.expanduser(model))
@@ -138,7 +138,7 @@ def _local(path: Path) -> ModelSource:
     if path.is_dir():
         name = path.resolve().name or str(path)
         return ModelSource(path=_checked_directory(path, str(path)), name=name, is_gguf=False)
-    if not path.is_file():  # to read from a pipe would mean to wait for its writer
+    if not path.is_file():  # reading from a pipe would wait for its writer
         raise ModelSourceError(
             f"{path} is a pipe, a socket or a device; give a model directory or a GGUF file"
         )
@@ -204,7 +204,7 @@ def _no_such_path(model: str, path: Path) -> ModelSourceError:
 
 
 def nearest_sibling(path: Path) -> str:
-    """End a message about a missing path with the existing one nearest to it, or with what is missing."""
+    """End a message about a missing path with the nearest existing one, or with what is missing."""
     try:
         siblings = [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")]
     except OSError:

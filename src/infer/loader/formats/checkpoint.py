@@ -6,7 +6,7 @@
 
 Headers are read and checked first, for all files: a checkpoint that does not fit the model is refused
 before a byte of weights is read. The weights are mapped, not read: `copy_to` brings one tensor into
-its final place, converting on the way, and lets go of the pages behind it, so loading needs no second
+its final place, converting on the way, and lets go of the pages it has read, so loading needs no second
 copy of anything.
 
 The checks are ours because the files are other people's: ranges that overlap, leave holes or leave
@@ -39,7 +39,7 @@ MAX_INDEX_BYTES = 64 << 20
 CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: they stay in the CPU's cache between the passes over them
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {  # which mean something to a quantization scheme alone
+CODES = {  # types whose numbers only a quantization scheme can interpret
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -67,21 +67,21 @@ class StoredTensor(ABC):
     @property
     @abstractmethod
     def type_name(self) -> str:
-        """What its numbers are, as the file spells it."""
+        """The type of its numbers, as the file spells it."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """PyTorch's type of its numbers; None: it has none for them."""
+        """PyTorch's type of its numbers; None: PyTorch has no such type."""
         return None
 
     @property
     def is_readable(self) -> bool:
-        """Whether its numbers are weights by themselves, which `copy_to` converts to any float."""
+        """True if its numbers are weights by themselves, which `copy_to` converts to any float."""
         return True
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What its codes are; None: it has plain numbers, or codes without even steps."""
+        """The description of its codes; None: it has plain numbers, or codes without even steps."""
         return None
 
     @property
@@ -91,17 +91,17 @@ class StoredTensor(ABC):
 
     @property
     def axes(self) -> Axes:
-        """What runs along the axes of each of its leaves."""
+        """The axes of each of its leaves."""
         return {"weight": plain_axes(len(self.shape))}
 
     @abstractmethod
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of a matrix in order on a device, about so many at a time: as stored, codes as codes."""
+        """The rows of a matrix in order on a device, about `num_rows` at a time, codes as codes."""
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device.
 
-        Of a matrix a few rows are unpacked at a time, so nothing of its size is ever allocated.
+        A matrix is unpacked a few rows at a time, so nothing of its size is ever allocated.
         """
         if (by_rows := self.transpose()) is not None:
             by_rows.copy_to(out.T)
@@ -140,12 +140,12 @@ class _File:
         return self.mapped
 
     def forget(self, start: int, stop: int) -> None:
-        """Let the system have the pages of these bytes back."""
+        """Give the pages of these bytes back to the system."""
         forget_pages(self.map(), start, stop)
 
 
 def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Let the system have the pages between two bytes of a mapped file back; it can read them again."""
+    """Give the pages between two bytes of a mapped file back to the system, which can read them again."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
@@ -156,9 +156,9 @@ class SafeTensor(StoredTensor):
     """One tensor of a safetensors file."""
 
     file: _File
-    type_name: str = field()  # the base class has a property of this name, which is no default
+    type_name: str = field()  # the base class has a property of this name, which is not a default
     shape: tuple[int, ...] = field()
-    start: int  # from the beginning of the file
+    start: int  # offset from the beginning of the file
     stop: int
 
     @property
@@ -272,7 +272,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     try:
         entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, integers of a mile
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, endless integers
         _fail(path, f"its header is not JSON: {error}")
     if not isinstance(entries, dict):
         _fail(path, "its header is not a JSON object")
@@ -293,7 +293,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one file, which is on the disk and not on its way there when this returns."""
+    """Write one file; it is on the disk, and not on its way there, when this returns."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes

@@ -39,7 +39,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 class GGMLType(IntEnum):
-    """How a tensor's numbers are stored. The value is what the file holds."""
+    """The type of a tensor's numbers. The value is the one in the file."""
 
     F32, F16, Q4_0, Q4_1 = 0, 1, 2, 3
     Q5_0, Q5_1, Q8_0, Q8_1 = 6, 7, 8, 9
@@ -77,12 +77,12 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor's bytes lie in the file, and what they mean."""
+    """The place of one tensor's bytes in the file, and their meaning."""
 
     name: str
     shape: tuple[int, ...]  # row-major: [out, in] for a matrix
     kind: GGMLType
-    offset: int  # from the start of the file
+    offset: int  # bytes from the start of the file
     num_bytes: int
 
 
@@ -205,7 +205,7 @@ class _Header:
         return values
 
     def strings(self, key: str, length: int) -> list[str]:
-        """An array of strings; the one hot loop here, a vocabulary has hundreds of thousands."""
+        """An array of strings. This is the one hot loop here: a vocabulary has hundreds of thousands."""
         mapped, size, at = self.mapped, self.size, self.at
         unpack = struct.Struct("<Q").unpack_from
         values = []

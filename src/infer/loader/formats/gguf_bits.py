@@ -1,4 +1,4 @@
-"""Small numbers out of bytes: what every block format of GGUF is made of.
+"""Small numbers out of bytes: the parts that every block format of GGUF is made of.
 
     half      two bytes             -> a float16 scale, as float32
     fields    bytes of 4 x 2 bits   -> numbers 0..3, in the order the format packs them

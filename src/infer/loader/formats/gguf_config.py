@@ -3,7 +3,7 @@
     llama.embedding_length 576   ──►   hidden_size 576
     output.weight is absent      ──►   tie_word_embeddings true
     llama.attention.sliding_window     only Mistral has one: its files say llama too
-    llama.expert_count                 and so do Mixtral's, which have experts
+    llama.expert_count                 Mixtral's files say llama, too, and have experts
 
 Llama 3's rope scaling is not described but tabulated, in a tensor with one divisor per pair of
 channels; the parameters are recovered from it, or the file is refused.
@@ -27,10 +27,10 @@ PARTLY_ROTARY = ("phi3", "glm4")
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
-# What every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
+# The values that every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
 _LLAMA3 = (1.0, 4.0, 8192)
 _GEMMA3_27B_LAYERS = 62  # the one Gemma 3 whose attention scale is not its head size; no key says so
-_GEMMA2_27B_LAYERS = 46  # and the one Gemma 2
+_GEMMA2_27B_LAYERS = 46  # the one Gemma 2 of that kind
 
 
 class Keys(RawConfig):
@@ -57,7 +57,7 @@ class Keys(RawConfig):
 
 
 def _is_one_number(value: Any) -> bool:
-    """Whether a list has an integer for each layer, and all are the same."""
+    """Return True if a value is a list of integers, one per layer, that are all the same."""
     return isinstance(value, list) and len(set(map(repr, value))) == 1 and type(value[0]) is int
 
 
@@ -179,7 +179,7 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
             "model_type": "qwen2_moe",
             "moe_intermediate_size": keys.size("expert_feed_forward_length"),
             "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
-            "norm_topk_prob": False,  # no key says so: no published one does
+            "norm_topk_prob": False,  # no key for it: false in every published model
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
         }
     if keys.architecture != "qwen3moe":
@@ -188,13 +188,13 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # no key says so: every published one does
+        "norm_topk_prob": True,  # no key for it: true in every published model
         "use_sliding_window": window > 0,
     }
 
 
 def _layer_types(keys: Keys, num_layers: int, *, default: int = 6) -> list[str]:
-    """Which layers see a window: told layer by layer, or one full layer after every so many."""
+    """The type of each layer: given layer by layer, or as a period, whose last layer sees everything."""
     pattern = keys.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list) or not all(isinstance(is_local, bool) for is_local in pattern):
         every = keys.size("attention.sliding_window_pattern", default=default)

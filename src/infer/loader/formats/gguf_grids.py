@@ -15,10 +15,10 @@ point is then one number, the signs are stored apart, and a group of weights sha
 
 Seven bits say eight signs because the encoder makes the number of minuses even, so the last one follows.
 
-Which points a format has is part of its definition: they were chosen once, from real weights. All
-lists are in ascending order, coordinates read as digits (the first is the lowest), so a set says all:
-`_POINTS` holds one bit for each point that could be. As a table a point is one integer of 64 (or 32)
-bits with its coordinates as bytes; a look-up brings them all at once.
+The points of a format are part of its definition: they were chosen once, from real weights. All
+lists are in ascending order, coordinates read as digits (the first is the lowest), so a set is enough:
+`_POINTS` holds one bit for each possible point. As a table a point is one integer of 64 (or 32)
+bits with its coordinates as bytes; one look-up brings them all.
 
 The functions map the bytes of B blocks of 256 weights to small integers and one scale for each group
 of 32 (or 16): w = scale * q. The arithmetic is the reference's, to the bit.
@@ -110,7 +110,7 @@ def _minuses(device: torch.device) -> torch.Tensor:
 
 
 def _even(signs: torch.Tensor) -> torch.Tensor:
-    """Eight sign bits of seven: the eighth makes the number of minuses even."""
+    """Eight sign bits from seven: the eighth makes the number of minuses even."""
     odd = signs ^ signs >> 4
     odd = odd ^ odd >> 2
     return signs | ((odd ^ odd >> 1) & 1) << 7

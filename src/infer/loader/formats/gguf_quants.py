@@ -42,7 +42,7 @@ from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
 from infer.quant.coded import CodedRows, StoredCodes
 
-_GROUP = 32  # what kernels/cpu multiplies with: so many numbers share a scale
+_GROUP = 32  # numbers that share a scale in the codes that kernels/cpu multiplies with
 
 _T = TypeVar("_T")
 _Scaled = tuple[torch.Tensor, torch.Tensor]  # integers, scales
@@ -56,7 +56,7 @@ def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
 
 
 def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor:
-    """Rows of bytes as the codes that they are; float32, where the format is plain numbers.
+    """Rows of bytes as the codes that they hold; float32, where the format is plain numbers.
 
     Codes in groups of 32 are what kernels/cpu multiplies with, so these are not unpacked and rounded again.
     """
@@ -222,10 +222,10 @@ _SCALED = _by_type(
     *(gguf_grids.iq1_s, gguf_grids.iq1_m, gguf_grids.iq2_xxs, gguf_grids.iq2_xs, gguf_grids.iq2_s),
     *(gguf_grids.iq3_xxs, gguf_grids.iq3_s),
 )
-_SHORT_GROUPS = {GGMLType.Q3_K, GGMLType.Q6_K, GGMLType.IQ1_M, GGMLType.IQ2_XS, GGMLType.IQ2_S}  # of 16
-ROUNDED = {kind.name for kind in (*_SHORT_GROUPS, GGMLType.Q2_K)}  # where codes have groups of 32
+_SHORT_GROUPS = {GGMLType.Q3_K, GGMLType.Q6_K, GGMLType.IQ1_M, GGMLType.IQ2_XS, GGMLType.IQ2_S}  # 16 a group
+ROUNDED = {kind.name for kind in (*_SHORT_GROUPS, GGMLType.Q2_K)}  # types that are rounded to groups of 32
 _SHIFTED = _by_type(_q4_1, _q5_1, _q2_k, _q4_k, _q5_k)
-# Integers of 4 bits or less, in groups of 32 and up: what int4 keeps.
+# Types that int4 keeps: integers of 4 bits or less, in groups of 32 and up.
 FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
 _DENSE = _by_type(_f32, _bf16) | {GGMLType.F16: half}
 SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))

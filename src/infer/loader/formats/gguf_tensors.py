@@ -117,10 +117,10 @@ class PackedTensor(StoredTensor):
 
     file: GGUFFile
     stored: GGUFTensor
-    num_heads: int = 0  # > 0: rows are reordered for rotary positions, within each of so many heads
-    offset: float = 0.0  # was added to every weight
-    transposed: bool = False  # is stored as the transpose of what the name means
-    index: int | None = None  # of a stack of matrices, [n, rows, columns]: this one
+    num_heads: int = 0  # > 0: the rows within each of this many heads are reordered for rotary positions
+    offset: float = 0.0  # number that was added to every weight
+    transposed: bool = False  # stored as the transpose of what the name means
+    index: int | None = None  # number of this matrix in a stack [n, rows, columns]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,12 +140,12 @@ class PackedTensor(StoredTensor):
 
     @property
     def is_readable(self) -> bool:
-        """Whether the block format is one we unpack."""
+        """True if the block format is one we unpack."""
         return self.type_name in SUPPORTED
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What the codes of its blocks are."""
+        """The description of its blocks' codes."""
         return None if self.offset else stored_codes(self.stored.kind, self.stored.shape[-1])
 
     @property
@@ -194,7 +194,7 @@ class PackedTensor(StoredTensor):
         return self.stored.shape[-1] // BLOCK[self.stored.kind][0]
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:
@@ -202,7 +202,7 @@ class PackedTensor(StoredTensor):
         return replace(self, index=index)
 
     def _forget(self) -> None:
-        """What was read need not stay in memory beside what was made of it."""
+        """Let go of the pages that were read: they need not stay in memory with what was made from them."""
         start = self.stored.offset + (self.index or 0) * self.num_bytes
         forget_pages(self.file.mapped, start, start + self.num_bytes)
 

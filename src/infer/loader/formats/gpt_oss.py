@@ -12,8 +12,8 @@ Or the matrices are MXFP4, out before in already:
     ..._scales    [E, out, in / 32]        exponents: 32 columns are multiplied by 2^(byte - 127)
 
 A code is a float of 4 bits (sign, two bits of exponent, one of mantissa). Twice its value is a small integer,
-so the codes are handed out as integers of 8 bits with half the scale: none of them is rounded, whether
-mxfp4 keeps them, which takes the codes back, or int8.
+so the codes are handed out as integers of 8 bits with half the scale. None of them is rounded, neither by
+mxfp4, which turns them back into codes, nor by int8.
 
 Shapes:  E experts, D hidden size, F intermediate size of an expert, R rows, K columns.
 """
@@ -31,25 +31,25 @@ from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import CodedRows, StoredCodes
 
 BLOCK = 32  # columns that share a scale
-# twice what the codes stand for
+# twice the values of the codes
 TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _PARTS = {"gate_up_proj": (("gate_proj", 0), ("up_proj", 1)), "down_proj": (("down_proj", None),)}
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack(StoredTensor):
-    """One matrix of every expert, or of one of them: rows of the file's, all or every second one."""
+    """One matrix of every expert, or of one expert: all rows of the file's matrix, or every second one."""
 
     stored: StoredTensor  # [E, in, out], or blocks [E, out, in / 32, 16], or a bias [E, out]
-    scales: StoredTensor | None = None  # of blocks
-    first: int | None = None  # of every second row: 0 or 1; None: all rows
-    index: int | None = None  # of one expert
-    rows_kept: Ranges | None = None  # of a rank, of its rows and its columns; None: all
+    scales: StoredTensor | None = None  # scales of the blocks
+    first: int | None = None  # first row where every second row is taken: 0 or 1; None: all rows
+    index: int | None = None  # number of one expert; None: all experts
+    rows_kept: Ranges | None = None  # rows that a rank has, and its columns below; None: all
     columns_kept: Ranges | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E, out, in], or [E, out] of a bias; without E of one expert."""
+        """[E, out, in], or [E, out] for a bias; without E for one expert."""
         sizes = list(self.stored.shape[1:])
         if self.scales is not None:
             sizes = [sizes[0], sizes[1] * BLOCK]
@@ -63,14 +63,14 @@ class ExpertStack(StoredTensor):
 
     @property
     def num_bytes(self) -> int:
-        """The size of its share on disk, about."""
+        """The approximate size of its share on disk."""
         both = self.stored.num_bytes + (self.scales.num_bytes if self.scales is not None else 0)
         whole = both // (1 if self.first is None else 2)
         return whole if self.index is None else whole // self.stored.shape[0]
 
     @property
     def type_name(self) -> str:
-        """What its numbers are."""
+        """The type of its numbers."""
         return self.stored.type_name if self.scales is None else "mxfp4"
 
     @property
@@ -85,7 +85,7 @@ class ExpertStack(StoredTensor):
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What its codes are, where it has codes."""
+        """The description of its codes, if it has codes."""
         return None if self.scales is None else StoredCodes("mxfp4", self.shape[-1], BLOCK)
 
     @property
@@ -108,7 +108,7 @@ class ExpertStack(StoredTensor):
         return replace(self, index=index)
 
     def cut(self, rows: Ranges, columns: Ranges) -> StoredTensor:
-        """The part of a rank."""
+        """The part that a rank has."""
         return replace(self, rows_kept=rows, columns_kept=columns or None)
 
     def copy_to(self, out: torch.Tensor) -> None:

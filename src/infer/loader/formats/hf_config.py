@@ -1,9 +1,9 @@
-"""Read the JSON files beside the weights: config.json and generation_config.json.
+"""Read the JSON files next to the weights: config.json and generation_config.json.
 
     config.json              what the network looks like; each family reads it (models/registry.py)
     generation_config.json   how its authors sample from it, and which tokens end an answer
 
-A model often has more ends than one (end of text, end of turn), and the two files need not name the
+A model often has more than one end (end of text, end of turn), and the two files need not name the
 same: all of them count.
 """
 
@@ -26,10 +26,10 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint says about generating from it."""
+    """The settings of a checkpoint for generating from it."""
 
     eos_ids: tuple[int, ...] = ()
-    sampling: Mapping[str, float] = field(default_factory=dict)  # the keys of SAMPLING_KEYS it sets
+    sampling: Mapping[str, float] = field(default_factory=dict)  # those of SAMPLING_KEYS that it sets
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """What generation_config.json says; nothing if there is none.
+    """The content of generation_config.json; nothing if there is none.
 
     Its sampling parameters count only where it also says `do_sample`: without that, its authors
-    decode greedily and the numbers beside it are leftovers.
+    decode greedily and the other numbers are leftovers.
     """
     path = directory / "generation_config.json"
     if not path.exists():

@@ -3,10 +3,10 @@
     self_attn.k_scale, self_attn.v_scale         one number, or one for each kv head [G, 1, 1]
     self_attn.attn.k_scale, k_proj.k_scale       the same, by other tools
     k_proj.output_scale, v_proj.output_scale     older compressed-tensors
-    self_attn.kv_scale                           of both
+    self_attn.kv_scale                           one for both
 
-They are used all or none: every layer must have both. What would be garbage is left out, and the log says
-why: scales that are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
+They are used all or none: every layer must have both. Unusable scales are left out, and the log says why:
+scales that are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_kv_scales(
 ) -> torch.Tensor | None:
     """Scales of keys and values, float32 [layers, 2, G]; None: there are none, or none that can be used.
 
-    Other towers of a checkpoint may have such leaves: those below the layers of `weight_map` count.
+    Other towers of a checkpoint may have such leaves, too: only those below the layers of `weight_map` count.
     """
     stems = {re.escape(name.partition("{}")[0]) for name in weight_map if "{}" in name}
     of_layer = re.compile(f"(?:{'|'.join(stems)})(\\d+)\\.")
@@ -83,7 +83,7 @@ def _is_for(tensor: StoredTensor, num_kv_heads: int) -> bool:
 
 
 def _other_codes(settings: Mapping[str, Any]) -> str:
-    """Why the scales are of other codes than e4m3; "": a config says nothing else."""
+    """The reason why the scales belong to other codes than e4m3; "": the config names no others."""
     scheme, algorithm = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     said = {"num_bits": 8, "type": "float"} | dict(scheme if isinstance(scheme, Mapping) else {})
     if (said["num_bits"], said["type"]) != (8, "float") or algorithm not in (None, "FP8"):

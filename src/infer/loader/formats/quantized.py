@@ -2,12 +2,12 @@
 
     q_proj.qweight, q_proj.qzeros, q_proj.scales, q_proj.g_idx   ──►   q_proj.weight, [N, K]
 
-From here on it is a matrix like any other: a part of a fused one, one expert's, a head, beside matrices that
+From here on it is a matrix like any other: a part of a fused one, one expert's, a head, next to matrices that
 are not quantized. It is unpacked while it is copied into place, some rows at a time; or it hands out its
 integers, where the scheme that keeps it has a place for them (quant/packed.py). So formats on disk
 (stored_formats.py) and schemes in memory know nothing of each other.
 
-Which matrices are quantized is decided by the tensors that are there. Lists of exceptions in a config are not
+The tensors that are there decide which matrices are quantized. Lists of exceptions in a config are not
 read; the rest of it only helps (`Settings`). A method under which the same bytes would be other numbers is
 refused.
 """
@@ -35,13 +35,13 @@ from infer.models.weight_map import WeightMap, find_target
 from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
-KNOWN_METHODS = (*FORMAT_NAMES, "auto-round", "mxfp4")  # that a config may name
+KNOWN_METHODS = (*FORMAT_NAMES, "auto-round", "mxfp4")  # methods that a config may name
 CONFIG_FILES = (
     "quantize_config.json",
     "quant_config.json",
     "hf_quant_config.json",
 )  # if config.json lacks it
-# Methods of a config, and formats whose tensors have the same types or shapes: integers that are no fp8
+# Methods of a config, and formats whose tensors have the same types or shapes: integers that are not fp8
 # numbers, and words packed along the other axis.
 _OTHER_NUMBERS = {("fp8", "compressed-tensors"), ("awq", "gptq"), ("gptq", "awq")}
 _MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor(StoredTensor):
-    """The weight of one matrix, made of its leaves when it is read."""
+    """The weight of one matrix, assembled from its leaves when it is read."""
 
     format: StoredFormat
     module: StoredModule
@@ -73,12 +73,12 @@ class QuantizedTensor(StoredTensor):
 
     @property
     def type_name(self) -> str:
-        """The format, and what its numbers are."""
+        """The format, and the type of its numbers."""
         return f"{self.format.name}:{self.layout.label}"
 
     @property
     def codes(self) -> StoredCodes | None:
-        """What its codes are."""
+        """The description of its codes."""
         return self.layout.codes
 
     @property
@@ -88,13 +88,13 @@ class QuantizedTensor(StoredTensor):
 
     @property
     def axes(self) -> Axes:
-        """What runs along the axes of each leaf; scales of activations are whole."""
+        """The axes of each leaf; scales of activations are whole."""
         known = self.format.axes(self.module, self.layout)
         leaves = self.module.leaves.items()
         return {leaf: known.get(leaf, (WHOLE,) * len(tensor.shape)) for leaf, tensor in leaves}
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, where they are columns of what the name means."""
+        """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:
@@ -120,7 +120,7 @@ def quantized_checkpoint(
 ) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, with one `weight` in the place of the leaves of each quantized matrix.
 
-    Those of a KV cache (kv_scales.py) go.
+    Scales of a KV cache (kv_scales.py) are left out.
     """
     kept = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in KV_LEAVES}
     modules: dict[str, dict[str, StoredTensor]] = {}
@@ -142,7 +142,7 @@ def quantized_checkpoint(
 
 
 def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -> None:
-    """Refuse tensors that fit another format than the config's, in which the same bytes are other numbers."""
+    """Refuse tensors of another format than the config's, in which the same bytes mean other numbers."""
     for each in matrices:
         if (settings.method, each.format.name) in _OTHER_NUMBERS:
             held = ", ".join(
@@ -156,7 +156,7 @@ def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -
 
 
 def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) -> None:
-    """Say so where a config names a method or a number of bits that no tensor has; tensors are believed."""
+    """Warn if a config names a method or a number of bits that no tensor has; the tensors are believed."""
     wrong, bits = [], settings.raw.get("bits")
     if settings.method and settings.method not in (*KNOWN_METHODS, *METHODS):
         wrong.append(f"quant_method {settings.method!r}")
@@ -174,7 +174,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _is_quantized(leaves: Mapping[str, StoredTensor]) -> bool:
-    """Whether a module has a leaf of some format."""
+    """Return True if a module has a leaf of some format."""
     return any(leaf in leaves for leaf in _LEAVES if leaf != "weight")
 
 
@@ -195,7 +195,7 @@ def _quantized(
     layout = row.measure(stored)
     try:
         target, _ = find_target(f"{module}.weight", weight_map)
-    except CheckpointError:  # placement will say so, of all such tensors together
+    except CheckpointError:  # placement reports all such tensors together
         return QuantizedTensor(row, stored, layout)
     return QuantizedTensor(row, stored, layout, transposed=target.transposed)
 
@@ -215,7 +215,7 @@ def _supported() -> str:
 
 
 def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """What a checkpoint says about how it was quantized: in its config, or in a file of its own."""
+    """The quantization settings of a checkpoint: in its config, or in a file of their own."""
     for key in ("quantization_config", "compression_config"):
         settings: Mapping[str, Any] | None = raw.get(key)
         if settings is not None:
@@ -226,7 +226,7 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     if path is None:
         return {}
     found = read_json(path, MAX_CONFIG_BYTES)
-    inner = found.get("quantization")  # ModelOpt puts its settings beside those of its producer
+    inner = found.get("quantization")  # ModelOpt puts its settings next to those of its producer
     return _with_method(inner if isinstance(inner, Mapping) else found)
 
 
@@ -240,7 +240,7 @@ def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_method(settings: Mapping[str, Any]) -> None:
-    """Refuse a method that is not known where there are no tensors to ask."""
+    """Refuse an unknown method where there are no tensors to ask."""
     method = settings.get("quant_method")
     if method is not None and method not in KNOWN_METHODS:  # older tools name none
         raise ConfigError(

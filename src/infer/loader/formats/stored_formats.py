@@ -1,7 +1,7 @@
 """Every format that publishes quantized matrices in safetensors: one row each.
 
 A format is known by the tensors of a module, its *leaves*, and by their shapes and dtypes; a config names
-nothing that the tensors do not say, but for the few things that cannot be seen (`Settings`: GPTQ's version,
+nothing that the tensors do not say, except the few things that cannot be seen (`Settings`: GPTQ's version,
 sizes of groups that do not divide a row). `measure` finds out what the matrix is from headers, and refuses
 leaves that do not fit together; `open` makes the function that reads rows, on the device of their scales
 (the codes of a large matrix are elsewhere).
@@ -35,11 +35,11 @@ from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
 from infer.quant.coded import CodedRows, StoredCodes
 
-MAX_STATE_BYTES = 1 << 16  # of the JSON beside a matrix of bitsandbytes
+MAX_STATE_BYTES = 1 << 16  # limit of the JSON next to a matrix of bitsandbytes
 CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
 _SCALES = ("F16", "BF16", "F32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that has column 0, 1, ... of eight
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column 0, 1, ... of eight
 
 
 def _has_weight_of(types: tuple[str, ...]) -> Callable[[Mapping[str, StoredTensor]], bool]:
@@ -80,7 +80,7 @@ def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRo
     if settings.is_symmetric and not is_constant:
         module.fail(f"the config says sym, but qzeros are neither all {middle - 1} nor all {middle}")
     if is_constant and settings.is_symmetric is not False:
-        zeros = torch.full_like(zeros, middle)  # of either version: files that name the wrong one exist
+        zeros = torch.full_like(zeros, middle)  # either version: some files name the wrong one
     elif not settings.has_true_zeros:
         zeros = zeros + 1 & (1 << bits) - 1  # a zero of 0, less one, is all ones
     scales = module.finite("scales", tensors["scales"]).T
@@ -161,7 +161,7 @@ def _measure_packed(module: StoredModule) -> Layout:
 
 
 def _word_counts(size: int, bits: int) -> tuple[int, int]:
-    """Words for so many codes: as a stream, and with whole codes only in a word."""
+    """The number of words for `size` codes: as a stream, and with only whole codes in a word."""
     return -(-size * bits // 32), -(-size // (32 // bits))
 
 
@@ -235,7 +235,7 @@ def _measure_scaled(module: StoredModule) -> Layout:
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
-    """Rows and columns that share a scale, whichever shape says so."""
+    """Rows and columns that share a scale, from whichever shape gives them."""
     counts = _as_matrix(module.leaves[leaf].shape)
     if counts is None or 0 in counts:
         module.fail(f"{leaf} is {list(module.leaves[leaf].shape)}; one scale, [rows] or a matrix is needed")
@@ -249,7 +249,7 @@ def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Shapes that scales come in, as rows and columns: [], [1], [N], [N, G]."""
+    """The shape of scales as rows and columns: [], [1], [N] or [N, G]."""
     if len(shape) > 2:
         return None
     return (shape[0], shape[1]) if len(shape) == 2 else ((shape or (1,))[0], 1)
@@ -265,7 +265,7 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     assert counts is not None
     scales = module.finite(leaf, tensors[leaf]).view(counts)  # "inv" or not, both multiply
     zeros = tensors["weight_zero_point"].view(counts).short() if "weight_zero_point" in tensors else None
-    for unused in ("input_scale", "activation_scale"):  # for kernels of 8 bits; what is there is checked
+    for unused in ("input_scale", "activation_scale"):  # 8-bit kernels' scales, only checked
         if unused in tensors:
             module.finite(unused, tensors[unused])
 
@@ -273,7 +273,7 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
         codes = tensors["weight"][part].to(scales.device)
         if ones := _NO_NUMBERS.get(codes.dtype):
             magnitudes = codes.view(torch.uint8) & ones
-            if bool((magnitudes == ones).any()):  # which kernels would read as large numbers
+            if bool((magnitudes == ones).any()):  # NaN or infinity, which kernels would read as large numbers
                 module.fail("weight has codes that are not finite")
         which = torch.arange(part.start, part.stop, device=codes.device) // row_step
         return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
@@ -295,12 +295,12 @@ _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandby
 
 
 class _State(NamedTuple):
-    """What the JSON beside a matrix says."""
+    """The content of the JSON next to a matrix."""
 
     shape: tuple[int, int]
     block: int  # numbers that share an absmax
     nested_block: int  # absmax that share one of their own; 0: they are plain
-    offset: float  # of nested absmax
+    offset: float  # offset of nested absmax
 
 
 def _state_leaf(leaves: Mapping[str, Any]) -> str:
@@ -459,7 +459,7 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
 
 
 def _integers(num_rows: int, size: int, bits: int, group_size: int, *, has_minima: bool = False) -> Layout:
-    """The layout of integers of so many bits, which share a scale in groups."""
+    """The layout of integers of `bits` bits, which share a scale in groups."""
     codes = StoredCodes("int4" if bits <= 4 else "int8", size, group_size, has_minima)
     return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), codes)
 

@@ -1,6 +1,6 @@
 """The leaves of a quantized matrix on disk, and how a format of them is described.
 
-A row of stored_formats.py is a `StoredFormat`: the tensors by which it is known, a function that finds out
+A row of stored_formats.py is a `StoredFormat`: the tensors that identify it, a function that finds out
 from their headers what the matrix is (`Layout`), and one that opens it for reading. Both are given a
 `StoredModule`, which checks the shapes that a file claims against each other: files are other people's.
 """
@@ -26,13 +26,13 @@ ReadRows = Callable[[slice], CodedRows | torch.Tensor]  # codes, or float32 wher
 
 
 class Layout(NamedTuple):
-    """What the headers say about a matrix."""
+    """The description of a matrix, read from headers."""
 
     num_rows: int
     size: int  # columns
-    bits: int  # of a code
+    bits: int  # bits of a code
     group_size: int  # columns that share a scale; 0: neighbours do not
-    label: str  # of the start line: int4-g128
+    label: str  # text for the start line: int4-g128
     codes: StoredCodes | None = None  # None: steps are not even
 
 
@@ -44,22 +44,22 @@ class Settings:
 
     @property
     def method(self) -> str:
-        """How the checkpoint calls what was done to it."""
+        """The checkpoint's name for its quantization method."""
         return str(self.raw.get("quant_method") or "")
 
     @property
     def is_symmetric(self) -> bool | None:
-        """Whether all zeros are the middle code; None: not said. compressed-tensors says where not."""
+        """True if all zeros are the middle code, the default of compressed-tensors; None: unknown."""
         said = [value for value in self._said("sym", "symmetric") if isinstance(value, bool)]
         return all(said) if said or self.method == "compressed-tensors" else None
 
     def has_minima(self, bits: int) -> bool:
-        """Whether a GPU keeps the zeros of integers as minima: of 8 bits, unless there are none."""
+        """Return True if a GPU keeps the zeros of integers as minima: those of 8 bits, if there are any."""
         return bits == 8 and not self.is_symmetric
 
     @property
     def has_true_zeros(self) -> bool:
-        """Whether the qzeros of GPTQ are the zeros; version 1 stores each less one.
+        """True if the qzeros of GPTQ are the zeros; version 1 stores each zero minus one.
 
         AutoRound's own packing has true zeros and no version; exported for GPTQ, it is version 1.
         """
@@ -70,7 +70,7 @@ class Settings:
 
     @property
     def has_int8_tokens(self) -> bool:
-        """Whether all matrices in integers of 8 bits are meant for tokens in such: W8A8, symmetric."""
+        """True if all matrices of 8-bit integers are meant for tokens in 8-bit integers: W8A8, symmetric."""
         groups = self.raw.get("config_groups")
         found = groups.values() if isinstance(groups, Mapping) else []
         wanted = [
@@ -81,7 +81,7 @@ class Settings:
         return bool(wanted) and all(_is_int8(each) and each.get("symmetric", True) for each in wanted)
 
     def codes(self, size: int) -> StoredCodes | None:
-        """The codes of a matrix with `size` columns, where there are no tensors yet; None: unpacked ones."""
+        """The codes of a matrix with `size` columns, where there are no tensors yet; None: it is unpacked."""
         if self.method == "fp8":
             blocks = self.hints("weight_block_size") or [1, size]
             return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
@@ -93,11 +93,11 @@ class Settings:
 
     @property
     def bits(self) -> int:
-        """The most bits of a code that are named; 0: none are."""
+        """The largest number of bits that is named; 0: none is."""
         return max(self.hints("bits", "num_bits", "w_bit", "wbits"), default=0)
 
     def hints(self, *keys: str) -> list[int]:
-        """Every integer under one of these keys, of the config itself and of its groups."""
+        """Every integer under one of these keys, in the config itself and in its groups."""
         found = self._said(*keys)
         flat = [number for value in found for number in (value if isinstance(value, list) else [value])]
         return [number for number in flat if type(number) is int and number > 0]
@@ -128,20 +128,20 @@ class StoredModule:
         raise CheckpointError(f"{self.name} cannot be read: {reason}")
 
     def shape(self, leaf: str, num_axes: int) -> tuple[int, ...]:
-        """The shape of a leaf that must have so many axes, none of them empty."""
+        """The shape of a leaf, which must have `num_axes` axes, none of them empty."""
         shape = self.leaves[leaf].shape
         if len(shape) != num_axes or 0 in shape:
             self.fail(f"{leaf} is {list(shape)}, but {num_axes} axes are needed, none of them empty")
         return shape
 
     def check(self, leaf: str, *shapes: tuple[int, ...]) -> None:
-        """Refuse a leaf that is there and has none of these shapes."""
+        """Refuse a leaf that exists and has none of these shapes."""
         if leaf in self.leaves and self.leaves[leaf].shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             self.fail(f"{leaf} is {list(self.leaves[leaf].shape)}, the other tensors need {wanted}")
 
     def words(self, count: int, bits: int, side: str) -> int:
-        """Words for so many codes, which must fill them."""
+        """The number of words for `count` codes, which must fill them."""
         if count * bits % 32:
             self.fail(f"{count} {side} of {bits} bits do not fill words of 32")
         return count * bits // 32
@@ -154,7 +154,7 @@ class StoredModule:
         return out
 
     def step(self, size: int, count: int, what: str, hints: list[int], *, is_block: bool = False) -> int:
-        """How many of `size` rows or columns share one of `count` entries; a block has a published size."""
+        """The rows or columns, out of `size`, for each of `count` entries; a block has a published size."""
         if count == 1:
             return size
         candidates = [*hints, _BLOCK, *([] if is_block else [size // count])]
@@ -179,7 +179,7 @@ class StoredModule:
         return step if torch.equal(order, torch.arange(size, dtype=order.dtype) // step) else 0
 
     def finite(self, leaf: str, scales: torch.Tensor) -> torch.Tensor:
-        """Scales as float32, all of them numbers."""
+        """Scales as float32; refused unless all are finite."""
         if not bool(scales.float().isfinite().all()):
             self.fail(f"{leaf} has scales that are not finite")
         return scales.float()
@@ -187,14 +187,12 @@ class StoredModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """A row: how a format names its tensors, and what is made of them."""
+    """A row: how a format names its tensors, and the functions that read them."""
 
     name: str  # a value of `quantization`, which checks what is on disk
-    needs: Mapping[
-        str, tuple[str, ...]
-    ]  # leaves by which it is known, and their dtypes as a file spells them
+    needs: Mapping[str, tuple[str, ...]]  # leaves that identify it, and their dtypes as a file spells them
     may_have: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # where names are not enough
+    matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # a test beyond names
     measure: Callable[[StoredModule], Layout]
     open: Callable[[StoredModule, Layout, Tensors], ReadRows]
     axes: Callable[[StoredModule, Layout], Axes]  # leaves that are not named are whole
