@@ -97,7 +97,7 @@ METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # a config may say them of o
 
 
 def is_quantization(value: str) -> bool:
-    """Whether a value of `quantization` means something, or did to another engine; schemes may be added."""
+    """Return True if a value of `quantization` is known here or to another engine; schemes may be added."""
     return value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS)
 
 
@@ -110,7 +110,7 @@ def refuse_quantization(value: str) -> NoReturn:
 
 
 def hint_of_quantization(value: str) -> str:
-    """What may have been meant, to stand at the end of a message."""
+    """Return a hint at what may have been meant, for the end of a message."""
     if value.startswith(("ct-", "fp8-")):
         name = "compressed-tensors" if value.startswith("ct-") else "fp8"
         return (

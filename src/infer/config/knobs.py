@@ -1,4 +1,4 @@
-"""What a knob is: a field of a frozen dataclass that carries everything needed to set it.
+"""A knob: a field of a frozen dataclass that carries everything needed to set it.
 
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
         │                  │             │                             └─ spellings of other engines
@@ -163,7 +163,7 @@ def own_names(
         if says_own_name and name != row.name:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
-            # not to be told to go without is no demand: what can be left open stays open
+            # turning off an opposite demands nothing: what can be left open stays open
             value = None if not value and row.is_optional else not value
         knobs[row.name] = value
     return knobs
@@ -193,7 +193,7 @@ def given_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[
 
 
 def spell_as_given(message: str, names: Mapping[str, str]) -> str:
-    """Return an error message in which each knob has the name it was given under beside its own."""
+    """Return an error message in which each knob has, next to its own name, the name it was given under."""
     for own, given in names.items():
         pattern = rf"(?<![\w-])(?:--)?{own.replace('_', '[-_]')}(?![\w-])"
         if given.lstrip("-").replace("-", "_") not in message:

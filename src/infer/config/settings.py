@@ -232,12 +232,12 @@ class CacheConfig:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether keys and values survive a step."""
+        """True if keys and values survive a step."""
         return self.kv_cache_backend != "naive"
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts that start alike share blocks: only the paged cache can."""
+        """True if prompts that start alike share blocks: only the paged cache can."""
         return self.use_prefix_caching and self.kv_cache_backend == "paged"
 
 
@@ -614,11 +614,11 @@ class ServerConfig:
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with a name for a model: it must not write lines of a log or move a terminal's cursor."""
+    """Return the fault of a model's name, if any: it must not write log lines or move a terminal's cursor."""
     return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
 
 
-ModelShares: TypeAlias = dict[str, float]  # by name of a model; an ordinary alias has one
+ModelShares: TypeAlias = dict[str, float]  # shares by the name of a model; an ordinary alias has one
 
 
 def parse_alias(text: str) -> tuple[str, ModelShares]:
@@ -646,7 +646,7 @@ def parse_alias(text: str) -> tuple[str, ModelShares]:
 
 
 def weight_fault(weight: float) -> str | None:
-    """What is wrong with the weight of a model in an alias."""
+    """Return what is wrong with the weight of a model in an alias, or None."""
     if math.isfinite(weight) and weight > 0:
         return None
     return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"

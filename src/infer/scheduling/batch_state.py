@@ -155,8 +155,8 @@ class BatchState:
     def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:
         """Copy the tables of a sequence that has just entered to its row; it may write all of them.
 
-        Where there is no block, because it would lie behind a window, the first one stands instead: a kernel
-        may read it beside those it needs, and gives what it reads no weight.
+        An entry without a block, because a window has left it, repeats the first block of the table: a kernel
+        may read it along with the blocks it needs, and gives what it reads no weight.
         """
         stop = min(map(len, tables))
         for number, blocks in enumerate(tables):
@@ -225,7 +225,7 @@ class BatchState:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
-        """Which of these columns, or of all, have no slot for their last token."""
+        """Those of these columns, or of all, that have no slot for their last token."""
         is_short: np.ndarray = self.num_tokens > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
@@ -244,7 +244,7 @@ class BatchState:
             self.decode_len[places] = 1
 
     def filled(self, chunks: Chunks) -> np.ndarray:
-        """Which chunks of a step that has run complete a block, of sequences that still run."""
+        """The chunks of a step that has run which complete a block, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
             is_full: np.ndarray = chunks.ends >= self.next_commit
             return is_full.nonzero()[0]
@@ -257,7 +257,7 @@ class BatchState:
         return np.array([seq.place for seq in sequences if seq.is_running], dtype=np.int64)
 
     def grow(self, seq: Sequence, count: int) -> None:
-        """Give a running sequence so many more tokens, which came from no step: it is that much behind.
+        """Give a running sequence `count` more tokens that came from no step: it falls behind by that many.
 
         Its row counts as given out anew, for a device may have drawn another token in their place.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step: integers only.
+"""The plan of one step, made by the scheduler: integers only.
 
     transfers   blocks to move first, in this order: a shared block about to be written is copied, a
                 preempted sequence leaves for host memory, a swapped one comes back
@@ -61,8 +61,8 @@ class Chunks(Sequence[Chunk]):
         version: int = 0,
     ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
-        self.ends = stops  # where the tokens end that were not refused
-        self.rows = rows  # of the block tables
+        self.ends = stops  # ends of the tokens that were not refused
+        self.rows = rows  # rows of the block tables
         self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
         self.draws: np.ndarray = num_samples > 0
@@ -90,7 +90,7 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model will see."""
+        """The number of tokens that the model will see."""
         return int((self.stops - self.starts).sum())
 
     def __len__(self) -> int:
@@ -138,12 +138,12 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model will see."""
+        """The number of tokens that the model will see."""
         return self.chunks.num_tokens
 
 
 class PlanDraft:
-    """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
+    """A plan in the making: what may still be spent, and what has been decided besides the chunks."""
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added

@@ -45,7 +45,7 @@ class StepDefaults(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """How large steps are, by the memory of the device and the size of the model.
+    """The size of steps, by the memory of the device and the size of the model.
 
     A step of a small model takes half a millisecond, and a host that another thread or the system delays by
     one or two of them would leave the GPU without work, so several steps are launched before one is read. The
@@ -68,12 +68,12 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingProfile:
-    """When the scheduler lets prompts take longer steps."""
+    """The limits at which the scheduler lets prompts take longer steps."""
 
     backlog_tokens: int  # waiting prompt tokens; with more of them prompts are computed at full speed
     hurried_tokens: int  # prompt tokens of a step at full speed, for which decoding sequences wait longer
     recent_steps: int  # steps over which prompts are counted, to see how often a hurried one is needed
-    rare: int  # between one hurried step in `rare` and one in `often`,
+    rare: int  # one hurried step in this many is rare; between that and one in `often`,
     often: int  # short steps (`busy_tokens`) take the place of hurried ones
     short_prompt: int  # tokens of the mean prompt, up to which many are packed (`packed_tokens`)
     row_padding: int  # multiple to which decoding rows are padded: `GraphProfile.row_step`
@@ -124,7 +124,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProfile:
-    """Which attention kernel is faster for which step, and how its work is cut (kernels/attention).
+    """The limits at which one attention kernel is faster than another, and its tiles (kernels/attention).
 
     "Heads" are rows that decode times kv heads, the items of work before any row is split.
     """
@@ -151,14 +151,14 @@ class AttentionProfile:
     merge_at_once: int  # parts that it waits for together
     cudnn_min_lens: Mapping[int, int]  # tokens from which cuDNN is faster, by head size; empty: never
     cudnn_few_heads: int  # query heads up to which a call for each prompt and layer takes the host longer,
-    cudnn_few_heads_min_lens: Mapping[int, int]  # and these lengths hold
+    cudnn_few_heads_min_lens: Mapping[int, int]  # tokens from which it is faster then
     cudnn_pad_len: int  # tokens between the lengths of shapes; twice that above 16 times as many, and so on
     cudnn_batches: tuple[int, ...]  # prompts of a batch, the most first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearProfile:
-    """Which kernel multiplies how many tokens, and how matrices are cut (kernels/linear)."""
+    """The kernels that multiply matrices, by the number of tokens, and their tiles (kernels/linear)."""
 
     gemv: TileTable  # measured tiles of dot products
     skinny: TileTable  # measured tiles of Triton's kernel for tensor cores
