@@ -63,10 +63,10 @@ def seed_of(request: Request, scheduler: Scheduler, number: int) -> int:
 
 
 def check_token_ids(request: Request, vocab_size: int) -> array[int]:
-    """Refuse ids that this model does not have; the prompt's, packed.
+    """Refuse ids that this model does not have; return the prompt's ids, packed.
 
-    Of a long prompt this is the one walk over Python's integers: from here on the ids are 32 bits each, side
-    by side, which numpy and the prefix tree read as they are.
+    This is the only walk over the Python integers of a long prompt: from here on the ids are 32 bits each,
+    side by side, which numpy and the prefix tree read as they are.
     """
     if not request.prompt:
         raise RequestError("the prompt has no tokens; give at least one", param="prompt")
@@ -110,7 +110,7 @@ def check_order(request: Request) -> None:
 
 
 def check_pooling(request: Request) -> None:
-    """Refuse a pooling that is not known, and one beside outputs that an embedding does not have."""
+    """Refuse an unknown pooling, and one that comes with outputs that an embedding does not have."""
     if request.pooling is None:
         return
     if request.pooling not in POOLINGS:
@@ -141,7 +141,7 @@ def check_width(request: Request, max_batch_size: int, budget: int) -> None:
 
 
 def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) -> int:
-    """How many tokens each sequence may reach, prompt included; without max_tokens, all that fit.
+    """The number of tokens each sequence may reach, prompt included; without max_tokens, all that fit.
 
     The last token of an output is never computed, so it needs no place in the cache. Beams advance
     together, so they must fit together.

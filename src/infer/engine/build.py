@@ -199,7 +199,7 @@ def build_engine(
     def prepare() -> bool:
         is_more = warm_up is not None and warm_up.prepare()
         if is_more:
-            token_bytes.start()  # beside what is captured
+            token_bytes.start()  # runs while steps are captured
         return is_more or (speculation is not None and speculation.prepare())
 
     engine = Engine(
@@ -226,7 +226,7 @@ def build_engine(
         speculation=speculation,
         adapters=None if bank is None else _load_adapters(settings, loaded, bank),
     )
-    if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
+    if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
@@ -329,9 +329,9 @@ def token_bytes_of(
 
 
 def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
-    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second.
+    """Start Triton and cuDNN on a GPU, in a thread, while weights are loaded: each takes a second.
 
-    The vocabulary is begun first: it keeps Python's lock for half a second, which copies do not need.
+    The vocabulary is begun first: it holds Python's lock for half a second, which copies do not need.
     """
     with suppress(Exception):  # it will be said where they are needed
         device = choose_device(settings.load.device)
@@ -431,7 +431,7 @@ def _rehearse(
         return None
     cache = config.settings.cache
     enforce_limit(loaded.device, cache.device_memory)
-    if config.backends.attention == "flash":  # which cannot attend to padding
+    if config.backends.attention == "flash":  # it cannot attend to padding
         return compute_step(config, loaded)
 
     def make_warm_up() -> WarmUp:

@@ -1,4 +1,4 @@
-"""The size of the KV cache on this machine, from the memory that is free now, and what steps take beside it.
+"""The size of the KV cache on this machine, from the memory that is free now and the memory of steps.
 
 The arithmetic is that of `infer plan` (cache/memory.py). A start asks twice: before the weights are read,
 with their bytes taken off what is free, to refuse early; and once they are loaded, on a GPU with what the
@@ -38,13 +38,13 @@ from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
-ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
-SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
-SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
+ALLOCATOR_FACTOR = 2  # factor on a layer's bytes: matrix libraries and allocators need room of their own
+SPLITS_PER_ROW = 16  # parts of a decoding row's attention that are added up
+SAMPLER_BYTES = 6  # bytes for each id of a row: its adjusted logit, and how often it was used
 
 
 class DraftBytes(NamedTuple):
-    """What a model that drafts takes beside its weights."""
+    """The bytes that a model that drafts takes in addition to its weights."""
 
     per_token: int = 0  # bytes of keys and values, in as many blocks as the model has
     step: int = 0  # its largest steps, their graphs and buffers
@@ -108,7 +108,7 @@ def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
 
 
 def cache_share(device: torch.device) -> float:
-    """Return the share of what is left beside weights and steps that a cache takes unless told otherwise."""
+    """Return the default share that a cache takes of the memory left by weights and steps."""
     return 1.0 if is_gpu(device) else CPU_SHARE
 
 
@@ -194,15 +194,15 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
 
 
 class KeptCache(NamedTuple):
-    """How keys and values of a model are kept, and what each token of them takes."""
+    """The layout of a model's keys and values, and the bytes of a token."""
 
-    layout: KVLayout  # which layers share blocks
+    layout: KVLayout  # layers that share blocks
     bytes_per_token: int
-    workspace: float  # what attention needs of the cache's size once more
+    workspace: float  # share of the cache's size that attention needs again
 
 
 def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> KeptCache:
-    """Return what a cache of this model takes; attention that gathers unpacks codes, beside the codes."""
+    """Return what a cache of this model takes; attention that gathers unpacks codes and keeps both."""
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)

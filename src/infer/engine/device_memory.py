@@ -80,7 +80,7 @@ def enforce_limit(device: torch.device, asked: str | None) -> None:
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that tensors take at the same time while `work` runs, beside those before it."""
+    """Return the most bytes that tensors take at the same time while `work` runs, less those before it."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -46,7 +46,7 @@ class DraftHead(DraftModel):
         return bool(self._drawn[seq.row] == self._state.tenancy[seq.row])
 
     def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:
-        """Where each text goes on: at its last token, for the head has seen all others."""
+        """The position from which each text goes on: its last token, for the head has seen all others."""
         return [len(seq.tokens) - 1 for seq in sequences]
 
     def _note_text(self, seq: Sequence, drafts: list[int]) -> None:

@@ -16,8 +16,8 @@ CPU plans step N + 1 while the device computes step N:
     device           [ step 1           ][ step 2                   ][ step 3
 
 A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
-A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
-steps are launched ahead of the one that is read:
+A sequence that stops at an id that came late has more tokens computed, which are not reported. The number
+of steps that are launched ahead of the one that is read:
 
     none          requests are there whose next step depends on ids, running or about to: forks, beams; or
                   the next step should have drafts, or the last one has
@@ -34,7 +34,7 @@ step is launched, unless they are followed by so much that must come that it is 
     CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
     device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
 
-A request whose constraint must be compiled first waits for that beside the scheduler's queue (`_compiling`).
+A request whose constraint must be compiled first waits outside the scheduler's queue (`_compiling`).
 It counts as waiting, may be aborted, and takes its place in the queue in the step after.
 
 A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 3
-IDLE_S = 1.0  # without work, before what no request waits for is begun
+IDLE_S = 1.0  # seconds without work before the work that no request waits for begins
 
 
 class _Flight(NamedTuple):
@@ -120,11 +120,11 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.phases = Phases() if phases is None else phases  # of its start
+        self.phases = Phases() if phases is None else phases  # phases of its start
         self.context_len = context_len
         self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served
-        self.family = family  # of the model's network
+        self.family = family  # family of the model's network
         self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
         self._eos_ids, self._has_head = eos_ids, has_head
@@ -133,7 +133,7 @@ class Engine:
         self._requests = RequestTable(scheduler, clock)
         self._guided = self._requests.guided
         self._empty_steps = 0
-        self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
+        self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
         # at most; 0: each step is read before the next is planned, as it must be where nothing is kept of it
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
@@ -286,7 +286,7 @@ class Engine:
 
     @property
     def device(self) -> DeviceHalf:
-        """What executes its orders."""
+        """The device half that executes its orders."""
         return self._device
 
     @property
@@ -458,13 +458,13 @@ class Engine:
 
     @property
     def _num_ahead(self) -> int:
-        """How many steps may be under way when the next one is planned."""
+        """The number of steps that may be under way when the next one is planned."""
         requests = self._requests
         if requests.waiting_for_ids or self._has_drafts or self._wants_drafts:
             return 0
         if requests.queued_joint and self.scheduler.num_free_places > 0:  # the next plan may let one in
             return 0
-        if self._is_guided:  # of two, the first has been read
+        if self._is_guided:  # the first of two has been read
             return min(self._steps_ahead, 2)
         is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)

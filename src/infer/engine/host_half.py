@@ -218,7 +218,7 @@ class HostHalf:
         return lines_KB3.reshape(-1, 3)
 
     def _entries(self, arrived: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How rows that begin are sampled, their facts, and their lists end to end."""
+        """The sample lines of rows that begin, their facts, and their lists end to end."""
         if not arrived:
             return EMPTY.lines, EMPTY.facts, EMPTY.extras
         lines, facts, extras = bytearray(), list[RowFacts](), array("I")
@@ -253,7 +253,7 @@ def _has_uses(seq: Sequence) -> bool:
 
 
 def _line(seq: Sequence) -> SampleLine:
-    """How a sequence is sampled."""
+    """The sampling parameters of a sequence, as a line."""
     params = seq.group.request.params
     return SampleLine(
         seq.row,

@@ -1,4 +1,4 @@
-"""What `config/resolve.py` wants to know of this machine and of a model that is loaded or about to be."""
+"""The facts `config/resolve.py` needs about this machine and about a model, loaded or about to be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         has_gpu_kernels=has_gpu_kernels(device),
         has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
         profile=device_profile(device),
-        has_c_attention=loaded.config.delta is None  # whose steps are plain PyTorch
+        has_c_attention=loaded.config.delta is None  # steps with a delta rule are plain PyTorch
         and attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
     )
 

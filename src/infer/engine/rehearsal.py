@@ -1,4 +1,4 @@
-"""What the steps of an engine take of a GPU's memory, found out by running the largest one there can be.
+"""The GPU memory that the steps of an engine take, measured by running the largest possible one.
 
 Before the KV cache takes the rest of the memory, a device half with hardly a cache computes the largest step
 that the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
@@ -68,7 +68,7 @@ def rehearse(
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
         scratch = min(computed.scratch, layers)
         graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits, scratch)
-        buffers += GRAPH_WORKSPACE  # of the thread that captures them
+        buffers += GRAPH_WORKSPACE  # workspace of the thread that captures them
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers

@@ -210,7 +210,7 @@ class Speculation:
                 seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
 
     def accepted_by_position(self) -> tuple[int, ...]:
-        """How many drafts were kept at each position of a window that a sequence can have."""
+        """The number of drafts kept at each position of a window that a sequence can have."""
         counts = self.totals.by_position
         return tuple(counts + [0] * (self._max_drafts - len(counts)))
 
@@ -263,16 +263,16 @@ class Speculation:
         return Wish(seq.seq_id, seq.tokens, seq.num_prompt, seq.group.request.cache_salt, num_drafts)
 
     def _usable(self, seq: Sequence, drafts: Seq[int]) -> Seq[int]:
-        """The drafts up to the first that is no token, or that would end the text: nothing follows it."""
+        """The drafts up to the first that is not a token or would end the text: nothing follows it."""
         for place, token_id in enumerate(drafts):
             if not 0 <= token_id < self._vocab_size or token_id in seq.stop_ids:
                 return drafts[:place]
         return drafts
 
     def _counts(self, pairs: Seq[tuple[Sequence, Wish]], found: Seq[Seq[int]]) -> list[int]:
-        """How many of the drafts that were found each sequence computes.
+        """The number of found drafts that each sequence computes.
 
-        No sequence is preempted for a draft, nor left out of the step: ids of others would be under way then.
+        No sequence is preempted or left out of the step for a draft: ids of others would then be under way.
         """
         scheduler, available = self._scheduler, [len(drafts) for drafts in found]
         asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
@@ -297,9 +297,9 @@ class Speculation:
 
     @property
     def _room(self) -> int:
-        """Drafts that a step has room for beside a token of each sequence."""
+        """The number of drafts that a step has room for, after one token of each sequence."""
         return max(self._max_tokens - len(self._scheduler.running), 0)
 
     def _seen(self) -> float:
-        """Positions that a token of the batch attends to, in the mean."""
+        """The number of positions that a token of the batch attends to, on average."""
         return float(self._scheduler.state.num_tokens.mean())

@@ -64,11 +64,11 @@ ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadHeaders:
-    """What the files of a head say."""
+    """The facts of a head, read from its files."""
 
     source: ModelSource
     eagle: EagleConfig
-    eos_ids: tuple[int, ...] = ()  # the model's own end its texts
+    eos_ids: tuple[int, ...] = ()  # the model's own ids end its texts
 
     @property
     def config(self) -> ModelConfig:
@@ -172,7 +172,7 @@ def _find_shape(name: str) -> ModelHeaders:
 
 
 def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | LoadedHead | None:
-    """Load the model or head that drafts, if there is one, beside the model it drafts for."""
+    """Load the model or head that drafts, if there is one, in addition to the model it drafts for."""
     settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
     find = _find_shape if is_made_up else None
     headers = read_draft(settings, loaded.config, loaded.name, find)
@@ -189,7 +189,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
             head,
             loaded.device,
             deterministic=config.deterministic,
-            cpu_products=config.settings.run.cpu_products,  # of matrices that it shares with the model
+            cpu_products=config.settings.run.cpu_products,  # mode of matrices that it shares with the model
         )()
         return LoadedHead(headers=headers, head=head, dtype=loaded.dtype, device=loaded.device)
     dtype, device = config.settings.load.dtype, str(loaded.device)
@@ -222,7 +222,7 @@ def draft_bytes(
         bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
-    states = 2 * num_tokens * states_width * dtype.itemsize  # as the model leaves them, and side by side
+    states = 2 * num_tokens * states_width * dtype.itemsize  # the model's own states, and side by side
     return DraftBytes(each * len(layout.windows), step.total + states)
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes by its number of tokens, measured with the device itself before the first request.
+"""The time of a step by its number of tokens, measured with the device itself before the first request.
 
 A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens, in blocks that hold nothing
 yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are written

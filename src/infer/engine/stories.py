@@ -33,7 +33,7 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from infer.scheduling.watch import HOLDS, NEXT_STEP
 
-MAX_EVENTS = 12  # that are kept from the beginning of a story, and as many from its end
+MAX_EVENTS = 12  # events kept from the beginning of a story, and as many from its end
 MAX_ERROR = 300  # characters of an error
 EVENT_NAMES: Final = ("chunk", "preempted", "swapped out", "returned")
 CHUNK, PREEMPTED, SWAPPED_OUT, RETURNED = range(len(EVENT_NAMES))
@@ -66,7 +66,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStory(msgspec.Struct, kw_only=True):
-    """What an engine knows of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
+    """The engine's record of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
 
     request_id: str
     now: float = 0.0  # when this was asked
@@ -94,7 +94,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
-    most_beside: int = 0  # sequences that ran beside a chunk of it, at most
+    most_beside: int = 0  # the most sequences that ran in a step with a chunk of it
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that left blocks in host memory
     num_moved: int = 0  # blocks that left
@@ -170,7 +170,7 @@ class Stories:
         self._held_s = [0.0] * len(HOLDS)  # seconds of each reason until then
         self._num_begun = 0
         self._chunk_tokens = 0  # tokens of chunks, of all requests
-        self._prefill_s = self._prefill_tokens = 0.0  # of the last prompts, the older the less
+        self._prefill_s = self._prefill_tokens = 0.0  # sums over the last prompts, older ones weigh less
         self.mask_s = 0.0  # seconds in which steps waited for masks
         scheduler.watch = self
 
@@ -238,7 +238,7 @@ class Stories:
         if life is None:
             return
         if life.story.first_at:
-            life.chunks_then += num_tokens  # its own, which are not computed beside it
+            life.chunks_then += num_tokens  # its own tokens do not count as those of other prompts
             return
         story = life.story
         story.num_chunks += 1
