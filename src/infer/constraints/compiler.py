@@ -54,7 +54,7 @@ _starting = Lock()  # the size of new threads' stacks is the process's, which ma
 
 
 class MaskCost:
-    """What a mask, or those of a step, should take; 0: not known."""
+    """The expected seconds of a mask, or of the masks of a step; 0: not known."""
 
     __slots__ = ("seconds",)
 
@@ -66,7 +66,7 @@ class MaskCost:
         self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
 
 
-MaskCosts = tuple[MaskCost, MaskCost]  # of masks after a narrow one, and after a wide one
+MaskCosts = tuple[MaskCost, MaskCost]  # costs of masks after a narrow one, and after a wide one
 
 
 class Lexer:
@@ -92,7 +92,7 @@ class Grammar:
         self.lexer, self._structured = lexer, structured
         self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
-        self.digits = token_bytes.digits if structured.ends_numbers else None  # whose numbers must end
+        self.digits = token_bytes.digits if structured.ends_numbers else None  # digits of JSON numbers
         self.param = structured.param
         lexer.users.add(self)
 
@@ -142,7 +142,7 @@ class Compiler:
             return Grammar(lexer, self.token_bytes, structured)
 
     def _fills_lexers(self, key: tuple[str, ...]) -> bool:
-        """Whether a request with this constraint has needed more states than a kept lexer may have."""
+        """Return True if a request with this constraint has needed more states than a kept lexer may have."""
         lexers = self._kept.get(key)
         return lexers is not None and (not lexers or any(each.is_full for each in lexers))
 
@@ -179,7 +179,7 @@ def deep_stacks() -> Iterator[None]:
 
 
 def limits(*, is_own: bool) -> LLParserLimits:
-    """What compiling, a mask and a token may take."""
+    """The limits on compiling, on a mask and on a token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -264,7 +264,7 @@ _LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'
 
 
 def _explain(structured: Structured, message: str) -> str:
-    """What the library says, in one line; unknown keywords are refused before (checks.py)."""
+    """The library's message in one line; unknown keywords are refused before (checks.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
@@ -285,7 +285,7 @@ def _explain(structured: Structured, message: str) -> str:
         said = "oneOf is not supported where its branches may overlap; use anyOf"
         places = [place for place, _ in _places(json.loads(structured.text), "oneOf", "#")]
     elif message.startswith("regex parse error") and len(lines) > 1:
-        schema, pattern = json.loads(structured.text), lines[1].replace("\\/", "/")  # as it was given
+        schema, pattern = json.loads(structured.text), lines[1].replace("\\/", "/")  # the given spelling
         places = [place for place, given in _places(schema, "pattern", "#") if given == pattern]
         places += [place for place, _ in _places(schema, pattern, "#") if "/patternProperties/" in place]
     where = f" at {' or '.join(places[:3])}" if places else ""

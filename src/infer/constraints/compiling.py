@@ -59,7 +59,7 @@ class CompilingRequests(Generic[T]):
 
     @property
     def has_done(self) -> bool:
-        """Whether there is a request to `take`."""
+        """True if there is a request to `take`."""
         return bool(self._done)
 
     def begin(self, structured: Structured, request_id: str, request: T) -> Grammar | None:

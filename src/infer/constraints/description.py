@@ -1,4 +1,4 @@
-"""What the text of an output must match, as text: the engine compiles it (compiler.py), nothing here does.
+"""Constraints on the text of an output, as text: the engine compiles them (compiler.py), nothing here does.
 
     json_object   any JSON object                    regex     a regular expression, of the whole output
     json_schema   a JSON schema                      choice    one of several texts
@@ -49,7 +49,7 @@ MAX_CHOICE_BYTES = 64 << 10  # bytes of all choices together, as JSON
 MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # blanks between JSON tokens: without a limit some models never stop
 _LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a number of JSON gets by itself (numbers.py)
 MAX_FORCED = 256  # tokens that end a reasoning early
 
@@ -82,7 +82,7 @@ class Structured:
 
     @property
     def ends_numbers(self) -> bool:
-        """Whether it allows JSON, whose numbers must end: all of it, or a part of a grammar (`%json`)."""
+        """True if it allows JSON, whose numbers must end: as a whole, or as part of a grammar (`%json`)."""
         is_json = self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
         return is_json and not _LONG_NUMBER.search(self.text)
 
@@ -231,7 +231,7 @@ class Structured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """How an output's reasoning ends: it begins inside it, and a constraint waits until it is over."""
+    """The end of an output's reasoning: the output begins inside it, and a constraint waits for its end."""
 
     end_id: int  # the token that ends it
     max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it

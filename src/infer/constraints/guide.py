@@ -1,4 +1,4 @@
-"""What may follow the output of one sequence: its reasoning, its free text, its grammar, its end.
+"""The guide of one sequence: what may follow its output so far: reasoning, free text, grammar, end.
 
     REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
     REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
@@ -84,18 +84,18 @@ class Guide:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the next id is not free."""
+        """True if the next id is not free."""
         return self.matcher is not None or self._is_early_end or self.bans is not None
 
     @property
     def mask_cost(self) -> MaskCost:
-        """What its next mask should take. Only where it has a matcher."""
+        """The expected cost of its next mask. Only where it has a matcher."""
         assert self._lexer is not None
         return self._lexer.costs[self.is_wide]
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Those of the ids that must come next which are known without asking the grammar."""
+        """The ids that must come next, as far as they are known without asking the grammar."""
         return self._due or ()
 
     def forced(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Guide:
     def fill(self, mask_W: np.ndarray) -> None:
         """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
 
-        Of ids that must come, the first: the grammar's own mask allows no other.
+        If ids must come, only the first is allowed, as in the grammar's own mask.
         """
         if known := self.known:
             mask_W[:] = 0
@@ -128,7 +128,7 @@ class Guide:
 
     @property
     def narrows(self) -> bool:
-        """Whether the grammar's mask of the next id is not the last word."""
+        """True if the grammar's mask of the next id must be narrowed."""
         return (self._num_digits >= self._enough and self._quotes == OUTSIDE) or self.bans is not None
 
     def narrow(self, mask_W: np.ndarray) -> None:
@@ -174,7 +174,7 @@ class Guide:
         return num_valid
 
     def refill(self, mask_W: np.ndarray) -> bool:
-        """Whether the mask could be filled after all, where the matcher has reached a limit."""
+        """Fill the mask after all where the matcher has reached a limit; return True if that worked."""
         if self._starts_over():
             self.fill(mask_W)
         return self.error is None
@@ -190,7 +190,7 @@ class Guide:
         return self.forced() if self._due is None else self._due
 
     def _starts_over(self) -> bool:
-        """Whether the matcher had reached a limit that others have used up, and was replaced by another.
+        """Replace a matcher that reached a limit which others have used up; return True if it was replaced.
 
         A limit that this sequence has reached itself is its `error`.
         """
@@ -204,7 +204,7 @@ class Guide:
         return False
 
     def _replay(self, lexer: Lexer) -> bool:
-        """Whether a new matcher, which replaces the last, allows what that one was given."""
+        """Replace the matcher by a new one; return True if that allows what the last one was given."""
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
 

@@ -33,7 +33,7 @@ TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again
 
 
 def num_threads() -> int:
-    """How many threads fill masks: as many as this process has cores, but for the engine's own."""
+    """The number of threads that fill masks: the cores of this process, but for the engine's own."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_THREADS, num_cores - 1))
 
@@ -43,8 +43,8 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
-        self._has_cores = num_threads() > 1  # beside the engine's own
-        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # of steps, by their size (`_size_of`)
+        self._has_cores = num_threads() > 1  # True: several besides the engine's own
+        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # costs of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
@@ -65,7 +65,7 @@ class MaskFiller:
                 continue
             rows.append(guide)
             if matcher is None or (guide.known if guide.is_wide else guide.forced()):
-                guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
+                guide.fill(masks_KW[row])  # asking what must come takes half as long as filling this mask
                 broken += [guide] if guide.error is not None else []
             else:
                 groups[guide.mask_cost].append((matcher, row))
@@ -120,7 +120,7 @@ class MaskFiller:
         return num_saved
 
     def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
-        """Whether several threads should be quicker than one, which is expected to take so long."""
+        """Return True if several threads should be quicker than one, which should take `expected_s`."""
         if num_rows < 2 or not expected_s or not self._has_cores:
             return False
         is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0: to be tried

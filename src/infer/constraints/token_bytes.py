@@ -40,7 +40,7 @@ class TokenBytes:
         self._is_started = False
         self._built: LLTokenizer | None = None
         self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, if these are tokens of their own
-        self.digits: Digits | None = None  # of its tokens
+        self.digits: Digits | None = None  # digits of its tokens
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 

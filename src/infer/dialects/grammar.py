@@ -34,7 +34,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from infer.dialects.answer import AnswerFormat, Tool
 
-_LEAD = r"/[ \n]{0,4}/"  # behind reasoning
+_LEAD = r"/[ \n]{0,4}/"  # blanks after reasoning
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by name
 _NOTES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated", "x-guidance"))
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
@@ -169,7 +169,7 @@ class _Lines:
         self._is_triggered = is_triggered
         self._tokenizer = tokenizer
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # of rules, by their bodies
+        self._names: dict[str, str] = {}  # names of rules, by their bodies
         self._symbols: dict[tuple[str, str], str] = {}  # rules of schemas, by tool and schema
         self._size = 0
         self.lead = ""  # what stands in front of everything

@@ -8,12 +8,12 @@ The parser is a coroutine that is handed one character at a time, so where piece
 It holds back no more than it must: the beginning of a marker, blanks that may be the markup's, and a call
 until its name is known. From there on arguments are passed on as they come.
 
-What is no call after all is text, markers included, and nothing is lost: a marker with something else behind
-it, an object without a name, a bare object that names no known tool. Once a call has begun, its arguments
-are passed on as they were written, even if they turn out to be no JSON: that is for the caller to see.
+A call that proves not to be one is text, markers included, and nothing is lost: a marker with something else
+after it, an object without a name, a bare object that names no known tool. Once a call has begun, its
+arguments are passed on as they were written, even if they are not JSON: that is for the caller to see.
 
-What was to be a call is no text: behind a marker, where a limit or a stop string has cut the answer before
-the call had a name, and all that is incomplete where calls are forced.
+A call that was cut off is not text: what follows a marker, where a limit or a stop string has cut the answer
+before the call had a name, and everything incomplete where calls are forced.
 
 Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
 comes), a Python call when it is complete.
@@ -55,7 +55,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class _NotACall(Exception):
-    """What was read since the last marker is text."""
+    """The text since the last marker is not a call."""
 
 
 def new_call_id(*, is_short: bool) -> str:
@@ -66,7 +66,7 @@ def new_call_id(*, is_short: bool) -> str:
 
 
 class _Nesting:
-    """How far a text, given character by character, is inside of brackets and quotes."""
+    """The depth of a text, given character by character, inside brackets and quotes."""
 
     def __init__(self, opening: str, closing: str, quotes: str, *, begun: str) -> None:
         self._opening, self._closing, self._quotes = opening, closing, quotes
@@ -211,7 +211,7 @@ class AnswerParser:
             self._ahead.extend(reversed(text))
 
     def _begins_with(self, text: str) -> Reader[bool]:
-        """Whether blanks and `text` come next: they are read then, and nothing is read otherwise."""
+        """Return True if blanks and `text` come next, and read them; otherwise nothing is read."""
         read = ""
         while True:
             char = yield from self._char()
@@ -230,7 +230,7 @@ class AnswerParser:
             self._ahead.clear()
 
     def _first(self) -> Reader[str]:
-        """The next character that is no blank."""
+        """The next character that is not a blank."""
         while True:
             char = yield from self._char()
             if not char.isspace():
@@ -347,7 +347,7 @@ class AnswerParser:
                 self._say(text)
 
     def _comes(self, chars: str) -> Reader[bool]:
-        """Whether the next character that is no blank is one of these; nothing is read."""
+        """Return True if the next character that is not a blank is one of these; nothing is read."""
         for char in chars:
             if (yield from self._begins_with(char)):
                 self._unread(char)
@@ -582,7 +582,7 @@ class AnswerParser:
             is_first = self._in_call or self.is_reasoning not in spoken
             self._blank, self._is_edge, self._has_text = "" if is_first else "\n\n", is_first, False
             marker = "<|message|>"
-            while marker in ("<|message|>", "<|constrain|>"):  # in the middle of a message they mean nothing
+            while marker in ("<|message|>", "<|constrain|>"):  # neither has a meaning within a message
                 marker = yield from self._prose(HARMONY_MARKERS)
             if self._in_call:
                 if not self._has_text and not (self._has_ended and self._is_cut):

@@ -152,7 +152,7 @@ class RequestTable:
             group, states_D = seq.group, pooled.get(number)
             if states_D is None or seq.finish_reason is not None:
                 continue
-            if group.pooled_D is not None and chunk.start:  # one from 0 starts over: it was preempted half way
+            if group.pooled_D is not None and chunk.start:  # one from 0 starts over, after a preemption
                 states_D = group.pooled_D + states_D
             group.pooled_D = states_D
             if chunk.stop < seq.num_prompt:

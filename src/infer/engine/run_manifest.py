@@ -48,7 +48,7 @@ class RunFacts:
     step_costs: StepCosts | None = None  # seconds of steps, where sequences get drafts
     draft_model: str = ""  # the name of the model that drafts; none: none does
     draft_fingerprint: str = ""
-    steps_ahead: int  # steps launched before one is read; a stop at an id comes that many plans late
+    steps_ahead: int  # steps launched before one is read: a stopped sequence is in that many more plans
 
 
 def shareable_knobs(config: EngineConfig) -> dict[str, Any]:

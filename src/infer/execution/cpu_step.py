@@ -168,8 +168,8 @@ class CpuSteps:
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._captured_layers = captured_layers
-        self.layer_inputs = LayerInputs(captured_layers)  # of the last step
-        self._recorded_inputs = LayerInputs(captured_layers)  # of each recorded step, in the same memory
+        self.layer_inputs = LayerInputs(captured_layers)  # inputs of the last step
+        self._recorded_inputs = LayerInputs(captured_layers)  # those of recorded steps, in the same memory
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)

@@ -1,4 +1,4 @@
-"""What the engine asks of a device: to execute orders, now or a little later.
+"""The interface of a device: it executes orders, now or a little later.
 
     run      move blocks, update the rows' state, run the model, sample; returns at once where a device works
              by itself, and without having sampled where the order awaits masks
@@ -12,8 +12,8 @@ without:
     order ──► run ──┬──────────────────────► wait ──► StepResult
                     └──► masks ──► sample ──► wait
 
-Where sequences are constrained, what may come next is known only when the ids of the last step are, and takes
-the host some time to find out. The model runs meanwhile.
+Where sequences are constrained, the host needs the ids of the last step, and then some time, to find out what
+may come next. The model runs meanwhile.
 
 A device half owns tensors and makes no decisions: the same orders give the same ids in any process. The one
 of a CPU, and of plain PyTorch on any device, is in torch_device.py; the one of a GPU in gpu/device.py.
@@ -43,7 +43,7 @@ class StateShape(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step produced, row by row of its order."""
+    """The results of a step, row by row of its order."""
 
     ids: list[tuple[int, ...]]  # the sampled ids; empty where the row samples nothing
     logprobs: list[tuple[RowLogprobs | None, ...]]

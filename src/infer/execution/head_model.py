@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside the steps of its model: what it must see of each, and how it drafts from there.
+"""An EAGLE-3 head that follows its model's steps: what it must see of each, and how it drafts from there.
 
 A row of the head at position p takes g of p, which the model has made of the tokens up to p, and token p + 1;
 it guesses token p + 2 (models/eagle3.py). So the head is one position behind the token it is given, and the
@@ -17,7 +17,7 @@ The head follows every step of the model as soon as it is sampled, prompts and w
 values are always as far as the model's. On a GPU it does so in the graph that samples (gpu/device.py). Its
 keys and values lie in a store of their own with the same block numbers, and what moves a block of the model
 moves the head's: prefix hits, swaps, forks and preemption need nothing else.
-What is behind a refused draft was given a wrong token; the next step overwrites it, as it does the model's.
+Entries after a refused draft were given a wrong token; the next step overwrites them, as it does the model's.
 
 One entry may be of another text: that of the last position of a prefix that was found in the cache. It was
 given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer; to
@@ -79,7 +79,7 @@ class HeadModel(nn.Module):
         """See what a step of the model has computed; it has drawn at `places_S` for these rows of state."""
         g_TD = self.head.combine(states_TF)
         self.ring_RPD[rows_S.long(), step.positions[places_S] % self.ring_RPD.shape[1]] = g_TD[places_S]
-        # what is no token has no embedding
+        # an id that is not a token has no embedding
         self.head.remember(next_tokens_T.clamp(0, self.config.vocab_size - 1), g_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class HeadModel(nn.Module):
 
 
 def drawn_places(order: StepOrder) -> np.ndarray:
-    """Where a step draws ids among the order's tokens."""
+    """The places among the order's tokens at which a step draws ids."""
     sampled = order.num_sampled.astype(np.int64)
     ends = order.counts.cumsum(dtype=np.int64)
     places: np.ndarray = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)

@@ -178,7 +178,7 @@ def drafts_of(order: StepOrder) -> dict[int, list[int]]:
 
 
 def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many of the ids drawn next to drafts are kept: those that equal them, and one more."""
+    """The number of ids drawn next to drafts that are kept: those that equal them, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
 
@@ -190,7 +190,7 @@ class SyntheticJudge:
         self._acceptance, self._rng = acceptance, random.Random(0)
 
     def __call__(self, drawn: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many ids are kept: those next to drafts that were accepted, and one more."""
+        """The number of ids that are kept: those next to accepted drafts, and one more."""
         refused = (place for place in range(len(drafts)) if self._rng.random() >= self._acceptance)
         return next(refused, len(drafts)) + 1
 

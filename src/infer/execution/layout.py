@@ -163,7 +163,7 @@ class PagedStep(StepContext):
         self.last_places: list[int] = (layout.ends - 1).tolist()  # place of each row's last token
         self.groups = _group(layout, order, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._spans: dict[int, list[StateSpan]] = {}  # by table
+        self._spans: dict[int, list[StateSpan]] = {}  # spans by table
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor

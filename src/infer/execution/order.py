@@ -1,4 +1,4 @@
-"""What a device is told in one step: arrays of numbers, and nothing else.
+"""The order that a device gets for one step: arrays of numbers, and nothing else.
 
 The host half (engine/host_half.py) turns a plan and its sequences into one `StepOrder`; a device half
 (device.py) executes it. A device knows rows, blocks and ids. It has never heard of requests or sequences.
@@ -15,8 +15,8 @@ The host half (engine/host_half.py) turns a plan and its sequences into one `Ste
 A row that *decodes* computes its last token, which the device knows: it drew it itself, or `known` says it.
 The tokens of all other rows are in the order, and so are the slots that their keys and values go to.
 A row that *verifies* draws an id at each of its positions, and keeps them up to the first that differs from
-the draft it was drawn next to: 1 to `count` ids come back. One that samples a single position has no drafts:
-it is a short stretch of text that is computed with others that have.
+the draft it was drawn next to: 1 to `count` ids come back. A row that samples a single position has no
+drafts: it is a short stretch of text that is computed with rows that have some.
 
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 
@@ -79,12 +79,12 @@ class StepOrder(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows compute something."""
+        """The number of rows that compute something."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model sees."""
+        """The number of tokens that the model sees."""
         return int(self.counts.sum())
 
     @property
@@ -153,7 +153,7 @@ class StepOrder(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    """What a device knows about a row besides its `SampleLine`, in the order of `StepOrder.facts`."""
+    """The facts that a device knows about a row besides its `SampleLine`, ordered as `StepOrder.facts`."""
 
     num_prompt: int
     num_logprobs: int = NONE  # alternatives reported with each drawn id

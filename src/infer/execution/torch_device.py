@@ -108,7 +108,7 @@ class TorchDevice(SyncDevice):
 
     @property
     def attention(self) -> tuple[str, str]:
-        """What computes attention of prompts, and of rows that decode."""
+        """The backends that compute attention of prompts, and of rows that decode."""
         return self._backend, self._decode_backend
 
     def path_of(self, order: StepOrder) -> str:

@@ -28,7 +28,7 @@ RIGHT: Final = "right\n"  # last line of a check that found nothing
 
 
 class CheckResult(NamedTuple):
-    """How a check ended."""
+    """The result of a check."""
 
     is_right: bool
     message: str  # what is wrong, where something is

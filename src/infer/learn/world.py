@@ -45,7 +45,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 def text_after(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashed) -> list[int]:
-    """What a request must get, made without a cache."""
+    """The tokens that a request must get, made without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))

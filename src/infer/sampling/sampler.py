@@ -56,7 +56,7 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What came out: one id per row (or NO_TOKEN), and the logprobs of the rows that asked."""
+    """The result: one id per row (or NO_TOKEN), and the logprobs of the rows that asked."""
 
     ids: list[int]
     logprobs: list[RowLogprobs | None]

@@ -78,11 +78,11 @@ Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part
 
 
 class Followed(NamedTuple):
-    """What a head is told of a step that was sampled."""
+    """The facts about a sampled step that its head gets."""
 
     next_tokens_T: torch.Tensor  # the token after each
-    places_C: torch.Tensor | slice  # of the tokens at which ids were drawn
-    rows_C: torch.Tensor  # of state, to which those belong; -1: padding
+    places_C: torch.Tensor | slice  # places of the tokens at which ids were drawn
+    rows_C: torch.Tensor  # rows of state to which those belong; -1: padding
 
 
 class DecodedRows(NamedTuple):
@@ -132,7 +132,7 @@ class GpuDevice:
         self.window_tokens = window_tokens
         self.head = head
         self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
-        self._layer_inputs = LayerInputs(())  # of a step that its head has not seen
+        self._layer_inputs = LayerInputs(())  # inputs of a step that its head has not seen
         self.rows: DeviceRows = DeviceRows(
             shape.num_rows,
             max_blocks,
@@ -192,8 +192,8 @@ class GpuDevice:
                 max_len=max_seq_len,
             )
         self._smaller = SmallerSteps(self._run_half, can_repeat=config.delta is None)
-        self.arena: object = None  # what holds the memory of its steps, if anything does
-        self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
+        self.arena: object = None  # the owner of the memory of its steps, if there is one
+        self._host_chunks: tuple[PrefillChunk, ...] = ()  # chunks for the reference of prefill attention
         self.graphs = StepGraphs(
             partial(self.compute_logits, model),
             self.sample_logits,
@@ -229,7 +229,7 @@ class GpuDevice:
 
     @property
     def attention(self) -> tuple[str, str]:
-        """What computes attention of prompts, and of rows that decode."""
+        """The backends that compute attention of prompts, and of rows that decode."""
         prompts = "cudnn+triton" if self.dense is not None else self.backend.replace("auto", "triton")
         return prompts, self.work.backend.replace("auto", "cuda+triton")
 
@@ -639,9 +639,9 @@ class GpuDevice:
         return sample
 
     def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
-        """What a head is told of a ragged step, given all ids that were drawn, row by row."""
+        """The facts that a head gets about a ragged step, given all drawn ids, row by row."""
         places, drawn = prompts.places, drawn_places(order)
-        following = np.zeros(prompts.end, dtype=np.int64)  # of padding, too
+        following = np.zeros(prompts.end, dtype=np.int64)  # tokens that follow, padding included
         following[places] = following_tokens(order)
         packed = np.concatenate([following, places[drawn], order.rows.repeat(order.num_sampled)])
         sent = send(torch.from_numpy(packed), self.device)

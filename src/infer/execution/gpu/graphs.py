@@ -10,7 +10,7 @@ a step does not fill is padding, for which every kernel does nothing.
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     3 rows that verify 4 drafts   ──► size (16, 0, windows): each of their 15 tokens is a row of its own
-    20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
+    20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; no graph of a large one
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
@@ -27,12 +27,12 @@ launching one costs the CPU half a millisecond, and a thousand tokens in a layer
 GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
 `prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
 
-Of a large model the *short steps* are captured too, in which a busy server computes its prompts
-(scheduling/scheduler.py). All of them have the same number of tokens, rows included, and one follows the
-other: where the host launches a layer hardly faster than the GPU computes it, streams wait for the host.
+The *short steps* of a large model, in which a busy server computes its prompts (scheduling/scheduler.py), are
+captured too. All of them have the same number of tokens, rows included, and one follows the other: where the
+host launches a layer hardly faster than the GPU computes it, streams wait for the host.
 
 PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
-host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
+host's pinned one, and the steps after it wait a quarter of a second to get it again. Here it is given back
 only where a capture has found too little.
 """
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepSize(NamedTuple):
-    """How much a captured step has room for."""
+    """The room of a captured step."""
 
     num_rows: int  # rows that decode; with `has_windows`, tokens of rows that verify drafts
     num_tokens: int  # tokens of prompts
@@ -265,7 +265,7 @@ class StepGraphs:
             with self._recording() as forward:
                 self._take_block()
                 logits_SV = self._forward(size)
-            with self._recording() as sampler:  # while the logits are held: their memory is no other tensor's
+            with self._recording() as sampler:  # the logits are held, so no other tensor gets their memory
                 self._sample(size, logits_SV)
             return CapturedStep(forward, sampler, borrow(logits_SV))
 
@@ -273,7 +273,7 @@ class StepGraphs:
         """Let the pool begin as one block; without room for it, it grows piece by piece."""
         if self._has_block or not self._pool_bytes:
             return
-        num_bytes, self._pool_bytes = self._pool_bytes, 0  # where there is no room, it is tried once
+        num_bytes, self._pool_bytes = self._pool_bytes, 0  # tried only once where there is no room
         torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
         self._pool_bytes, self._has_block = num_bytes, True
 

@@ -80,7 +80,7 @@ class DeviceStep(StepContext):
     ) -> None:
         """`has_shared_rows`: several tokens are of one row of the tables, and see each other."""
         self._store, self._work = store, work
-        self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
+        self._tables = tables_KRB.unbind()  # tables [R, B], one per block table of the layout
         self._block_size = block_size
         self.positions, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = self._decoding = rows_S, lens_S
@@ -172,7 +172,7 @@ class DeviceStep(StepContext):
         )
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
-        """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
+        """The stream for chunks of prompts, in parallel to the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
         if not has_both or len(q_TNH) <= self._work.profile.branch_from or not is_gpu(q_TNH.device):
             return None
@@ -253,7 +253,7 @@ def _cached_heads(config: ModelConfig, store: KVStore, block_size: int) -> Cache
 
 
 def _or_triton(asked: str, work: Callable[[], None]) -> str:
-    """What was asked for, if `work` succeeds; Triton where it does not and `auto` leaves the choice."""
+    """The backend that was asked for if `work` succeeds; Triton if it fails and `auto` leaves the choice."""
     try:
         work()
     except ConfigError as error:

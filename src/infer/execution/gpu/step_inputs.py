@@ -1,9 +1,9 @@
-"""What a step on a GPU reads, at addresses that never change.
+"""The inputs of a step on a GPU, at addresses that never change.
 
     tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
     following                                                tokens after these, for a head  (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
-    tiles                       the work of prefill attention, and behind it whole chunks, which layers with a
+    tiles                       the work of prefill attention, and after it whole chunks, which layers with a
                                 state go through; no tokens: padding
     adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come

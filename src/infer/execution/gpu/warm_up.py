@@ -1,4 +1,4 @@
-"""What has to be there before the first step: compiled kernels, loaded libraries, captured graphs.
+"""Preparations for the first step: compiled kernels, loaded libraries, captured graphs.
 
     compile   every kernel that a step of any size needs, unless it is in Triton's cache
     try       steps of padding that are never captured: libraries choose and load kernels by their size
@@ -103,7 +103,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int) -> float:
-        """How long a step with this many prompt tokens and a few decoding rows takes, the best of three."""
+        """The seconds of a step with this many prompt tokens and a few decoding rows, the best of three."""
         device, graphs = self.device, self.device.graphs
         num_rows = graphs.decode_rows[min(7, len(graphs.decode_rows) - 1)]
         size, seconds = graphs.size_for(num_rows, num_tokens), []
@@ -231,7 +231,7 @@ def _whole(device: GpuDevice) -> Model:
 
 
 def _kinds(model: Model) -> list[tuple[object, ...]]:
-    """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
+    """The traits of each layer that decide its kernels: window, width, parts, how weights are kept."""
 
     def kept(stored: Any) -> tuple[object, ...]:
         if stored is None:
