@@ -53,8 +53,8 @@ class KVStore:
         fixed: torch.Tensor | None = None,
         state: StateSize | None = None,
     ) -> None:
-        """`state`: what layers of tables without keys keep in a block instead (layout.py)."""
-        self.device, self.dtype = device, dtype  # what the model computes in
+        """`state`: the size of what layers of tables without keys keep in a block instead (layout.py)."""
+        self.device, self.dtype = device, dtype  # device and number format of the model
         self.tables = layout.tables  # the block table of each layer
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors on the device and in host memory

@@ -1,7 +1,7 @@
 """The layout of the KV cache: which layers share a block, and how many blocks a sequence needs.
 
 A layer with a sliding window of w tokens never reads a token that lies w or more behind the newest one, so
-the blocks behind the window can be freed while the sequence grows. Layers with the same window make a
+the blocks that have left the window can be freed while the sequence grows. Layers with the same window make a
 *group*; a group may need blocks that another has freed, so each has block tables of its own:
 
     layers      0 1 2 3 4   6 7 8 9 10    5 11           Gemma 3: five local layers, then a global one
@@ -37,7 +37,7 @@ MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more 
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
 STATE: Final = 0  # stands where a window would: the layers of the table have a state
 STATE_WINDOW: Final = (
-    2  # tokens whose blocks such a layer needs: the one that it computes and the one before it
+    2  # tokens whose blocks a layer with a state needs: the one that it computes and the one before it
 )
 STATE_TOKENS: Final = 16  # tokens that a kernel computes at once, all of one block
 
@@ -56,7 +56,7 @@ class StateSize(NamedTuple):
 
     @property
     def num_tail(self) -> int:
-        """Numbers of the tail."""
+        """The number of elements of the tail."""
         return self.tail[0] * self.tail[1]
 
 
@@ -128,7 +128,7 @@ def longest_sequence(
 
 
 def _choose_planes(group_sizes: dict[int | None, int]) -> int:
-    """Layers to a block: such that little of it is unused, first of blocks that are never freed early."""
+    """The number of layers to a block that wastes least, first of blocks that are never freed early."""
     max_tables = max(MAX_TABLES, len(group_sizes))
 
     def waste(num_planes: int) -> tuple[int, int, int]:

@@ -29,14 +29,14 @@ from infer.config.settings import CacheConfig
 from infer.errors import ConfigError, NoRoom
 
 FLOAT32_BYTES = 4
-GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
+GRAPH_FACTOR = 1.25  # size of the pool of captured steps, for each byte of the block that they share
 GRAPH_WORKSPACE = 32 << 20  # bytes of the matrix library on Hopper, per stream or thread that captures steps
 GPU_RUNTIME_BYTES = 896 << 20  # CUDA's context, libraries, nodes of graphs; up to 878 MiB on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The memory of a device now: what there is, what of it is free, what this process has and may have."""
+    """The memory of a device now: its total, its free part, and what this process holds and may hold."""
 
     total: int
     free: int
@@ -118,7 +118,7 @@ class CacheSize:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the whole cache holds in all layers; more, where some let go of what is behind a window."""
+        """Tokens the whole cache holds in all layers; more, if some layers free blocks that left a window."""
         return self.num_blocks // self.num_tables * self.block_size
 
     @property
@@ -139,7 +139,7 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
 
 
 def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 1.0) -> float:
-    """The share of the KV cache's size that attention needs again: one layer, padded to at most twice.
+    """The share of the KV cache's size that attention needs again: one layer, padded to at most its double.
 
     `widening`: bytes of a gathered element for each byte of a kept one.
     The share is 0 for kernels that read keys and values where they lie: these copy nothing.
@@ -150,7 +150,7 @@ def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 
 def graph_pool_bytes(layers: int, logits: int, scratch: int) -> int:
     """Bytes of the pool of captured steps, of which the largest takes these.
 
-    `scratch` of the layers is one tensor, for which the gaps that smaller ones leave are of no use.
+    `scratch` of the layers is one tensor, which does not fit into the gaps that smaller ones leave.
     """
     return int(GRAPH_FACTOR * (layers + logits + scratch // 3)) + GRAPH_WORKSPACE
 
@@ -282,7 +282,7 @@ def size_cache(
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the memory of the machine in all, and what of it this process has in use."""
+    """Return the total memory of the machine, and the part of it that this process uses."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resident_bytes("self", root)
 
 

@@ -2,12 +2,12 @@
 
     BlockAllocator   device and host: what owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
-    SequenceBooks    of every sequence: its tables, and how much of them the tree knows
+    SequenceBooks    for every sequence: its tables, and how much of them the tree knows
 
 The scheduler makes the same few calls whatever the layout of the cache:
 
     match_prefix   a sequence comes in: attach the cached start of its prompt
-    reserve        make room up to a length, and let go of what lies behind a window
+    reserve        make room up to a length, and let go of blocks that have left a window
     commit         tokens are computed: full blocks become visible to the prefix tree
     fork           a second sequence goes on from the same tokens
     swap_out/in    move a sequence's tokens to host memory and back
@@ -25,7 +25,7 @@ the step's tokens are written. A source may be given to another sequence at once
 **A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
 sequence may write (`reserve`) and when its next block is full (`commit`).
 
-**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that lie wholly behind the
+**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that have wholly left the
 window of their layers, also between the chunks of a prompt. A table with a window gets no more of a long
 prompt at once than the window and one chunk take.
 
@@ -65,9 +65,9 @@ class PoolUsage:
 
     num_blocks: int
     num_free: int  # blocks without an owner
-    num_idle: int  # held by the prefix tree alone: can be had at once
-    num_cached: int  # held by the prefix tree, idle ones included
-    num_used: int  # held by sequences
+    num_idle: int  # blocks held by the prefix tree alone: they can be taken at once
+    num_cached: int  # blocks held by the prefix tree, idle ones included
+    num_used: int  # blocks held by sequences
     num_unfilled_slots: int  # this and the next: 0 unless they were asked for
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
@@ -122,7 +122,7 @@ class PagedKVCachePool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be had at once, those included that only the prefix tree holds."""
+        """The number of blocks that can be taken at once, with those that only the prefix tree holds."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -140,7 +140,7 @@ class PagedKVCachePool:
         return min(fitting, self._longest_table * self.block_size)
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
-        """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
+        """The sequence's tables: its blocks in order, NO_BLOCK before a window; live, to be read only."""
         books = self._sequences.get(seq_id)
         if books is None:
             raise self._not_resident(seq_id)
@@ -195,7 +195,7 @@ class PagedKVCachePool:
 
         A table with a window gets only part of a long prompt at once, at least the tokens of one step: the
         rest has to be asked for again.
-        Blocks that a window has left are let go of, and cached ones that no sequence uses are evicted as
+        Blocks that have left a window are let go of, and cached ones that no sequence uses are evicted as
         needed; after None every sequence has what it needs and had.
         A pair in the answer means that one entry of a table of the sequence has changed.
         """
@@ -358,7 +358,7 @@ class PagedKVCachePool:
         return self._tree.reset()
 
     def _count_unfilled(self, num_computed: Mapping[int, int]) -> int:
-        """Slots of sequences' blocks that nothing is in yet."""
+        """The number of slots of sequences' blocks that hold nothing yet."""
         size = self.block_size
         filled: dict[int, int] = {}  # filled slots of blocks that are not full: two sequences may share one
         for seq_id, books in self._sequences.items():
@@ -449,7 +449,7 @@ class PagedKVCachePool:
         return True
 
     def _take_back(self, blocks: list[int], num_new: int) -> bool:
-        """Write in place where only the tree shares the blocks, because there is no room for copies.
+        """Let blocks be written in place that only the tree shares, where there is no room for copies.
 
         Without this a fully cached prompt as large as the cache could never start.
         """

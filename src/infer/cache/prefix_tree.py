@@ -12,9 +12,9 @@ prompt the cache of another. (As bytes, because a block then is one object to co
 keys the hash of bytes with a secret: no client can choose prompts that all fall into one place.) A request's
 `salt` is part of the label of its first edge: different salts never share a node.
 
-A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK where it was evicted: blocks
-that a window has left are evicted long before those of layers that see everything. The blocks of one group
-come and go together. The pool decides from which token a prompt can be continued.
+A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK where there is none any more:
+blocks that have left a window are evicted long before those of layers that see everything. The blocks of one
+group come and go together. The pool decides from which token a prompt can be continued.
 
 The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
 adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The
@@ -214,7 +214,7 @@ class PrefixTree:
                 self._complete(child, blocks)
             node = child
             place += label_size
-        if node.blocks == self._nothing:  # it has fallen behind its window before it was entered
+        if node.blocks == self._nothing:  # it left its window before it was entered
             self._prune(node)
         return node.number
 

@@ -6,7 +6,7 @@
                                   cursor: node of block 3     the next to enter is block 5, when it is full
 
 There are as many tables as the layout has (cache/layout.py). A table whose layers have a window holds no
-blocks that the window has left; they are NO_BLOCK, up to `starts`:
+blocks that have left it; they are NO_BLOCK, up to `starts`:
 
     table      [   ---   ][   ---   ][ block 5 ][ block 9 ]      starts: 2
 

@@ -20,7 +20,7 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import SequenceGroup
 
 MAX_PRIORITY = 2**63 - 1
-SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds
+SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give requests other seeds
 MAX_DEADLINE = sys.float_info.max
 
 
@@ -34,7 +34,7 @@ def admit(
     eos_ids: tuple[int, ...],
     num_compiling: int = 0,
 ) -> tuple[SequenceGroup, array[int]]:
-    """Check a request against this model, this cache and this queue; what it may have, and its prompt's ids.
+    """Check a request against model, cache and queue; return what it may have, and its prompt's ids.
 
     A request without a seed gets one that follows from its `number`: equal runs give equal answers.
     """
@@ -57,7 +57,7 @@ def admit(
 
 
 def seed_of(request: Request, scheduler: Scheduler, number: int) -> int:
-    """The seed of the `number`-th request: its own, or one that follows from the number."""
+    """The seed of the `number`-th request: its own, or one derived from the number."""
     seed = request.params.seed
     return scheduler.config.seed * SEED_STRIDE + number if seed is None else seed
 
@@ -168,7 +168,7 @@ def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) ->
 
 
 def _pooled_total(num_prompt: int, context_len: int, pool: PagedKVCachePool) -> int:
-    """The total of an embedding: its prompt may fill the context, and one token follows that never comes."""
+    """The total of an embedding: its prompt may fill the context, followed by one token that never comes."""
     if num_prompt > context_len:
         raise ContextOverflow(num_prompt, 0, context_len)
     if pool.can_ever_fit(num_prompt):

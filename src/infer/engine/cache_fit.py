@@ -64,9 +64,9 @@ def fit_to_device(
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
-    `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
+    `weight_bytes` are those of weights still to be loaded: they are taken off what is free. `step` is what
     steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
-    `draft` is what another model takes that drafts.
+    `draft` is what another model that drafts takes.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
@@ -85,7 +85,7 @@ def fit_to_memory(
     step: StepBytes,
     draft: DraftBytes = NO_DRAFT,
 ) -> CacheSize:
-    """Return the size of the cache in this memory, of which the weights are taken off already."""
+    """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
     return fit_cache(
@@ -139,7 +139,7 @@ def step_bytes(
 ) -> StepBytes:
     """Return what the steps that this scheduler may plan take.
 
-    `graph_tokens` of prompts are captured at most; None: nothing is, and no state is kept on the device.
+    At most `graph_tokens` of prompts are captured; None: nothing is, and no state is kept on the device.
     Sampling a row takes its logits as the model has them, and in float32 the scaled ones, noise and the sum.
     """
     num_rows, each = scheduler.max_batch_size, bytes_per_element
@@ -178,7 +178,7 @@ def token_elements(model: ModelConfig) -> int:
 
 
 def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
-    """Return what unpacking the weights of this model takes of the largest step and of its logits."""
+    """Return what unpacking this model's weights takes in the largest step and in its logits."""
     matrices = [layer.stored for layer in model.modules() if isinstance(layer, Projected)]
     head, num_tokens = model.head.stored, scheduler.max_num_batched_tokens
     layers = (matrix.scratch_bytes(num_tokens) for matrix in matrices if matrix is not head)
@@ -224,7 +224,7 @@ def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def state_size(model: ModelConfig) -> StateSize | None:
-    """Return what layers keep in place of keys and values; None: all have these."""
+    """Return the size of what layers keep in place of keys and values; None: all have keys and values."""
     delta = model.delta
     if delta is None:
         return None
@@ -233,7 +233,7 @@ def state_size(model: ModelConfig) -> StateSize | None:
 
 
 def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
-    """Return which layers share blocks; only a paged cache has tables that can let go of some.
+    """Return the layout of a model's cache; only a paged cache has tables that can let go of blocks.
 
     A model that drafts shares the first table and catches up with whole texts, so that one lets go of none.
     """

@@ -63,7 +63,7 @@ class DraftModel:
         max_tokens: int,
         target: GpuDevice | None = None,
     ) -> None:
-        """`max_tokens`: of one order, which bounds how much of a text it catches up with at once.
+        """`max_tokens`: tokens of one order, which bounds how much of a text it catches up with at once.
 
         `target` takes the drafts on the device: its step is launched before the host has read them.
         """
@@ -94,7 +94,7 @@ class DraftModel:
         return True
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Launch what drafts for these sequences, as many as each has places for; `collect` brings them."""
+        """Launch drafting for these sequences, as many ids as each has places for; `collect` brings them."""
         starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
         known = np.array([len(seq.tokens) for seq in sequences])
         chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
@@ -126,7 +126,7 @@ class DraftModel:
         return drafts
 
     def _chunks(self, sequences: Seq[Sequence]) -> Chunks:
-        """Chunks of these sequences, at positions that are still to be said, each followed by one draw."""
+        """Chunks of these sequences, at positions that are not given yet, each followed by one draw."""
         seq_ids, rows = np.array([(seq.seq_id, seq.row) for seq in sequences]).T
         ones = np.ones(len(rows), dtype=np.int64)
         return Chunks(seq_ids, ones, ones, ones, rows, sequences=list(sequences))
@@ -202,7 +202,7 @@ class DraftModel:
             yield text
 
     def _blocks(self, seq: Sequence) -> list[int]:
-        """The blocks of a sequence in the table that drafts are kept by."""
+        """The blocks of a sequence in the table by which drafts are kept."""
         blocks: list[int] = self._state.tables[
             0, seq.row, : seq.num_reserved // self._state.block_size
         ].tolist()

@@ -44,7 +44,7 @@ def collect() -> None:
 
 
 def freezing(prepare: Callable[[], bool]) -> Callable[[], bool]:
-    """`prepare`, which does a piece of work and says whether it did; behind the last one comes a `freeze`."""
+    """`prepare`, which does a piece of work and says whether it did; after the last one comes a `freeze`."""
     has_worked = False
 
     def run() -> bool:

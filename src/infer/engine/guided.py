@@ -177,8 +177,8 @@ class GuidedRequests:
     def jump(self, plan: StepPlan | None, dropped: set[int]) -> list[StepOutput]:
         """Append what must follow in the sequences of a step under way, or, without one, in all that run.
 
-        None gets any ids unless as many draws are saved as the batch has sequences: the step that computes
-        them is longer for all. Otherwise they are drawn one by one, under masks that allow nothing else.
+        None gets any ids unless at least as many draws are saved as the batch has sequences: the step that
+        computes them is longer for all. Otherwise they are drawn one by one, under masks that allow no other.
         `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
         """
         outputs: list[StepOutput] = []

@@ -6,7 +6,7 @@ long it takes. So a target for the time between tokens is a limit for those toke
     tokens of prompts    16    32    64   128   256   512  1024
     milliseconds        1.1   1.2   1.4   1.9   2.4   3.4   4.6      of a target of 4, 3 may be used: 256
 
-A quarter of the target is left for what was not there to be measured: reading the keys of long sequences. It
+A quarter of the target is left for what could not be measured: reading the keys of long sequences. The time
 is measured once, before the first request, so that equal queues give equal plans.
 """
 

@@ -13,9 +13,9 @@ next comes later. Whoever asks earlier gets the last one again, so any number of
              3 held by a sequence of a request that is not listed   4 + i: held by one of `requests[i]`
     cells    [4, 3, 2, 1, 0, 252]    run lengths: 3 blocks of request 0, 1 shared, 252 free
 
-More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows what most of them are (where two
-kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the first
-one held. `counts` are exact.
+More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows the kind of most of them (where
+two kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the
+first one held. `counts` are exact.
 
 A snapshot holds ids and counts. No token, no text and no prompt is in it.
 """
@@ -100,10 +100,10 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int  # counts snapshots, from 1
     made_at: float  # seconds since 1970
-    interval_s: float  # seconds until the next one can be had
+    interval_s: float  # seconds until the next one is made
     step: int  # number of the scheduler's step
     num_running: int  # sequences
-    num_waiting: int  # sequences, those included whose constraint is being compiled
+    num_waiting: int  # sequences, with those whose constraint is being compiled
     max_batch_size: int
     token_budget: int
     block_size: int

@@ -63,7 +63,7 @@ class RequestTable:
     def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
         """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
-        group.added_at = group.added_at or self._clock()  # one that was compiled waits since before that
+        group.added_at = group.added_at or self._clock()  # earlier, if a constraint was compiled first
         leader = self._new_sequence(group, 0, tokens)
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences
@@ -125,7 +125,7 @@ class RequestTable:
             tokens = seq.tokens
             for token_id in ids:
                 tokens.append(token_id)
-                if token_id in seq.stop_ids:  # ids behind it are not part of the output
+                if token_id in seq.stop_ids:  # ids after it are not part of the output
                     break
             else:
                 if len(tokens) < seq.bare_until:
@@ -146,7 +146,7 @@ class RequestTable:
         return outputs
 
     def _report_pooled(self, plan: StepPlan, pooled: Mapping[int, np.ndarray]) -> list[StepOutput]:
-        """Add the pooled states of a step's chunks up; one output for each embedding that is complete."""
+        """Add up the pooled states of a step's chunks; one output for each embedding that is complete."""
         outputs: list[StepOutput] = []
         for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True)):
             group, states_D = seq.group, pooled.get(number)

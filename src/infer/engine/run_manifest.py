@@ -38,7 +38,7 @@ class RunFacts:
     version: str  # version of this package
     model: str
     fingerprint: str
-    dtype: str  # chosen, never "auto"
+    dtype: str  # the dtype that was chosen, never "auto"
     device: str
     num_threads: int  # the order of a sum, and so its last bit, may depend on it
     context_len: int

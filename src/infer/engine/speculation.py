@@ -10,7 +10,7 @@ none while prompts are computed or could be admitted, nor where the batch is too
 Steps overlap then as if there were no speculation. While they do, the newest ids are still on the device:
 `is_due` looks at those that are known and says if it is worth waiting for the rest.
 
-What depends on all tokens before it, a penalty or a mask, differs from one draft to the next; devices know
+A penalty or a mask depends on all tokens before it, so it differs from one draft to the next; devices know
 (execution/host_sampling.py, execution/gpu/lanes.py).
 """
 
@@ -79,11 +79,11 @@ class Speculation:
         prepare: Callable[[], bool] = lambda: False,
         again: Iterable[tuple[StepCosts, float | None]] = (),
     ) -> None:
-        """`max_rows`: of a batch with drafts; `max_len`: the longest text with drafts that a model can see.
+        """`max_rows`: rows of a batch with drafts; `max_len`: tokens of the longest text with drafts.
 
         `again`: times a step at each turn; yields the costs known then and the idle seconds until the next.
 
-        `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
+        `is_synthetic`: chance decides what is kept, so drafts that were found are replaced by as many as fit.
         """
         assert (proposer is None) != (drafter is None), "either looks drafts up, or a model makes them"
         self._scheduler, self._lengths = scheduler, lengths
@@ -99,7 +99,7 @@ class Speculation:
         self._again = iter(again)
         # wishes of the next step and the size of its batch, and how many drafts each gets
         self._chosen: tuple[list[tuple[int, int]], int, list[int]] = ([], 0, [])
-        # steps that overlap again after a wait in vain, and the last of them
+        # steps that overlap again after a wait that found nothing, and the last of them
         self._pause = self._pause_end = 0
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
@@ -123,7 +123,7 @@ class Speculation:
     def is_due(self) -> bool:
         """True if the next step should have drafts, as far as the ids that are known can tell.
 
-        Steps that were waited for in vain are followed by a pause, twice as long each time.
+        Steps that were waited for without finding drafts are followed by a pause, twice as long each time.
         """
         if self._scheduler.step < self._pause_end or not self._is_quiet():
             return False

@@ -1,4 +1,4 @@
-"""From the knobs of speculative decoding to what drafts for an engine.
+"""Builds what drafts for an engine, from the knobs of speculative decoding.
 
 ngram, suffix     a proposer over texts: nothing to load
 draft_model       a second model on the same device, with as many blocks as the first, and a device half
@@ -97,7 +97,7 @@ class LoadedHead:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """None of its own."""
+        """Empty: a head has none of its own."""
         return self.headers.eos_ids
 
 
@@ -107,7 +107,7 @@ def read_draft(
     name: str,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> ModelHeaders | HeadHeaders | None:
-    """Return what the files say of the model or head that drafts, if there is one; a wrong one is refused.
+    """Return the facts of the model or head that drafts, from its files, if there is one; refuse a wrong one.
 
     `find` replaces how those of a model are found: a plan and a benchmark may have a config.json alone.
     """
@@ -129,7 +129,7 @@ def read_draft(
 
 
 def _find_draft(name: str) -> ModelSource:
-    """Return where the files of what drafts are."""
+    """Return the place of the files of what drafts."""
     try:
         return resolve_model(name, show_progress=False)
     except ModelSourceError as error:
@@ -137,7 +137,7 @@ def _find_draft(name: str) -> ModelSource:
 
 
 def _is_head(settings: SpeculationConfig, path: Path) -> bool:
-    """True if what drafts is a head on the states of another model: so it was said, or its config says it."""
+    """True if what drafts is a head on another model's states, by its settings or by its config."""
     if settings.method == "eagle3":
         return True
     raw = read_hf_config(path) if (path / "config.json").is_file() else {}
@@ -206,7 +206,7 @@ def draft_bytes(
 ) -> DraftBytes:
     """Return what the model that drafts takes: a token of each of the model's tables, and its steps.
 
-    `states_width`: of the states that a head reads of each token of the model's steps, which it follows.
+    `states_width`: width of the states that a head reads for each token of the model's steps.
     """
     scheduler = config.scheduler
     num_tokens = scheduler.max_num_batched_tokens if states_width else DRAFT_TOKENS
@@ -306,7 +306,7 @@ def make_speculation(
 
 
 def _make_proposer(settings: SpeculationConfig) -> Proposer:
-    """Return what looks drafts up, which may be of a class that the user has written."""
+    """Return the proposer that looks drafts up, which may be of a class that the user has written."""
     if names_code(settings.method):
         found = load_code(settings.method, "speculative_method")
         if not (isinstance(found, type) and all(callable(getattr(found, name, None)) for name in PROPOSES)):

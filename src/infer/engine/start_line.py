@@ -54,7 +54,7 @@ def describe_engine(
 
 
 def _weights(config: ResolvedConfig) -> str:
-    """The form of the weights; of a quantized checkpoint also what it holds and what became of that."""
+    """The form of the weights; for a quantized checkpoint also what it holds and what became of that."""
     form = config.dtype if config.weights in ("as stored", "none") else config.weights
     if config.kept_as:
         return f'"{", ".join(filter(None, (config.published_as, config.kept_as)))}"'

@@ -43,14 +43,14 @@ class EngineStats(EngineForm):
     num_step_tokens: int = 0  # counter: tokens the model has seen
     step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
-    num_hit_tokens: int = 0  # counter: of these, found
+    num_hit_tokens: int = 0  # counter: those of them that were found
     num_restarts: int = 0  # counter: times it was started again, counted by its client
     num_grammar_failures: int = 0  # counter: constraints that could not be compiled
     grammar_s: float = 0.0  # counter: seconds of compiling, and
     grammar_times: tuple[int, ...] = ()  # counters: how often, one per bucket of GRAMMAR_SECONDS
     num_draft_windows: int = 0  # counter: sequences' steps with drafts
     num_draft_tokens: int = 0  # counter: drafts that steps have judged
-    num_accepted_tokens: int = 0  # counter: of these, kept
+    num_accepted_tokens: int = 0  # counter: those of them that were kept
     accepted_by_position: tuple[int, ...] = ()  # counters: kept at each position of a window
     draft_saved_s: float = 0.0  # seconds saved in all, estimated; falls where drafts are wrong
     block_size: int = 0  # tokens

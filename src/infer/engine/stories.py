@@ -14,8 +14,8 @@ waits takes the sums when it comes and subtracts them when it is let in:
     sums      batch full 4.0 s   cache full 0.5 s      a request comes
               batch full 6.5 s   cache full 0.5 s      it is let in: 2.5 s, because the batch was full
 
-What is kept of a request does not grow with its length: counts, times, and of what happened the first
-MAX_EVENTS and the last. Neither prompts nor outputs nor salts are among it.
+What is kept of a request does not grow with its length: counts, times, and the first MAX_EVENTS events and
+the last. Prompts, outputs and salts are never kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_EVENTS = 12  # events kept from the beginning of a story, and as many from i
 MAX_ERROR = 300  # characters of an error
 EVENT_NAMES: Final = ("chunk", "preempted", "swapped out", "returned")
 CHUNK, PREEMPTED, SWAPPED_OUT, RETURNED = range(len(EVENT_NAMES))
-MEMORY = 0.95  # how much of what prompts took before is kept when another one is computed
+MEMORY = 0.95  # weight of earlier prompts when another one is computed
 
 
 class StoryEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,7 +69,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     """The engine's record of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
 
     request_id: str
-    now: float = 0.0  # when this was asked
+    now: float = 0.0  # time at which this was asked
     added_at: float = 0.0
     accepted_at: float = 0.0  # its constraint, if it has one, was compiled
     begun_at: float = 0.0  # a plan let it in for the first time
@@ -94,7 +94,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
-    most_beside: int = 0  # the most sequences that ran in a step with a chunk of it
+    most_beside: int = 0  # the most other sequences that ran in a step with a chunk of it
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that left blocks in host memory
     num_moved: int = 0  # blocks that left
@@ -152,7 +152,7 @@ class _Life:
 
 
 class Stories:
-    """The stories of an engine's requests; of those that have ended, the last `limit`. One thread owns it."""
+    """The stories of an engine's requests, and of the last `limit` that have ended. One thread owns it."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Stories:
         self._num_begun += 1
 
     def _end_wait(self, life: _Life, now: float) -> None:
-        """Write down for what a request has waited, from when it was accepted until now."""
+        """Write down what a request has waited for, from when it was accepted until now."""
         story, sums = life.story, self._sums(now)
         story.held_s = tuple(after - before for after, before in zip(sums, life.held_then, strict=True))
         story.waited_steps = self._scheduler.step - life.accepted_step

@@ -66,12 +66,12 @@ class Chunks(Sequence[Chunk]):
         self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
         self.draws: np.ndarray = num_samples > 0
-        self.is_repeated = False  # True: those of an earlier plan, which decodes a token of each column
+        self.is_repeated = False  # True: chunks of an earlier plan, which decodes a token of each column
         self.num_drafts = 0  # tokens of all chunks that were proposed and may be refused
         self._made: tuple[Chunk, ...] | None = None
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
-        """A copy of these chunks at other positions, of which nothing has been refused yet."""
+        """A copy of these chunks at other positions, with nothing refused yet."""
         moved = Chunks.__new__(Chunks)
         moved.__dict__.update(self.__dict__)  # several times faster than a copy
         moved.starts, moved.stops, moved.ends = starts, stops, stops
@@ -147,8 +147,8 @@ class PlanDraft:
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added
-        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # chunks of prompts, likewise
-        self.num_tokens = 0  # added
+        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # prompt chunks, likewise
+        self.num_tokens = 0  # tokens that were added
         self.num_turns = 0  # places in the order of chunks that have been given
         self.preempted: list[int] = []
         self.table_changes: list[int] = []

@@ -9,8 +9,8 @@
 A policy of your own is a `Policy`, or a function from a sequence to its urgency, named by its module or file
 (config/own_code.py).
 
-Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and lets
-one go first that has been left out of too many steps.
+Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and a
+sequence that has been left out of too many steps goes first.
 """
 
 from __future__ import annotations

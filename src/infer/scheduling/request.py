@@ -83,5 +83,5 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
     param: str | None = None  # the field of the request that is to blame for it; None: the engine is
-    drafts: DraftCounts | None = None  # all so far, with each step that judged some, and with the last
+    drafts: DraftCounts | None = None  # totals so far, with each step that judged some, and with the last
     embedding: tuple[float, ...] = ()  # pooled hidden states of a prompt, where the request asked for them

@@ -83,7 +83,7 @@ class Scheduler:
         self.num_forks = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
-        self._num_beams = 0  # running
+        self._num_beams = 0  # beams that run
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._has_left_out = False  # a sequence that could decode was not in the last plan
         self._due_after = 0  # steps after which a sequence that was left out goes first
@@ -334,9 +334,9 @@ class Scheduler:
             self._decode(left_places, num_behind - num_served, draft)  # uses the tokens of a chunk taken back
 
     def _steps_of_round(self, num_decoding: int, turn_len: int) -> int:
-        """Steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
+        """The number of steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
 
-        A sequence that is due as many steps before its gap is full has its turn in time, even if all are due.
+        A sequence due this many steps before its gap is full has its turn in time, even if all are due.
         """
         state, budget = self.state, self._token_budget
         if num_decoding + state.num_drafts + turn_len <= budget:
@@ -356,7 +356,7 @@ class Scheduler:
         return min(first.num_pending, self._token_budget)
 
     def _take_turn(self, prompts: list[Sequence], turn_len: int, draft: PlanDraft) -> None:
-        """Give prompts some tokens before those that decode."""
+        """Give prompts some tokens before the sequences that decode."""
         kept, draft.budget = draft.budget - turn_len, turn_len
         self._plan_prompts(prompts, draft)
         draft.budget += kept
@@ -366,7 +366,7 @@ class Scheduler:
         return int(self.state.left_out.max(initial=0)) >= self._due_after
 
     def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
-        """These columns, but for beams that cannot all go on: a step chooses among the offers of all."""
+        """These columns, without beams that cannot all go on: a step chooses among the offers of all."""
         kept: list[int] = []
         for place in places.tolist():
             seq = self.running[place]
@@ -382,7 +382,7 @@ class Scheduler:
         return np.array(kept, dtype=np.int64)
 
     def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step that decodes short: few tokens of prompts, unless many wait behind them.
+        """Keep a step that decodes short: few prompt tokens, unless many more wait.
 
         Many short prompts are computed in steps that are launched at once, whether others decode or not.
         """
@@ -477,11 +477,11 @@ class Scheduler:
             self.hold = CACHE_FULL if draft.preempted else NO_TOKENS
 
     def _admit_next(self, draft: PlanDraft) -> bool:
-        """Let the sequence in whose turn it is, or leave everything as it was."""
+        """Let in the sequence whose turn it is, or leave everything as it was."""
         seq = self._waiting.first(self.step)
         group = seq.group.unfinished if seq.is_beam else [seq]
         num_slots = self._slots_used + sum(member.num_slots for member in group)
-        is_on_its_way = seq.num_tokens > len(seq.tokens)  # its last id
+        is_on_its_way = seq.num_tokens > len(seq.tokens)  # True: its last id is still on the device
         if is_on_its_way or num_slots > self.config.max_batch_size:
             self.hold = CACHE_FULL if is_on_its_way else BATCH_FULL
             return False

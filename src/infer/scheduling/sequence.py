@@ -91,7 +91,7 @@ class Sequence:
         self.request_id = request.request_id
         self.group = group
         self.index = index
-        self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
+        self.tokens = array("I", tokens)  # a copy, 32 bits each: long prompts are read by whole blocks
         self.draft_counts: DraftCounts | None = None  # so far, if it has had drafts
         self.drafts: tuple[int, ...] = ()  # proposed ids that follow `tokens`, until a step has judged them
         self.num_prompt = len(request.prompt)

@@ -95,7 +95,7 @@ class WaitingQueue:
         oldest = _top(self._by_age)
         if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
-            # its entry with the key it had stands far behind this one, and is stale when this one is
+            # its entry with the old key comes long after this one, and is stale when this one is
             heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
         return _top(self._by_key)
 
