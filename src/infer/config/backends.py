@@ -50,11 +50,11 @@ class Chosen(NamedTuple):
 
 
 def choices(operation: str) -> tuple[str, ...]:
-    """Return every value that the knob of an operation takes, wherever it can be had."""
+    """Return every value that the knob of an operation takes, whatever the device."""
     names = [row.name for row in BACKENDS if operation in row.operations]
     return (AUTO, *names, *(other for other, name in OTHER_SPELLINGS.items() if name in names))
 
 
 def available(operation: str, device: str) -> list[str]:
-    """Return what can compute an operation on a "cpu" or a "gpu"."""
+    """Return the backends that compute an operation on a "cpu" or a "gpu"."""
     return [row.name for row in BACKENDS if operation in row.operations and device in row.devices]

@@ -46,7 +46,7 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.speculation import SpeculationConfig
 from infer.errors import ConfigError
 
-_CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # what the help texts quote
+_CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # numbers that the help texts quote
 KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_RANKS = 64  # processes that share a model
@@ -536,7 +536,7 @@ class ServerConfig:
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def _check_cluster(self) -> None:
-        """Refuse settings of a cluster without one, and what a cluster has no place for."""
+        """Refuse settings of a cluster without one, and settings that a cluster has no place for."""
         if self.cluster == "none":
             for name in ("ray_address", "max_replicas"):
                 if getattr(self, name) is not None:

@@ -42,7 +42,7 @@ def _has_no_drafts(knobs: dict[str, Any]) -> bool:
 
 
 def _not_by(method: str) -> Callable[[dict[str, Any]], bool]:
-    """Return what tells if another method than this proposes drafts."""
+    """Return a test for whether a method other than this one proposes drafts."""
     return lambda knobs: _speculation(knobs).method != method
 
 

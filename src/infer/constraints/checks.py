@@ -94,13 +94,13 @@ def constraint_error(message: str, param: str) -> RequestError:
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
     """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field.
 
-    A lenient check lets keywords and formats pass that a lenient compiler passes over.
+    A lenient check lets keywords and formats pass that a lenient compiler ignores.
     """
     _SchemaCheck(schema, param, is_lenient).run()
 
 
 def close_objects(schema: Any) -> bool:
-    """Let objects that name their properties have no others, where the schema does not say; whether any did.
+    """Close objects that name their properties, where the schema does not say; return True if any was.
 
     It changes `schema` itself. What is allowed then was allowed before. Names are those of `properties` and
     `required` and the patterns; an object without `properties` and patterns names none and stays free. A
@@ -296,7 +296,7 @@ def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
 
 
 def refuse_constant(name: str) -> None:
-    """For a JSON parser: NaN and Infinity, which Python reads, are no JSON."""
+    """Refuse NaN and Infinity, which Python's JSON parser reads and JSON does not have."""
     raise ValueError(f"{name} is no JSON number")
 
 

@@ -105,7 +105,7 @@ class CompilingRequests(Generic[T]):
         return request
 
     def take(self) -> Iterator[tuple[T, Grammar | RequestError]]:
-        """The requests that need not wait any more: each with its grammar, or with why it has none."""
+        """The requests that need not wait any more, each with its grammar, or why it has none."""
         while self._done:
             request_id, is_aborted, result = self._done.popleft()
             if is_aborted.is_set():

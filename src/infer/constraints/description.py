@@ -127,7 +127,7 @@ class Structured:
     def of(cls, value: object, param: str = "structured") -> Structured:
         """A constraint as it is, or as a mapping: {"json_schema": {...}}, {"choice": [...]}, {"regex": ...}.
 
-        Beside the kind a mapping may have `whitespace` and `triggers`.
+        Besides the kind, a mapping may have `whitespace` and `triggers`.
         """
         if isinstance(value, Structured):
             return value
@@ -262,7 +262,7 @@ class Reasoning:
 
     @classmethod
     def of(cls, value: object) -> Reasoning:
-        """As it is, or from a mapping of its fields."""
+        """The value as it is, or made from a mapping of its fields."""
         if isinstance(value, Reasoning):
             return value
         names = {field.name for field in fields(cls)}
@@ -274,7 +274,7 @@ class Reasoning:
 
 
 def check_schema(schema: object, param: str) -> None:
-    """Refuse what is not a JSON schema at all, or is nested too deep; its keywords are not looked at."""
+    """Refuse a value that is not a JSON schema at all, or is nested too deep; keywords are not looked at."""
     if not isinstance(schema, dict | bool):
         raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
     level: list[Any] = [schema] if schema is not True and schema is not False else []
@@ -302,7 +302,7 @@ def _parse(text: str, param: str) -> Any:
 
 
 def _dump(value: object, param: str) -> str:
-    """The value as JSON; what has no end, or is not JSON, is the client's mistake."""
+    """The value as JSON; a value that has no end, or is not JSON, is the client's mistake."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

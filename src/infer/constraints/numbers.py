@@ -68,7 +68,7 @@ class Digits:
         return made
 
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
-        """Take tokens of too many digits out of the mask behind a number, if others are left.
+        """Take tokens of too many digits out of the mask after a number, if others are left.
 
         A mask that allows letters is that of a text, whatever its quotes.
         """

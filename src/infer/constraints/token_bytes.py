@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, for grammars: what the engine itself never looks at.
+"""The bytes of a model's tokens, for grammars; the engine itself never looks at them.
 
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
     tokenizer.json that needs no change ─────────────┘
@@ -51,7 +51,7 @@ class TokenBytes:
             threading.Thread(target=self.prepare, name="infer-vocabulary", daemon=True).start()
 
     def prepare(self) -> None:
-        """Build it, or wait until it is built; what cannot be read is said when it is needed."""
+        """Build it, or wait until it is built; an error is reported when it is needed."""
         with self._lock:
             read, self._read = self._read, None
             if read is None:

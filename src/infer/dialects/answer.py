@@ -103,9 +103,9 @@ class AnswerFormat:
         return replace(params, structured=structured, reasoning=reasoning)
 
     def opened(self, tokenizer: Tokenizer) -> tuple[list[int], AnswerFormat]:
-        """The ids that open the reasoning, and the format of an answer behind them.
+        """The ids that open the reasoning, and the format of an answer after them.
 
-        For an engine that watches for the end: an answer that never began to reason would have none.
+        This is for an engine that watches for the end: an answer that never began to reason would have none.
         """
         assert self.think is not None
         if self.in_reasoning:
@@ -128,7 +128,7 @@ class AnswerFormat:
 def _find_end(
     think: Think, tokenizer: Tokenizer, max_tokens: int | None, after: str = ""
 ) -> Reasoning | None:
-    """The end of reasoning, what brings it about after `max_tokens`, and what comes `after` it."""
+    """The end of reasoning, the ids that force it after `max_tokens`, and those that come `after` it."""
     end_id = tokenizer.token_id(think.end)
     if end_id is not None:
         later = tuple(tokenizer.encode(after, add_special=False, parse_special=True))

@@ -1,8 +1,8 @@
 """The parts of an answer, in the order it was written: reasoning, text, tool calls.
 
 A dialect's parser turns pieces of text into these events, whatever the family's own notation is; each API
-(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into its
-own words. Joined, the arguments of one call are one JSON object, character for character.
+(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into
+their own words. Joined, the arguments of one call are one JSON object, character for character.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # name of a function that a mode
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of what the model wrote for itself."""
+    """A piece of the text that the model wrote for itself."""
 
     text: str
 
@@ -67,7 +67,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
+    events: tuple[AnswerEvent, ...] = ()  # parts of the piece, where the answer has a format
     num_reasoning: int = 0  # tokens of reasoning among its tokens
 
 
@@ -103,7 +103,7 @@ def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
 
 
 def read_arguments(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None: they are none, as where a limit or a stop string cut them.
+    """The arguments of a call as an object; None: they are not one, as when a limit or stop string cut them.
 
     Line ends in strings, which models write and JSON does not allow, are read; half a character is not.
     """

@@ -53,7 +53,7 @@ class Dialect:
     closing: str = ""  # text that it writes between the last call and the end marker
     is_repeated: bool = False  # a second call has markers of its own
     is_bare: bool = False  # calls also stand without a marker, where an answer begins
-    key: str = "arguments"  # json: what a grammar calls the arguments; both names are read
+    key: str = "arguments"  # json: the name that a grammar gives the arguments; both names are read
     separator: str = "[ARGS]"  # named: between the name and the arguments
     has_short_ids: bool = False  # ids of calls are 9 letters and digits
     shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
@@ -164,7 +164,7 @@ ALIASES = {  # names that other servers have for the same
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The tags around what a model writes for itself before it answers."""
+    """The tags around the text that a model writes for itself before it answers."""
 
     begin: str
     end: str

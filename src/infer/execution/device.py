@@ -71,7 +71,7 @@ class ReadyResult(NamedTuple):
 
 
 class PendingStep:
-    """A step under way. `sample` comes before `wait` where the order awaits masks, and is not called else.
+    """A step under way. `sample` comes before `wait` if the order awaits masks, and is not called otherwise.
 
     `launch` samples the step under the masks that it is given: at once, where the order awaits none. `memory`
     has room for masks.
@@ -142,7 +142,7 @@ class SyncDevice(ABC):
 
     can_embed = False
     window_tokens = 0
-    vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
+    vocab_size: int = 0  # number of logits of a row; needed where sequences are constrained
 
     @abstractmethod
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:

@@ -40,9 +40,9 @@ class SmallerSteps:
         self._tries_again = False  # a step that cannot be halved
 
     def run(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
-        """The result of the whole order, but for its transfers, which were made before.
+        """The result of the whole order, except for its transfers, which were made before.
 
-        `error` is why it did not run at once. It is raised if a step that cannot be halved fails twice.
+        `error` says why it did not run at once. It is raised if a step that cannot be halved fails twice.
         """
         error = error.with_traceback(None)  # its frames hold the tensors of the step
         if not self._can_repeat:

@@ -3,8 +3,8 @@
     hidden [T]  ──►  positions that are sampled  ──►  logits  ──►  one id each, several before a fork
                 └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
 
-A part that device halves are given. The one of a CPU samples every step with it; a GPU's those whose ids
-decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
+Device halves use it as a part. The one of a CPU samples every step with it; the one of a GPU only steps whose
+ids decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
 
 A row that *verifies* drafts is sampled at all of its positions at once, each as if the drafts before it were
 right. The noise is a hash of (seed, position), so the id at a position is the one that the row would have
@@ -89,7 +89,7 @@ class HostSampler:
     def _rows_to_sample(
         self, order: StepOrder, last_rows: list[int], drafts: Mapping[int, list[int]], masks: StepMasks
     ) -> tuple[list[int], list[SampleRow], list[int]]:
-        """The rows of hidden states that are sampled, how each is, and how many ids each row draws."""
+        """The rows of hidden states that are sampled, the way each is, and how many ids each row draws."""
         places, rows, counts = list[int](), list[SampleRow](), list[int]()
         mask_of = masks.by_place() if len(masks.numbers) else {}
         columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()

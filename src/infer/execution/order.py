@@ -21,7 +21,7 @@ drafts: it is a short stretch of text that is computed with rows that have some.
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 
     lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
-    table_changes           blocks that tables have got: row (of all tables, counted through), index, block
+    table_changes           blocks that tables have got: row (of all tables, numbered through), index, block
     known                   last tokens that the device has not drawn: row, id, position
     transfers               blocks to move before anything else: kind, source, destination
 
@@ -89,7 +89,7 @@ class StepOrder(NamedTuple):
 
     @property
     def stops(self) -> np.ndarray:
-        """The position after each row's last token, which is where its last drawn id will stand."""
+        """The position after each row's last token, where its last drawn id will stand."""
         stops: np.ndarray = self.starts + self.counts
         return stops
 

@@ -37,7 +37,7 @@ def link_bytes(size: int) -> int:
 
 
 class RankLink:
-    """One rank's end of what joins the ranks of a model: its exchanges, and the messages of rank 0."""
+    """One rank's end of the link between the ranks of a model: its exchanges, and the messages of rank 0."""
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
         assert len(memory) >= link_bytes(size), (len(memory), size)

@@ -31,7 +31,7 @@ class CheckResult(NamedTuple):
     """The result of a check."""
 
     is_right: bool
-    message: str  # what is wrong, where something is
+    message: str  # the fault, where there is one
 
 
 def find_lesson(text: str) -> str:

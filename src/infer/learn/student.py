@@ -1,4 +1,4 @@
-"""The file of a student: loaded, asked for what it defines, and what goes wrong in it said in words."""
+"""The file of a student: loads it, asks for what it defines, and says in words what goes wrong in it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class HashModel(SyncDevice):
         self._rows, self._next_token = HostRows(shape_of(scheduler.state)), next_token
         self._slots = np.full(pool.num_blocks * pool.block_size, NEVER_WRITTEN, dtype=np.int64)
         self._block_size = pool.block_size
-        self.fault = ""  # what was wrong with the memory that was read
+        self.fault = ""  # the fault of the memory that was read
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Copy blocks, write tokens, read everything back, say what comes next."""

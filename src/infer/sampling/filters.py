@@ -32,7 +32,7 @@ from infer.sampling.params import SamplingParams
 
 FIRST_CANDIDATES = 256
 _MASS_OF_LARGEST = 2.0**44  # 2^19 tokens as likely as the largest still fit into 63 bits
-_NUM_BUCKETS = 1 << 15  # what the upper half of a float without its sign can be
+_NUM_BUCKETS = 1 << 15  # values of the upper half of a float without its sign
 
 
 def filter_candidates(

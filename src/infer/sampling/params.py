@@ -33,7 +33,7 @@ MAX_BANNED_IDS = 1024  # ids of one banned word
 MAX_INT = 2**63 - 1  # largest value of any parameter: what a tensor and every wire format can hold
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
-NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it: to forget it fails loudly
+NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it, so forgetting it fails loudly
 
 
 class _CheckedNames(type):
@@ -84,12 +84,12 @@ class SamplingParams(metaclass=_CheckedNames):
     allowed_token_ids: tuple[int, ...] = ()  # no other ids may appear; none: all may
     logprobs: int | None = None  # report each output token's logprob and this many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    n: int = 1  # how many outputs
+    n: int = 1  # number of outputs
     best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
     num_speculative_tokens: int | None = None  # drafts of a step, at most; 0: none; None: the engine's
-    structured: Structured | None = None  # what the text must match; a mapping will do: {"regex": "[0-9]+"}
-    reasoning: Reasoning | None = None  # how the reasoning that the output begins with ends
+    structured: Structured | None = None  # pattern of the text; a mapping will do: {"regex": "[0-9]+"}
+    reasoning: Reasoning | None = None  # the end of the reasoning that the output begins with
 
     def __post_init__(self) -> None:
         self._own_collections()

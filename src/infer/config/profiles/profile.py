@@ -1,7 +1,7 @@
 """A device profile: every number that was found by measuring, not by reasoning.
 
-How many prompt tokens fit next to rows that decode, which step sizes are captured, from how many rows another
-kernel is faster: such numbers are true of the GPU they were measured on. They live here and nowhere else:
+The number of prompt tokens that fit next to rows that decode, the step sizes that are captured, the rows from
+which another kernel is faster: these numbers are true of the GPU they were measured on. They live only here:
 
     hopper_h200.py   what was measured, on an H200
     generic.py       the same numbers, without those that are known to be wrong elsewhere
@@ -12,7 +12,7 @@ kernel is faster: such numbers are true of the GPU they were measured on. They l
 
 A profile is made of frozen sections, one for each part that reads it, and no part sees another's section but
 the few that say so. It changes what is fast, never what is computed: with any profile an engine gives right
-tokens. What a kernel cannot do at all (a head size, the width of an instruction) is not here but in its file.
+tokens. Limits of a kernel (a head size, the width of an instruction) are not here but in its file.
 
 docs/features/device-profile.md says how to measure one for another GPU.
 """
@@ -31,8 +31,8 @@ class StepDefaults(NamedTuple):
     """The size of a device's steps unless a knob says otherwise: long enough to be efficient.
 
     A sequence that decodes waits for the whole step. On a CPU 512 tokens of a prompt take nearly a second. On
-    a GPU they take a small model three milliseconds, and more tokens at once take less each: it computes all
-    prompts that are there. A large model takes twelve: it gets short chunks, unless many wait.
+    a GPU they take a small model three milliseconds, and more tokens at once take less time each, so it
+    computes all waiting prompts. A large model takes twelve: it gets short chunks, unless many wait.
     """
 
     batch_size: int
@@ -50,8 +50,8 @@ class StepProfile:
     A step of a small model takes half a millisecond, and a host that another thread or the system delays by
     one or two of them would leave the GPU without work, so several steps are launched before one is read. The
     price: the first step of a new request is queued after those already launched, and a sequence that stops
-    at an id has as many tokens computed in vain. Where a step takes several milliseconds no host is that
-    late, and the price is felt: there one step is ahead.
+    at an id has as many tokens computed for nothing. Where a step takes several milliseconds no host is
+    that late, and the price is felt: there one step is ahead.
     """
 
     usual: StepDefaults
@@ -147,7 +147,7 @@ class AttentionProfile:
     prefill_grouped: Mapping[int, PrefillConfig]  # the same where four query heads or more share a kv head
     prefill_split_len: int  # keys; a tile with no more is not split
     merge_programs: int  # programs per SM that put splits together
-    merge_rows: int  # rows that such a program merges at once
+    merge_rows: int  # rows that each of these programs merges at once
     merge_at_once: int  # parts that it waits for together
     cudnn_min_lens: Mapping[int, int]  # tokens from which cuDNN is faster, by head size; empty: never
     cudnn_few_heads: int  # query heads up to which a call for each prompt and layer takes the host longer,

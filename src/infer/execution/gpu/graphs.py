@@ -3,8 +3,8 @@
 Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more;
 a *graph* is the recorded list of all launches of a step, and replaying it is a single call. What was
 recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *size*, rounded
-up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and what
-a step does not fill is padding, for which every kernel does nothing.
+up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and the room
+that a step does not fill is padding, for which every kernel does nothing.
 
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
@@ -65,7 +65,7 @@ class StepSize(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """A step to be replayed, and where its forward writes the logits."""
+    """A step to be replayed, and the memory to which its forward writes the logits."""
 
     forward: torch.cuda.CUDAGraph
     sampler: torch.cuda.CUDAGraph
@@ -82,7 +82,7 @@ def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
 def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> int:
     """The most tokens of prompts for which a graph of this model is worth it.
 
-    Not more than half of what a step may have: memory for activations is twice that of the largest step.
+    At most half of what a step may have: the memory for activations is twice that of the largest step.
     A head that drafts computes no prompts.
     """
     if not max_tokens:
@@ -94,7 +94,7 @@ def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> 
 
 
 def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own.
+    """`num_tokens` of a short step if no other size would do for it; 0: it has no sizes of its own.
 
     On a small GPU it has none: that many streams would not fit, and graphs take memory from the cache.
     """
@@ -103,7 +103,7 @@ def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: G
 
 
 def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """The tokens of prompts of the largest captured step; a short one has `num_tokens` in all."""
+    """The prompt tokens of the largest captured step; a short one has `num_tokens` in all."""
     short = short_step(config, max_tokens, num_tokens, profile)
     return max(most_tokens(config, max_tokens, profile), short - profile.row_step)
 
@@ -221,7 +221,7 @@ class StepGraphs:
     def forward(self, size: StepSize) -> None:
         """Launch a step of this size over the inputs that are there, up to its logits; `ensure` comes before.
 
-        `sample` comes behind it, and no other step between the two.
+        `sample` comes after it, with no other step between the two.
         """
         captured = self._graphs.get(size)
         self.is_replaying = captured is not None
@@ -295,7 +295,7 @@ class StepGraphs:
 
 
 def borrow(x: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of another on a GPU that does not keep it: other graphs may use it in turn."""
+    """A tensor over another's memory on a GPU that does not hold it: other graphs may use it in turn."""
     itemsize = x.element_size()
     memory = SimpleNamespace(
         __cuda_array_interface__={
@@ -311,13 +311,13 @@ def borrow(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """One for all captures: the matrix library keeps memory for every stream that it has seen."""
+    """The one stream for all captures: the matrix library keeps memory for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage: their end would be recorded, which CUDA refuses."""
+    """Graphs of an engine that is gone may be garbage: freeing them would be recorded, which CUDA refuses."""
     collects = gc.isenabled()
     gc.disable()
     try:

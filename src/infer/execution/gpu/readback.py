@@ -4,7 +4,7 @@ Steps are launched ahead of the one that is read, so there are several buffers, 
 written again before it has been read. Their memory is pinned, which lets the device copy while the host
 does something else, and an event after each copy says when it is done.
 
-Logprobs come with the ids of the rows that ask for them. What needs the logits is done in the stream of the
+Logprobs come with the ids of the rows that ask for them. Work on the logits is done in the stream of the
 steps, before the next one overwrites them; the rest, and the copy, in a stream of its own during that step.
 
 The way to the device needs no such care: what the host sends goes through memory of its own each time, which
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
     number: int  # number of the row in the order
     place: int  # place of the first
-    drafts: Sequence[int] = ()  # what they were drawn next to; there is one id more
+    drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
 
 
 class PendingIds:
@@ -181,7 +181,7 @@ class Readback:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
-        """The step has been sampled and cannot be repeated: without memory, this alone is tried again."""
+        """Begin to take logprobs; without memory try only this again: the sampled step cannot be repeated."""
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError:
