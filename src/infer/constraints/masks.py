@@ -43,7 +43,7 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
-        self._has_cores = num_threads() > 1  # True: several besides the engine's own
+        self._has_cores = num_threads() > 1  # several cores besides the engine's own
         self._in_threads = defaultdict[int, MaskCost](MaskCost)  # costs of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)

@@ -141,9 +141,9 @@ class Engine:
         self._adapters = adapters
         self.speculation = speculation
         self._requests.speculation = speculation
-        self._has_drafts = False  # True: the last step launched has drafts: it is read before the next
-        self._wants_drafts = False  # True: the next step should have drafts
-        self._is_guided = False  # True: the last step launched is guided: its masks need all ids before it
+        self._has_drafts = False  # the last step launched has drafts, so it is read before the next
+        self._wants_drafts = False  # the next step should have drafts
+        self._is_guided = False  # the last step launched is guided: its masks need all ids before it
         self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
         self._compile_s = Histogram(GRAMMAR_SECONDS)
         self._compiling: CompilingRequests[tuple[SequenceGroup, array[int]]] = CompilingRequests(
@@ -243,7 +243,7 @@ class Engine:
             self._requests.stories = self._guided.stories = self._stories
 
     def use_idle_time(self) -> float | None:
-        """Do one piece of the work that no request waits for, first after `IDLE_S` without requests.
+        """Do one piece of the work that no request waits for, first after `IDLE_S` idle seconds.
 
         Returns the seconds without work before the next piece; None: there is no more. The vocabulary of
         constraints is read in a thread. Steps are timed again, unless the run is written down with its costs.
