@@ -137,7 +137,7 @@ class BatchState:
         self._layout = None
 
     def write_tables(self, seq: Sequence, tables: Seq[Seq[int]], changes: list[int]) -> None:
-        """Copy the blocks to a sequence's row that it may not write yet; then it may write all of them.
+        """Copy the blocks that a sequence may not write yet to its row; then it may write all of them.
 
         That is, up to the end of its shortest table. Each change is added to `changes`, for a mirror: a row
         (rows of all tables are numbered through), an index and a block.
