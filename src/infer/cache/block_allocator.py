@@ -1,4 +1,4 @@
-"""What holds which block of the KV cache.
+"""The owners of each block of the KV cache, by reference counts.
 
 A *block* is the keys and values of `block_size` consecutive tokens, in the layers of one table
 (cache/layout.py). This file counts references to blocks and remembers which owners took them; which tokens
@@ -42,7 +42,7 @@ class Leak:
     place: str  # "device" or "host"
     block: int
     owner: Owner
-    ref_count: int  # of the block, all owners together
+    ref_count: int  # references to the block, all owners together
 
 
 class BlockAllocator:
@@ -64,7 +64,7 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many blocks have no owner."""
+        """The number of blocks without an owner."""
         return len(self.free)
 
     @property
@@ -74,15 +74,15 @@ class BlockAllocator:
 
     @property
     def num_idle(self) -> int:
-        """How many blocks only the prefix tree holds."""
+        """The number of blocks that only the prefix tree holds."""
         return len(self._idle)
 
     def ref_count(self, block: int) -> int:
-        """How many owners hold this block."""
+        """The number of owners that hold this block."""
         return self._ref_counts[block]
 
     def is_idle(self, block: int) -> bool:
-        """Whether only the prefix tree holds this block."""
+        """Return True if only the prefix tree holds this block."""
         return block in self._idle
 
     def blocks_of(self, owner: Owner) -> frozenset[int]:
@@ -108,7 +108,7 @@ class BlockAllocator:
             )
         if self._random is not None:
             _move_random_to_end(free, count, self._random)
-        blocks = free[: -count - 1 : -1]  # from the top of the stack
+        blocks = free[: -count - 1 : -1]  # the top of the stack
         del free[len(free) - count :]
         for block in blocks:
             self._ref_counts[block] = 1

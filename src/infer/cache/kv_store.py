@@ -53,11 +53,11 @@ class KVStore:
         fixed: torch.Tensor | None = None,
         state: StateSize | None = None,
     ) -> None:
-        """`state`: what layers of tables without keys keep in a block instead (layout.py)."""
-        self.device, self.dtype = device, dtype  # what the model computes in
-        self.tables = layout.tables  # of each layer: which block table says where its blocks are
+        """`state`: the size of what layers of tables without keys keep in a block instead (layout.py)."""
+        self.device, self.dtype = device, dtype  # device and number format of the model
+        self.tables = layout.tables  # the block table of each layer
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and in host memory
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors on the device and in host memory
 
         def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             part, in_host = torch.empty(shape, dtype=dtype, device=device), (*shape[:2], num_host_blocks)
@@ -73,7 +73,7 @@ class KVStore:
         if kept_as in LARGEST:
             scales = allocate((*shape[:3], num_kv_heads, block_size), torch.float32)
             self.scales = [KVScales(scales[plane, 0], scales[plane, 1]) for plane in layout.planes]
-        self.fixed: list[torch.Tensor | None] = [None for _ in layout.planes]  # as in `CacheSlots`
+        self.fixed: list[torch.Tensor | None] = [None for _ in layout.planes]  # scales as in `CacheSlots`
         if fixed is not None:
             self.fixed = list(fixed.to(device))
         self.states: list[StateCache | None] = [None for _ in layout.planes]

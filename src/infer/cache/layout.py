@@ -1,7 +1,7 @@
-"""Which layers share a block, and how many blocks a sequence needs.
+"""The layout of the KV cache: which layers share a block, and how many blocks a sequence needs.
 
 A layer with a sliding window of w tokens never reads a token that lies w or more behind the newest one, so
-the blocks behind the window can be freed while the sequence grows. Layers with the same window make a
+the blocks that have left the window can be freed while the sequence grows. Layers with the same window make a
 *group*; a group may need blocks that another has freed, so each has block tables of its own:
 
     layers      0 1 2 3 4   6 7 8 9 10    5 11           Gemma 3: five local layers, then a global one
@@ -35,39 +35,39 @@ from typing import Final, NamedTuple
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
-STATE: Final = 0  # in place of a window: its layers have a state
+STATE: Final = 0  # stands where a window would: the layers of the table have a state
 STATE_WINDOW: Final = (
-    2  # tokens whose blocks such a layer needs: the one that it computes and the one before it
+    2  # tokens whose blocks a layer with a state needs: the one that it computes and the one before it
 )
 STATE_TOKENS: Final = 16  # tokens that a kernel computes at once, all of one block
 
 
 class StateSize(NamedTuple):
-    """What a layer keeps in one block in place of keys and values."""
+    """The size of the state that a layer keeps in one block in place of keys and values."""
 
     num_heads: int  # an even number: half of them lie where keys would lie, half where values would
-    shape: tuple[int, int]  # of a head's matrix, in float32
-    tail: tuple[int, int]  # of the last inputs of its convolution, in the dtype of the model
+    shape: tuple[int, int]  # shape of a head's matrix, in float32
+    tail: tuple[int, int]  # shape of the last inputs of its convolution, in the dtype of the model
 
     def min_block_size(self, bytes_per_token: int) -> int:
-        """Tokens of the smallest block with room for a state, where a token's keys take so many bytes."""
+        """Tokens of the smallest block with room for a state, given the bytes of one token's keys."""
         num_bytes = 4 * self.num_heads // 2 * self.shape[0] * self.shape[1]
         return max(STATE_TOKENS, 1 << (-(-num_bytes // bytes_per_token) - 1).bit_length())
 
     @property
     def num_tail(self) -> int:
-        """Numbers of the tail."""
+        """The number of elements of the tail."""
         return self.tail[0] * self.tail[1]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Where the layers of a model keep their keys and values."""
+    """The blocks and planes in which the layers of a model keep their keys and values."""
 
-    windows: tuple[int | None, ...]  # of each table: how far its layers see back, in tokens; those of one
+    windows: tuple[int | None, ...]  # tokens that the layers of each table see back; the tables of one
     # group follow each other, and groups without a window come first
-    tables: tuple[int, ...]  # of each layer: which table says where its blocks are
-    planes: tuple[int, ...]  # of each layer: its place within a block
+    tables: tuple[int, ...]  # the table of each layer, which says where its blocks are
+    planes: tuple[int, ...]  # the place of each layer within a block
     num_planes: int  # layers to a block
 
     @classmethod
@@ -77,7 +77,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, layer_windows: Sequence[int | None], max_seq_len: int) -> KVLayout:
-        """The layout of layers with these windows; one that no sequence outgrows is no window."""
+        """The layout of layers with these windows; a window that no sequence outgrows counts as none."""
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(layer_windows):
             seen = None if window is None or window >= max_seq_len else window
@@ -111,7 +111,7 @@ def window_blocks(window: int | None, block_size: int, max_chunk: int | None) ->
 def blocks_of_sequence(
     windows: Sequence[int | None], num_tokens: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """How many blocks of tables with these windows a sequence holds at most until it has this length."""
+    """The most blocks, in tables with these windows, that a sequence holds until it has this length."""
     table_len = -(-num_tokens // block_size)
     return sum(min(table_len, window_blocks(window, block_size, max_chunk)) for window in windows)
 
@@ -119,7 +119,7 @@ def blocks_of_sequence(
 def longest_sequence(
     windows: Sequence[int | None], num_blocks: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """How many tokens of one sequence, whole blocks of them, this many blocks hold."""
+    """The number of tokens of one sequence, in whole blocks, that this many blocks hold."""
 
     def num_held(table_len: int) -> int:
         return blocks_of_sequence(windows, table_len * block_size, block_size, max_chunk)
@@ -128,7 +128,7 @@ def longest_sequence(
 
 
 def _choose_planes(group_sizes: dict[int | None, int]) -> int:
-    """Layers to a block: such that little of it is unused, first of blocks that are never freed early."""
+    """The number of layers to a block that wastes least, first of blocks that are never freed early."""
     max_tables = max(MAX_TABLES, len(group_sizes))
 
     def waste(num_planes: int) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
-"""How much memory goes where, computed from a model's facts alone, before anything is loaded.
+"""A memory plan, computed from a model's facts alone, before anything is loaded.
 
     weights        every parameter once, in the chosen number format, and the tables computed from them
-    activations    the largest step: its hidden states, its widest layer, its logits; of weights in codes on
+    activations    the largest step: its hidden states, its widest layer, its logits; for weights in codes on
                    a GPU also the largest matrix, unpacked
     graphs         on a GPU the same of the largest step that is captured, and the device half's own buffers
     KV cache       2 * layers * kv heads * head size * bytes, for every token of every block; in 8 bits 4 more
@@ -9,8 +9,8 @@
     workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
 
 `infer plan` prints this; start-up uses the same figures to size the cache and to say what does not fit.
-Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one
-for this. On a GPU, start-up puts what its largest step took in place of what was computed here
+Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one for
+this machine. On a GPU, start-up replaces the computed size of the largest step by the measured one
 (engine/rehearsal.py).
 """
 
@@ -29,35 +29,35 @@ from infer.config.settings import CacheConfig
 from infer.errors import ConfigError, NoRoom
 
 FLOAT32_BYTES = 4
-GRAPH_FACTOR = 1.25  # what a pool of captured steps takes, for the block that they share
-GRAPH_WORKSPACE = 32 << 20  # of the matrix library on Hopper, for a stream or thread that captures steps
+GRAPH_FACTOR = 1.25  # size of the pool of captured steps, for each byte of the block that they share
+GRAPH_WORKSPACE = 32 << 20  # bytes of the matrix library on Hopper, per stream or thread that captures steps
 GPU_RUNTIME_BYTES = 896 << 20  # CUDA's context, libraries, nodes of graphs; up to 878 MiB on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """The memory of a device now: what there is, what of it is free, what this process has and may have."""
+    """The memory of a device now: its total, its free part, and what this process holds and may hold."""
 
     total: int
     free: int
-    held: int  # by this process, its runtime included
-    limit: int | None = None  # of what this process may hold, where one was asked for
-    share: float = 1.0  # of what is free that this process may take, where there is no limit
+    held: int  # bytes that this process holds, its runtime included
+    limit: int | None = None  # bytes that this process may hold, where a limit was asked for
+    share: float = 1.0  # the part of the free memory that this process may take, where there is no limit
 
     @property
     def others(self) -> int:
-        """What other processes hold."""
+        """Bytes that other processes hold."""
         return max(self.total - self.free - self.held, 0)
 
     @property
     def room(self) -> int:
-        """What this process may still take; below 0: it has more than it may."""
+        """Bytes that this process may still take; below 0: it has more than it may."""
         if self.limit is not None:
             return min(self.free, self.limit - self.held)
         return int(self.share * self.free)
 
     def with_weights(self, num_bytes: int) -> DeviceMemory:
-        """The memory once so much of it has been taken."""
+        """The memory once this much of it has been taken."""
         return replace(self, free=self.free - num_bytes, held=self.held + num_bytes)
 
     def describe(self) -> str:
@@ -73,10 +73,10 @@ class DeviceMemory:
 
 
 class StepBytes(NamedTuple):
-    """What the steps of an engine take beside weights and KV cache."""
+    """The bytes that the steps of an engine take in addition to weights and KV cache."""
 
-    layers: int  # of the step with the most tokens, while its layers are computed
-    logits: int  # of the step with the most rows, while they are sampled
+    layers: int  # bytes of the step with the most tokens, while its layers are computed
+    logits: int  # bytes of the step with the most rows, while they are sampled
     graphs: int = 0  # kept by the steps that are captured, all together
     buffers: int = 0  # buffers of the device half, as long as it lives
     scratch: int = 0  # the part of `layers` that fewer tokens need as well
@@ -88,17 +88,17 @@ class StepBytes(NamedTuple):
 
     @property
     def graph_block(self) -> int:
-        """The part of `graphs` that all captured steps share; streams beside theirs have blocks too."""
+        """The part of `graphs` that all captured steps share; other streams than theirs have blocks too."""
         return int((self.graphs - GRAPH_WORKSPACE) / GRAPH_FACTOR) + GRAPH_WORKSPACE if self.graphs else 0
 
     @property
     def total(self) -> int:
-        """All that must be left beside the KV cache."""
+        """All bytes that must be left for steps, outside the KV cache."""
         return self.activations + self.graphs + self.buffers
 
 
 class Scratch(NamedTuple):
-    """What products of the largest step take beside what each token does: their matrix, unpacked."""
+    """Bytes that products of the largest step take in addition to those per token: a matrix, unpacked."""
 
     layers: int = 0  # the largest of them
     head: int = 0
@@ -113,12 +113,12 @@ class CacheSize:
 
     num_blocks: int
     block_size: int
-    bytes_per_token: int  # in the blocks of all tables
+    bytes_per_token: int  # bytes of a token in the blocks of all tables
     num_tables: int = 1  # blocks that hold a token: one for each group of layers (cache/layout.py)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the whole cache holds in all layers; more, where some let go of what is behind a window."""
+        """Tokens the whole cache holds in all layers; more, if some layers free blocks that left a window."""
         return self.num_blocks // self.num_tables * self.block_size
 
     @property
@@ -139,10 +139,10 @@ def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_
 
 
 def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 1.0) -> float:
-    """How much of the KV cache's size attention needs once more: one layer of it, padded to at most twice.
+    """The share of the KV cache's size that attention needs again: one layer, padded to at most its double.
 
-    `widening`: bytes of an element that is gathered, for each byte of one that is kept.
-    Nothing if it does not gather: kernels that read keys and values where they lie copy none of them.
+    `widening`: bytes of a gathered element for each byte of a kept one.
+    The share is 0 for kernels that read keys and values where they lie: these copy nothing.
     """
     return 2 * widening / num_layers if gathers else 0.0
 
@@ -150,7 +150,7 @@ def workspace_share(num_layers: int, *, gathers: bool = True, widening: float = 
 def graph_pool_bytes(layers: int, logits: int, scratch: int) -> int:
     """Bytes of the pool of captured steps, of which the largest takes these.
 
-    `scratch` of the layers is one tensor, for which the gaps that smaller ones leave are of no use.
+    `scratch` of the layers is one tensor, which does not fit into the gaps that smaller ones leave.
     """
     return int(GRAPH_FACTOR * (layers + logits + scratch // 3)) + GRAPH_WORKSPACE
 
@@ -168,10 +168,10 @@ def fit_cache(
     left: str = "",
     layout: KVLayout | None = None,
 ) -> CacheSize:
-    """Size the cache for what is free once the weights are there, beside what steps and attention need.
+    """Size the cache for what is free once the weights are loaded and steps and attention have their room.
 
     A cache whose size was not given takes at most `share` of what is free; one that was asked for must fit.
-    `workspace` is what attention needs of the cache's size once more, `left` says why no more is free.
+    `workspace` is the share of its size that attention needs again; `left` says why no more is free.
     """
     if free_bytes <= 0:
         raise NoRoom(
@@ -270,7 +270,7 @@ def size_cache(
     if num_blocks < 1:
         unit = f"sequence of max_seq_len {max_seq_len}" if is_contiguous else f"block of {block_size} tokens"
         given = _asker(cache) or "what is left for the KV cache"
-        if not given.startswith("kv_cache_memory"):  # which says itself how much it is
+        if not given.startswith("kv_cache_memory"):  # its text names the amount
             given += f" ({format_bytes(max(num_slots * bytes_per_token // num_tables, 0))})"
         raise ConfigError(
             f"{given} is too little: one {unit} takes {format_bytes(block_size * bytes_per_token)}; "
@@ -282,7 +282,7 @@ def size_cache(
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return the memory of the machine in all, and what of it this process has in use."""
+    """Return the total memory of the machine, and the part of it that this process uses."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resident_bytes("self", root)
 
 
@@ -316,7 +316,7 @@ _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def _container_bytes(root: Path) -> Iterator[int]:
-    """What each control group around this process still allows; a group without a limit says nothing."""
+    """Bytes that each control group around this process still allows; none for a group without a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

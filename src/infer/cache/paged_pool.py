@@ -2,12 +2,12 @@
 
     BlockAllocator   device and host: what owns which block, and how many owners it has
     PrefixTree       which blocks hold the start of this prompt; one more owner of each
-    SequenceBooks    of every sequence: its tables, and how much of them the tree knows
+    SequenceBooks    for every sequence: its tables, and how much of them the tree knows
 
 The scheduler makes the same few calls whatever the layout of the cache:
 
     match_prefix   a sequence comes in: attach the cached start of its prompt
-    reserve        make room up to a length, and let go of what lies behind a window
+    reserve        make room up to a length, and let go of blocks that have left a window
     commit         tokens are computed: full blocks become visible to the prefix tree
     fork           a second sequence goes on from the same tokens
     swap_out/in    move a sequence's tokens to host memory and back
@@ -25,7 +25,7 @@ the step's tokens are written. A source may be given to another sequence at once
 **A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
 sequence may write (`reserve`) and when its next block is full (`commit`).
 
-**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that lie wholly behind the
+**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that have wholly left the
 window of their layers, also between the chunks of a prompt. A table with a window gets no more of a long
 prompt at once than the window and one chunk take.
 
@@ -55,24 +55,24 @@ NEVER: Final = sys.maxsize  # a num_computed that no sequence reaches
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks it takes to hold this many tokens."""
+    """The number of blocks that hold this many tokens."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUsage:
-    """How full the cache is, for metrics and people."""
+    """The usage of the cache, for metrics and people."""
 
     num_blocks: int
-    num_free: int  # without an owner
-    num_idle: int  # held by the prefix tree alone: can be had at once
-    num_cached: int  # held by the prefix tree, idle ones included
-    num_used: int  # held by sequences
+    num_free: int  # blocks without an owner
+    num_idle: int  # blocks held by the prefix tree alone: they can be taken at once
+    num_cached: int  # blocks held by the prefix tree, idle ones included
+    num_used: int  # blocks held by sequences
     num_unfilled_slots: int  # this and the next: 0 unless they were asked for
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
-    num_queried_tokens: int  # of all prompts admitted
-    num_hit_tokens: int  # of these, found in the cache
+    num_queried_tokens: int  # tokens of all prompts admitted
+    num_hit_tokens: int  # those of them that were found in the cache
     num_evicted_blocks: int
 
 
@@ -103,7 +103,7 @@ class PagedKVCachePool:
             )
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.windows = tuple(windows)  # of each table: the tokens that its layers see back; None: all
+        self.windows = tuple(windows)  # tokens that the layers of each table see back; None: all
         self.max_chunk = max_chunk
         self.caches_prefixes = use_prefix_caching
         self._longest_table = longest_sequence(windows, num_blocks, block_size, max_chunk) // block_size
@@ -122,25 +122,25 @@ class PagedKVCachePool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be had at once, those included that only the prefix tree holds."""
+        """The number of blocks that can be taken at once, with those that only the prefix tree holds."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether one sequence of this length fits when it has the cache to itself."""
+        """Return True if one sequence of this length fits when it has the cache to itself."""
         return blocks_for(num_tokens, self.block_size) <= self._longest_table
 
     def blocks_of(self, num_tokens: int) -> int:
-        """How many blocks a sequence of this length holds at most, in all of its tables."""
+        """The most blocks that a sequence of this length holds, in all of its tables."""
         return blocks_of_sequence(self.windows, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, num_sequences: int = 1) -> int:
-        """How many tokens each of so many sequences can have when they have the cache to themselves."""
+        """The most tokens that each of `num_sequences` can have when they have the cache to themselves."""
         share = self.num_blocks // num_sequences
         fitting = longest_sequence(self.windows, share, self.block_size, self.max_chunk)
         return min(fitting, self._longest_table * self.block_size)
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
-        """The sequence's tables: its blocks in order, NO_BLOCK behind a window; live, to be read only."""
+        """The sequence's tables: its blocks in order, NO_BLOCK before a window; live, to be read only."""
         books = self._sequences.get(seq_id)
         if books is None:
             raise self._not_resident(seq_id)
@@ -175,9 +175,9 @@ class PagedKVCachePool:
         return num_cached
 
     def _continuable(self, path: list[PrefixNode], num_tokens: int) -> int:
-        """From where a prompt can go on: all blocks within the windows before that token must be there."""
+        """The token from which a prompt can go on: all blocks within the windows before it must be there."""
         num_cached = 0
-        runs = dict.fromkeys(self._sliding, 0)  # of each such table: how many nodes in a row have a block
+        runs = dict.fromkeys(self._sliding, 0)  # nodes in a row with a block, by table
         for depth, node in enumerate(path, start=1):
             candidate = min(depth * self.block_size, num_tokens - 1)
             # a state is that of all tokens of its block, of which the last must be computed again
@@ -193,10 +193,10 @@ class PagedKVCachePool:
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
         """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
 
-        Of a long prompt a table with a window gets less at once, at least the tokens of one step: the rest
-        has to be asked for again.
-        Blocks behind a window are let go of, cached ones that no sequence uses are evicted as needed; after
-        None every sequence has what it needs and had.
+        A table with a window gets only part of a long prompt at once, at least the tokens of one step: the
+        rest has to be asked for again.
+        Blocks that have left a window are let go of, and cached ones that no sequence uses are evicted as
+        needed; after None every sequence has what it needs and had.
         A pair in the answer means that one entry of a table of the sequence has changed.
         """
         device, size, books = self._device, self.block_size, self._sequences.get(seq_id)
@@ -358,9 +358,9 @@ class PagedKVCachePool:
         return self._tree.reset()
 
     def _count_unfilled(self, num_computed: Mapping[int, int]) -> int:
-        """Slots of sequences' blocks that nothing is in yet."""
+        """The number of slots of sequences' blocks that hold nothing yet."""
         size = self.block_size
-        filled: dict[int, int] = {}  # of the blocks that are not full: two sequences may share one
+        filled: dict[int, int] = {}  # filled slots of blocks that are not full: two sequences may share one
         for seq_id, books in self._sequences.items():
             count = num_computed.get(seq_id, 0)
             for table in books.tables:
@@ -370,7 +370,7 @@ class PagedKVCachePool:
         return sum(size - n for block, n in filled.items() if block not in self._tree)
 
     def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
-        """How full the cache is; unfilled slots are counted by what each sequence (by id) has computed."""
+        """The usage of the cache; unfilled slots are counted if `num_computed` is given, by sequence id."""
         num_unfilled = 0 if num_computed is None else self._count_unfilled(num_computed)
         num_used = self.num_blocks - self.num_free_blocks
         return PoolUsage(
@@ -439,7 +439,7 @@ class PagedKVCachePool:
         return books
 
     def _make_room(self, count: int) -> bool:
-        """Free `count` blocks at the cache's cost alone; False: there are not so many."""
+        """Free `count` blocks at the cache's cost alone; False: there are not that many."""
         device = self._device
         if count <= device.num_free:
             return True
@@ -449,7 +449,7 @@ class PagedKVCachePool:
         return True
 
     def _take_back(self, blocks: list[int], num_new: int) -> bool:
-        """When there is no room for copies: write in place where only the tree shares the blocks.
+        """Let blocks be written in place that only the tree shares, where there is no room for copies.
 
         Without this a fully cached prompt as large as the cache could never start.
         """

@@ -1,4 +1,4 @@
-"""Which cached blocks hold the start of this prompt?
+"""The prefix tree: finds the cached blocks that hold the start of a prompt.
 
 A radix tree over whole blocks. An edge is labelled with the `block_size` tokens of one block, so two
 prompts share a path for as many blocks as they share tokens (block_size 2 below):
@@ -12,14 +12,14 @@ prompt the cache of another. (As bytes, because a block then is one object to co
 keys the hash of bytes with a secret: no client can choose prompts that all fall into one place.) A request's
 `salt` is part of the label of its first edge: different salts never share a node.
 
-A node has a block for every table of the cache (cache/layout.py), or none where there is none any more:
-blocks behind a window are evicted long before those of layers that see everything. The blocks of one group
-come and go together. What a prompt can be continued from is for the pool to say.
+A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK where there is none any more:
+blocks that have left a window are evicted long before those of layers that see everything. The blocks of one
+group come and go together. The pool decides from which token a prompt can be continued.
 
 The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
 adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The
-one that has been idle for longest goes first, but in a group without a window no block before an idle one
-that follows it: without its start the rest of a prefix is of no use.
+block that has been idle for longest goes first, but in a group without a window never before an idle block
+that follows it: without its start the rest of a prefix is useless.
 
 Two sequences may compute the same tokens side by side. The first to finish a block puts it into the tree;
 the other finds it there and keeps its own to itself. A sequence remembers the deepest node of its path by
@@ -27,7 +27,7 @@ number; should that be gone when its next block is full, its path is entered ane
 
 Where somebody chooses between engines by what is cached in each, the tree keeps *news*: the prefixes that
 came and went since they were last taken. A prefix is told as a hash of its salt and of all its tokens
-(`chain_hashes`), which is a hint and no key: a collision costs time, and nobody gets another one's cache.
+(`chain_hashes`), which is a hint, not a key: a collision costs time, and nobody gets another one's cache.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ import numpy as np
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
 from infer.errors import EngineError
 
-Label = bytes | tuple[str | None, bytes]  # of a first edge: the salt and the ids
-Blocks = tuple[int, ...]  # of each table: a block, or NO_BLOCK
+Label = bytes | tuple[str | None, bytes]  # the ids; for a first edge the salt and the ids
+Blocks = tuple[int, ...]  # a block for each table, or NO_BLOCK
 
 ROOT: Final = 0  # the number of the root
 NO_BLOCK: Final = -1
 NO_BRANCH: Final = -1
 MAX_CHILDREN: Final = 4096  # children of one node that `hottest` looks at
-ID_TYPE: Final = "I"  # of the ids in a label: 32 bits
+ID_TYPE: Final = "I"  # type code of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 
 
@@ -115,7 +115,7 @@ class PrefixTree:
         self._groups = _groups_of(windows)
         self._nothing: Blocks = (NO_BLOCK,) * len(windows)
         self._root = PrefixNode(ROOT, self._nothing, b"", ROOT, 0)
-        self._nodes = {ROOT: self._root}  # by number
+        self._nodes = {ROOT: self._root}  # nodes by number
         self._by_block: dict[int, PrefixNode] = {}
         self._last_number = ROOT
         # changed prefixes by their hash, true where they are cached now; None: nobody asks
@@ -139,7 +139,7 @@ class PrefixTree:
 
     @property
     def num_cached_blocks(self) -> int:
-        """How many blocks the tree holds, alone or with sequences."""
+        """The number of blocks that the tree holds, alone or with sequences."""
         return len(self._by_block)
 
     def __contains__(self, block: int) -> bool:
@@ -214,7 +214,7 @@ class PrefixTree:
                 self._complete(child, blocks)
             node = child
             place += label_size
-        if node.blocks == self._nothing:  # it has fallen behind its window before it was entered
+        if node.blocks == self._nothing:  # it left its window before it was entered
             self._prune(node)
         return node.number
 
@@ -246,7 +246,7 @@ class PrefixTree:
         return num_evicted
 
     def _has_idle_after(self, node: PrefixNode, block: int) -> bool:
-        """Whether the rest of a prefix, which would be of no use without this block, waits behind it."""
+        """Return True if an idle block follows this one in a prefix and would be useless without it."""
         table = node.blocks.index(block)
         if not self._sees_all or self._groups[table].start:
             return False
@@ -302,8 +302,8 @@ class PrefixTree:
     def hottest(self, limit: int) -> list[Branch]:
         """The branches with most hits, at most `limit`; each comes after the one that it continues.
 
-        A branch is a run of blocks that the same prompts have hit. Of one node's children the first
-        MAX_CHILDREN are looked at, so that the cost stays small in a tree of any width.
+        A branch is a run of blocks that the same prompts have hit. Only the first MAX_CHILDREN children of a
+        node are looked at, so that the cost stays small in a tree of any width.
         """
         found: list[Branch] = []
         heap: list[

@@ -1,16 +1,16 @@
-"""What the pool writes down about one sequence.
+"""The pool's books about one sequence.
 
     position   0         4         8         12        16
     table      [ block 7 ][ block 3 ][ block 5 ][ block 9 ]      block_size 4
                |─ in the tree: 8 ─|
                                   cursor: node of block 3     the next to enter is block 5, when it is full
 
-There are as many tables as the layout has (cache/layout.py). One whose layers have a window holds no blocks
-behind it; they are NO_BLOCK, up to `starts`:
+There are as many tables as the layout has (cache/layout.py). A table whose layers have a window holds no
+blocks that have left it; they are NO_BLOCK, up to `starts`:
 
     table      [   ---   ][   ---   ][ block 5 ][ block 9 ]      starts: 2
 
-How far a sequence is computed is no business of the pool's: the batch state counts that, and says so with
+The pool does not know how far a sequence is computed: the batch state counts that, and passes it with
 every call that depends on it.
 """
 
@@ -24,13 +24,13 @@ from infer.cache.prefix_tree import ROOT, PrefixNode
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceBooks:
-    """Which blocks one sequence holds, and how many of them the prefix tree knows."""
+    """The blocks that one sequence holds, and the number of them that the prefix tree knows."""
 
     seq_id: int
     salt: str | None
     enters_tree: bool  # whether its full blocks are offered to other sequences
-    tables: list[list[int]]  # where its tokens lie, in order
-    starts: list[int]  # of each table: the first index that has a block
+    tables: list[list[int]]  # blocks of its tokens, in order
+    starts: list[int]  # the first index of each table that has a block
     num_entered: int = 0  # blocks of each table that are in the tree, up to the cursor
     cursor: int = ROOT  # the number of the node after which its next full block goes
     host_tables: list[list[int]] | None = None  # not None: swapped out

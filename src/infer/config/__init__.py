@@ -1,11 +1,11 @@
 """Every setting: its default, help, flag and YAML key come from one field.
 
 resolve.py     EngineConfig + machine + model -> ResolvedConfig: nothing is left open
-unused.py      settings that have no effect beside others, for the start line
+unused.py      settings that have no effect because of others, for the start line
 settings.py    the sections: load, cache, scheduler, run, server
-knobs.py       what a field becomes: flag, YAML key, keyword, row of the docs; other spellings; --config files
+knobs.py       the parts of a knob: flag, YAML key, keyword, row of the docs; other spellings; --config files
 foreign.py     names of other engines' settings: what they mean here, or why they are refused
-backends.py    what can compute attention and MLP, by device
+backends.py    the backends of attention and MLP, by device
 defaults.py    the defaults that depend on the device and on the model's size
 
 Each file imports only files below it in this list (`tests/unit/test_layering.py` finds circles).

@@ -67,7 +67,7 @@ class AdapterConfig:
 
     @property
     def num_slots(self) -> int:
-        """How many adapters are loaded at a time, at most; 0: none."""
+        """The most adapters that are loaded at a time; 0: none."""
         return (self.max_loras or max(8, len(self.lora_modules))) if self.is_on else 0
 
     @property
@@ -89,7 +89,7 @@ def parse_module(text: str) -> tuple[str, str]:
 
 
 def adapter_name_fault(name: str) -> str | None:
-    """What is wrong with the name of an adapter, which clients send as the name of a model."""
+    """Return what is wrong with an adapter's name, which clients send as a model's name, or None."""
     if name and name.isprintable() and len(name) <= 200:
         return None
     return f"the name of an adapter must be 1 to 200 printable characters, got {name[:100]!r}"

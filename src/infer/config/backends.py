@@ -1,12 +1,12 @@
-"""What can compute an operation on which device: the values of the knobs `*_backend`, in one table.
+"""The backends that can compute an operation, by device: one table of the values of the `*_backend` knobs.
 
-    attention_backend           of prompts, and of rows that decode unless the next knob says otherwise
-    decode_attention_backend    of rows that decode: sequences that compute one token in a step
+    attention_backend           attention of prompts, and of rows that decode unless the next knob differs
+    decode_attention_backend    attention of rows that decode: sequences that compute one token in a step
     mlp_backend                 the feed-forward half of a block
 
 `torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `infer bench backends` runs the
-references beside what `auto` takes. Settings, `resolve.py` (the choice, the refusals), `infer doctor` and the
-docs read this table.
+references next to what `auto` takes. Settings, `resolve.py` (the choice, the refusals), `infer doctor` and
+the docs read this table.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ BACKENDS = (
     Backend(REFERENCE, _BOTH, (*_ATTENTION, "mlp"), "the readable reference in PyTorch"),
 )
 OPERATIONS = ("attention", "decode_attention", "mlp")
-PLAIN = ("sdpa", REFERENCE)  # of attention: PyTorch's own, on every device
+PLAIN = ("sdpa", REFERENCE)  # PyTorch's own attention, on every device
 
 
 class Chosen(NamedTuple):
-    """What computes each operation, in the order of `OPERATIONS`."""
+    """The backend of each operation, in the order of `OPERATIONS`."""
 
-    attention: str  # on a GPU may be `auto`: cuDNN and Triton; `invariant` with deterministic
-    decode_attention: str  # on a GPU may be `auto`: CUDA C++ and Triton, as the number of rows has it
+    attention: str  # may be `auto` on a GPU: cuDNN and Triton; `invariant` with deterministic
+    decode_attention: str  # may be `auto` on a GPU: CUDA C++ or Triton, by the number of rows
     mlp: str
 
 
 def choices(operation: str) -> tuple[str, ...]:
-    """Return every value that the knob of an operation takes, wherever it can be had."""
+    """Return every value that the knob of an operation takes, whatever the device."""
     names = [row.name for row in BACKENDS if operation in row.operations]
     return (AUTO, *names, *(other for other, name in OTHER_SPELLINGS.items() if name in names))
 
 
 def available(operation: str, device: str) -> list[str]:
-    """Return what can compute an operation on a "cpu" or a "gpu"."""
+    """Return the backends that compute an operation on a "cpu" or a "gpu"."""
     return [row.name for row in BACKENDS if operation in row.operations and device in row.devices]

@@ -9,6 +9,6 @@ from infer.config.profiles.profile import StepDefaults
 
 SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=512, mixed_tokens=None)
 
-CPU_SHARE = 0.25  # of the memory that is free, for the KV cache of a model on the CPU
-GPU_SHARE = 0.9  # of a GPU's free memory once the weights are there, for steps and KV cache
+CPU_SHARE = 0.25  # share of the free memory for the KV cache of a model on the CPU
+GPU_SHARE = 0.9  # share of a GPU's free memory, once the weights are loaded, for steps and KV cache
 SERVER_MAX_QUEUE = 512  # sequences that may wait for an engine of a server

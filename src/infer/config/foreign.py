@@ -1,8 +1,8 @@
-"""Settings of other engines that are no other spelling of a knob: not built yet, or done another way here.
+"""Settings of other engines that are not another spelling of a knob: not built yet, or done another way here.
 
-A spelling that means the same as a knob is one of its aliases (settings.py). What stands here is taken where
-its value asks for nothing (`--tensor-parallel-size 1`), and refused with what to do instead everywhere else:
-as a flag, in a file, and as a keyword.
+A spelling that means the same as a knob is one of its aliases (settings.py). A setting in this table is taken
+if its value asks for nothing (`--tensor-parallel-size 1`), and otherwise refused, with what to do instead: as
+a flag, in a file, and as a keyword.
 """
 
 from __future__ import annotations
@@ -93,16 +93,16 @@ FORMATS = ("gptq", "awq", "compressed-tensors", "squeezellm", "bitsandbytes", "f
 """How files publish quantized matrices."""
 OTHER_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}
 """Names that flags of other engines have for a format."""
-METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # a config may say them of one of these formats
+METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # names that a config may use for one of these formats
 
 
 def is_quantization(value: str) -> bool:
-    """Whether a value of `quantization` means something, or did to another engine; schemes may be added."""
+    """Return True if a value of `quantization` is known here or to another engine; schemes may be added."""
     return value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS)
 
 
 def refuse_quantization(value: str) -> NoReturn:
-    """Say which values of `quantization` mean something on some device and of some file."""
+    """Say which values of `quantization` mean something, on some device and for some file."""
     raise ConfigError(
         f"quantization must be a form, one of {', '.join(FORMS)}, or the format of the file, one of "
         f"{', '.join(FORMATS)}; got {value!r}{hint_of_quantization(value)}"
@@ -110,14 +110,14 @@ def refuse_quantization(value: str) -> NoReturn:
 
 
 def hint_of_quantization(value: str) -> str:
-    """What may have been meant, to stand at the end of a message."""
+    """Return a hint at what may have been meant, for the end of a message."""
     if value.startswith(("ct-", "fp8-")):
         name = "compressed-tensors" if value.startswith("ct-") else "fp8"
         return (
             f", a scheme of 'infer quantize': what it has written is found by itself; leave quantization "
             f"out, or use {name}"
         )
-    bits = re.findall(r"\d", value)  # another number is another wish, and no slip
+    bits = re.findall(r"\d", value)  # a different number is a different wish, not a slip
     found = nearest(value, [each for each in (*FORMS, *FORMATS) if re.findall(r"\d", each) == bits])
     return f"; did you mean {found}?" if found else ""
 

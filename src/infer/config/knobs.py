@@ -1,4 +1,4 @@
-"""What a knob is: a field of a frozen dataclass that carries everything needed to set it.
+"""A knob: a field of a frozen dataclass that carries everything needed to set it.
 
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
         │                  │             │                             └─ spellings of other engines
@@ -113,7 +113,7 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     """
     if value is None and (row.is_optional or row.default == "auto"):
         return row.default if row.default == "auto" else None
-    if isinstance(value, int) and value.bit_length() > 63:  # what a tensor and every wire format can hold
+    if isinstance(value, int) and value.bit_length() > 63:  # more than a tensor or a wire format can hold
         raise ConfigError(
             f"{row.name} must be from -2^63 + 1 to 2^63 - 1, got a number of {value.bit_length()} bits"
         )
@@ -129,7 +129,7 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     if row.kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if row.is_size and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)  # whether it needs a unit is for the section to say
+        value = str(value)  # the section decides whether it needs a unit
     if row.is_json and isinstance(value, Mapping):
         value = json.dumps(value)
     if not isinstance(value, row.kind) or (row.kind is int and isinstance(value, bool)):
@@ -163,7 +163,7 @@ def own_names(
         if says_own_name and name != row.name:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
-            # not to be told to go without is no demand: what can be left open stays open
+            # turning off an opposite demands nothing: what can be left open stays open
             value = None if not value and row.is_optional else not value
         knobs[row.name] = value
     return knobs
@@ -175,7 +175,7 @@ def _by_spelling(table: Mapping[str, KnobRow]) -> dict[str, KnobRow]:
 
 
 def _unknown(name: str, spelled: Mapping[str, KnobRow], elsewhere: Mapping[str, KnobRow]) -> str:
-    """Return what to say of a name that no knob has: where it is one, or which ones are like it."""
+    """Return the message about a name that no knob has: where it is one, or which ones are like it."""
     if (row := _by_spelling(elsewhere).get(name)) is not None:
         also = "" if name == row.name else f" ({row.name})"
         return f"{name}{also} is a knob of the server; give it to infer serve"
@@ -187,13 +187,13 @@ def _unknown(name: str, spelled: Mapping[str, KnobRow], elsewhere: Mapping[str, 
 
 
 def given_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[str, str]:
-    """Return how each knob was spelled that was not given under its own name."""
+    """Return the spelling of each knob that was not given under its own name."""
     names = {str(key).replace("-", "_"): str(key) for key in given}
     return {row.name: names[name] for row in table.values() for name in row.spellings if name in names}
 
 
 def spell_as_given(message: str, names: Mapping[str, str]) -> str:
-    """Return an error message in which each knob has the name it was given under beside its own."""
+    """Return an error message in which each knob has, next to its own name, the name it was given under."""
     for own, given in names.items():
         pattern = rf"(?<![\w-])(?:--)?{own.replace('_', '[-_]')}(?![\w-])"
         if given.lstrip("-").replace("-", "_") not in message:
@@ -284,7 +284,7 @@ def check_choice(section: Any, name: str) -> None:
 
 
 def check_positive(section: Any, *names: str) -> None:
-    """Refuse what is neither unset nor an integer from 1 on."""
+    """Refuse a value that is neither unset nor an integer from 1 on."""
     for name in names:
         value = getattr(section, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

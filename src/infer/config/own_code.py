@@ -3,7 +3,7 @@
     --scheduler-policy my_policy.py:urgency          a name in a file
     --speculative-method my_package.drafts:Drafts    a name in an installed module
 
-A knob that takes code lists its built-in choices and accepts such a name besides. The code runs in the
+A knob that takes code lists its built-in choices and accepts the name of code as well. The code runs in the
 engine with all rights of the server, so it can be named where the server is started and nowhere else: not in
 a request, not in a checkpoint, and not by an admin route.
 """
@@ -29,7 +29,7 @@ def names_code(value: object) -> bool:
 
 
 def load_code(value: str, knob: str) -> object:
-    """Return what a knob names; a `ConfigError` says why it cannot be had."""
+    """Return the object that a knob names; a `ConfigError` says why it cannot be loaded."""
     place, _, name = value.rpartition(":")
     try:
         module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)

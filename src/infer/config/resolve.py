@@ -1,4 +1,4 @@
-"""From settings to decisions: what a knob that is None or `auto` means on this machine, for this model.
+"""Decisions from settings: what a knob that is None or `auto` means on this machine, for this model.
 
     EngineConfig  (what was asked)  ┐
     Machine       (what there is)   ├──► resolve ──► ResolvedConfig  (what will be done, and why)
@@ -31,15 +31,15 @@ class Machine:
     """The device of an engine, as far as settings depend on it."""
 
     device: str = "cpu"  # cpu, cuda or cuda:N
-    gpu_memory: int | None = None  # bytes in all, whatever is free of them
+    gpu_memory: int | None = None  # total bytes, free or not
     has_gpu_kernels: bool = False  # those that keep the state of the batch on the device
-    has_fp8: bool = True  # of a GPU: whether it converts e4m3 numbers, from compute capability 8.9 on
+    has_fp8: bool = True  # whether a GPU converts e4m3 numbers, from compute capability 8.9 on
     has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
-    profile: DeviceProfile = CPU  # what was measured on it
+    profile: DeviceProfile = CPU  # measurements of the device
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device is a GPU."""
+        """True if the device is a GPU."""
         return self.device.startswith("cuda")
 
 
@@ -48,22 +48,22 @@ class ModelFacts:
     """A model that is loaded or about to be, as far as settings depend on it."""
 
     max_seq_len: int  # prompt + output, in tokens
-    num_layer_weights: int  # of all layers, that one token meets
+    num_layer_weights: int  # weights of all layers that one token meets
     num_layers: int = 1
-    dtype: str = "float32"  # of activations, and of the KV cache unless that is kept in 8 bits
+    dtype: str = "float32"  # number format of activations, and of the KV cache unless that is kept in 8 bits
     weights: str = "as stored"  # their form
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
-    kept_as: str = ""  # what a device has made of the weights, where that is not plain numbers
+    kept_as: str = ""  # the form that a device has given the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
-    model_impl: str = "infer"  # whose code computes it
+    model_impl: str = "infer"  # the code that computes it
     state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: it has none
 
     def is_small(self, profile: DeviceProfile) -> bool:
-        """Whether a decode step is so short on a GPU that everything around it counts."""
+        """Return True if a decode step on a GPU is so short that everything around it counts."""
         return self.num_layer_weights <= profile.steps.small_weights
 
     def is_launched_slowly(self, num_tokens: int, profile: DeviceProfile) -> bool:
-        """Whether the host takes longer to launch a layer than the GPU does to compute this many tokens."""
+        """Return True if the host launches a layer slower than the GPU computes this many tokens."""
         return self.num_layer_weights / self.num_layers * num_tokens <= profile.graphs.launched_layer
 
 
@@ -79,7 +79,7 @@ class ResolvedScheduler:
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
     hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
-    busy_step_tokens: int  # of a step, decoding rows included, where hurried ones would be frequent; 0: never
+    busy_step_tokens: int  # tokens of a step, with decoding rows, if hurried ones would be frequent; 0: never
     packed_step_tokens: int  # prompt tokens of a step with many short prompts
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
@@ -87,7 +87,7 @@ class ResolvedScheduler:
     max_decode_gap: int
     max_queue: int | None  # None: no limit
     seed: int
-    profile: SchedulingProfile  # when prompts get longer steps
+    profile: SchedulingProfile  # limits at which prompts get longer steps
 
     @property
     def max_chunk(self) -> int | None:
@@ -99,25 +99,25 @@ class ResolvedScheduler:
 class ResolvedConfig(ModelFacts):
     """The settings of an engine with every open one decided, and the reasons; the facts of its model."""
 
-    settings: EngineConfig  # what was asked; of `kv_cache_dtype`, what it means
+    settings: EngineConfig  # settings as asked, with `kv_cache_dtype` as it is understood
     device: str
-    profile: DeviceProfile  # what was measured on it
+    profile: DeviceProfile  # measurements of the device
     scheduler: ResolvedScheduler
     keeps_cache: bool
     use_prefix_caching: bool
-    backends: Chosen  # what computes each operation
+    backends: Chosen  # backends of each operation
     gathers_kv: bool  # whether attention copies keys and values together before it reads them
     uses_gpu_device: bool  # whether the state of the batch is kept on the device
     use_cuda_graphs: bool
     steps_ahead: int  # steps launched before one is read
     record_cpu_step: bool
     deterministic: bool
-    reasons: Mapping[str, str]  # of decisions that the settings left open, by the name of the knob
+    reasons: Mapping[str, str]  # reasons for decisions that the settings left open, by the name of the knob
     overruled: Mapping[str, str]  # knobs that another knob turns off: what they are instead, and why
 
     @property
     def has_fixed_kv_scales(self) -> bool:
-        """Whether keys and values are kept with the scales of the checkpoint."""
+        """True if keys and values are kept with the scales of the checkpoint."""
         return self.has_kv_scales and self.settings.cache.kv_cache_dtype == "fp8"  # not *_per_token_head
 
 
@@ -165,7 +165,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
 
 
 def step_defaults(machine: Machine, model: ModelFacts) -> StepDefaults:
-    """Return how large steps are on this machine unless a knob says otherwise."""
+    """Return the size of steps on this machine unless a knob says otherwise."""
     profile, memory = machine.profile, machine.gpu_memory
     tuned = profile.steps
     if not machine.is_gpu:
@@ -226,12 +226,12 @@ def resolve_scheduler(
 
 
 def uses_gpu_device(config: EngineConfig, machine: Machine) -> bool:
-    """Whether attention is computed by kernels that read state kept on a GPU."""
+    """Return True if attention is computed by kernels that read state kept on a GPU."""
     return machine.has_gpu_kernels and config.cache.attention_backend not in PLAIN
 
 
 def _captures(config: EngineConfig, machine: Machine) -> bool:
-    """Whether steps can be CUDA graphs: references read lengths, and which experts were chosen, back."""
+    """Return True if steps can be CUDA graphs: references read lengths and chosen experts back."""
     chosen = config.cache.decode_attention_backend, config.run.mlp_backend
     return uses_gpu_device(config, machine) and REFERENCE not in chosen
 
@@ -260,7 +260,7 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
 
 
 def check_backends(config: EngineConfig, machine: Machine) -> None:
-    """Refuses by name a backend that this kind of device does not have, whatever the model."""
+    """Refuse by name a backend that this kind of device does not have, whatever the model."""
     kind, other = ("gpu", "a CPU") if machine.has_gpu_kernels else ("cpu", "a GPU")
     for operation, value in _asked(config)._asdict().items():
         names = available(operation, kind)
@@ -280,7 +280,7 @@ def check_backends(config: EngineConfig, machine: Machine) -> None:
 
 
 def choose_backends(config: EngineConfig, machine: Machine) -> Chosen:
-    """Returns what computes each operation on this machine; refuses a backend that cannot be had."""
+    """Return the backend of each operation on this machine; refuse one that does not work there."""
     check_backends(config, machine)
     attention, decode, mlp = _asked(config)
     mlp = "kernels" if mlp == AUTO else mlp
@@ -309,7 +309,7 @@ def _or(names: list[str] | tuple[str, ...]) -> str:
 
 
 def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
-    """Refuse by name what needs layers of ours, where the code of transformers computes the model."""
+    """Refuse by name what needs our own layers, where the code of transformers computes the model."""
     if model.model_impl == "infer":
         return
     run, knobs = config.run, config.knobs()
@@ -368,7 +368,7 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
 
 
 def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
-    """Return the settings with blocks that hold a state; what cannot be had with states is refused."""
+    """Return the settings with blocks that hold a state; refuse what does not work with states."""
     cache = config.cache
     refused = {
         "speculative decoding": config.speculation.is_on,
@@ -399,7 +399,7 @@ def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:
 def _reasons(
     config: EngineConfig, scheduler: ResolvedScheduler, machine: Machine, model: ModelFacts
 ) -> dict[str, str]:
-    """Return why each knob that was left open has its value."""
+    """Return the reason for the value of each knob that was left open."""
     where = "a GPU" if machine.is_gpu else "a CPU"
     reasons = {
         name: f"{getattr(scheduler, name)} is the default on {where}"

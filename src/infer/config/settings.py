@@ -46,7 +46,7 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.speculation import SpeculationConfig
 from infer.errors import ConfigError
 
-_CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # what the help texts quote
+_CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # numbers that the help texts quote
 KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_RANKS = 64  # processes that share a model
@@ -232,12 +232,12 @@ class CacheConfig:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether keys and values survive a step."""
+        """True if keys and values survive a step."""
         return self.kv_cache_backend != "naive"
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prompts that start alike share blocks: only the paged cache can."""
+        """True if prompts that start alike share blocks: only the paged cache can."""
         return self.use_prefix_caching and self.kv_cache_backend == "paged"
 
 
@@ -549,7 +549,7 @@ class ServerConfig:
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def _check_cluster(self) -> None:
-        """Refuse settings of a cluster without one, and what a cluster has no place for."""
+        """Refuse settings of a cluster without one, and settings that a cluster has no place for."""
         if self.cluster == "none":
             for name in ("ray_address", "max_replicas"):
                 if getattr(self, name) is not None:
@@ -640,11 +640,11 @@ class ServerConfig:
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with a name for a model: it must not write lines of a log or move a terminal's cursor."""
+    """Return the fault of a model's name, if any: it must not write log lines or move a terminal's cursor."""
     return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
 
 
-ModelShares: TypeAlias = dict[str, float]  # by name of a model; an ordinary alias has one
+ModelShares: TypeAlias = dict[str, float]  # shares by the name of a model; an ordinary alias has one
 
 
 def parse_alias(text: str) -> tuple[str, ModelShares]:
@@ -672,7 +672,7 @@ def parse_alias(text: str) -> tuple[str, ModelShares]:
 
 
 def weight_fault(weight: float) -> str | None:
-    """What is wrong with the weight of a model in an alias."""
+    """Return what is wrong with the weight of a model in an alias, or None."""
     if math.isfinite(weight) and weight > 0:
         return None
     return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"

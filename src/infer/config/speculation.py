@@ -169,7 +169,7 @@ class SpeculationConfig:
 
     @property
     def method(self) -> str:
-        """What proposes drafts, where they are on; `draft_model` may name a head, which loading it shows."""
+        """The method that proposes drafts, if they are on; loading a `draft_model` shows if it is a head."""
         if self.speculative_method != "auto":
             return self.speculative_method
         if self.draft_model is not None:

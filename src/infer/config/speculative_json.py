@@ -50,7 +50,7 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {  # key: values tha
     "suffix_decoding_min_token_prob": ((0.1,), _SUFFIX),
 }
 
-METHODS: Final[Mapping[str, str]] = {  # names of a method beside its own, in other engines
+METHODS: Final[Mapping[str, str]] = {  # other engines' names of a method, in addition to its own
     "ngram_gpu": "ngram",
     "NGRAM": "ngram",
     "STANDALONE": "draft_model",

@@ -1,4 +1,4 @@
-"""Settings that have no effect beside other settings: one table, and one rule for all of them.
+"""Settings that have no effect because of other settings: one table, and one rule for all of them.
 
     two knobs decide the same thing differently     refused, where the section is made (settings.py)
     another knob leaves a knob nothing to decide    named in the start line, with the reason: this table
@@ -25,7 +25,7 @@ class UnusedKnob(NamedTuple):
 
 
 def _serves_all(knobs: dict[str, Any]) -> bool:
-    """Whether every sequence that decodes has room in every step."""
+    """Return True if every sequence that decodes has room in every step."""
     return bool(knobs["max_batch_size"] <= knobs["max_num_batched_tokens"])
 
 
@@ -42,7 +42,7 @@ def _has_no_drafts(knobs: dict[str, Any]) -> bool:
 
 
 def _not_by(method: str) -> Callable[[dict[str, Any]], bool]:
-    """Return what tells if another method than this proposes drafts."""
+    """Return a test for whether a method other than this one proposes drafts."""
     return lambda knobs: _speculation(knobs).method != method
 
 

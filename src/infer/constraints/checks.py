@@ -1,4 +1,4 @@
-"""What a schema, a regular expression or a grammar may hold before an engine is asked to compile it.
+"""Checks of a schema, a regular expression or a grammar before an engine is asked to compile it.
 
 Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
 
@@ -94,13 +94,13 @@ def constraint_error(message: str, param: str) -> RequestError:
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
     """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field.
 
-    A lenient check lets keywords and formats pass that a lenient compiler passes over.
+    A lenient check lets keywords and formats pass that a lenient compiler ignores.
     """
     _SchemaCheck(schema, param, is_lenient).run()
 
 
 def close_objects(schema: Any) -> bool:
-    """Let objects that name their properties have no others, where the schema does not say; whether any did.
+    """Close objects that name their properties, where the schema does not say; return True if any was.
 
     It changes `schema` itself. What is allowed then was allowed before. Names are those of `properties` and
     `required` and the patterns; an object without `properties` and patterns names none and stays free. A
@@ -169,7 +169,7 @@ def _check_size(size: int, limit: int, what: str, param: str) -> None:
 
 
 def is_ebnf(grammar: str) -> bool:
-    """Whether a grammar is written as `root ::= ...` (EBNF as GBNF has it), not as `start: ...` (Lark)."""
+    """Return True if a grammar is written as `root ::= ...` (EBNF as in GBNF), not as `start: ...` (Lark)."""
     return _EBNF_RULE.search(grammar) is not None
 
 
@@ -259,7 +259,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def _begins_rule(tokens: list[_Token], i: int) -> bool:
-    """Whether the name at `i` begins a rule, `name:`, with `.priority` or `[options]` before the colon."""
+    """Return True if the name at `i` begins a rule, `name:`, with `.priority` or `[options]` in between."""
     texts = (text for _, text, _ in tokens[i + 1 : i + 4])
     if (sign := next(texts, "")) == ".":
         next(texts, "")
@@ -273,7 +273,7 @@ def _begins_rule(tokens: list[_Token], i: int) -> bool:
 
 
 def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
-    """How many characters a terminal matches, at most, as `_written_out` counts them."""
+    """The most characters that a terminal matches, as `_written_out` counts them."""
     groups, last, most, is_counted = [0], 0, 0, False
     for kind, text, size in (*body, ("sign", "", 0)):
         if is_counted and (kind == "number" or text in (",", ".")):  # the counts of {2,3} or ~2..3
@@ -296,7 +296,7 @@ def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
 
 
 def refuse_constant(name: str) -> None:
-    """For a JSON parser: NaN and Infinity, which Python reads, are no JSON."""
+    """Refuse NaN and Infinity, which Python's JSON parser reads and JSON does not have."""
     raise ValueError(f"{name} is no JSON number")
 
 
@@ -434,7 +434,7 @@ class _SchemaCheck:
                 yield keyword, given
 
     def _check_values(self, schema: dict[str, Any], where: str) -> None:
-        """Whether the keywords of one schema have values that mean something."""
+        """Refuse keywords of one schema whose values mean nothing."""
         for keyword in _SCHEMAS_BY_NAME:
             named = schema.get(keyword, {})
             if not isinstance(named, dict):
@@ -471,10 +471,10 @@ class _SchemaCheck:
         self._check_names(schema, where)
 
     def _check_names(self, schema: dict[str, Any], where: str) -> None:
-        """Whether the properties that an object must have can be there, and can be counted.
+        """Refuse required properties that cannot be there, or cannot be counted.
 
-        Keys that are no property by name may repeat each other, and a parser takes equal ones for one: of
-        them one can be counted on, and no more.
+        Keys that are not named properties may repeat each other, and a parser merges equal ones: only one of
+        them can be counted on.
         """
         required, named = set(schema.get("required", [])), schema.get("properties", {})
         names = named.keys() | required
@@ -555,7 +555,7 @@ _KEYWORDS = frozenset(
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a number of JSON; 1e400 is read as infinity, which is none."""
+    """Return True if a value is a number of JSON; 1e400 is read as infinity, which is not one."""
     return (isinstance(value, int) and not isinstance(value, bool)) or (
         isinstance(value, float) and math.isfinite(value)
     )
@@ -567,7 +567,7 @@ def _escaped(name: str) -> str:
 
 
 def _unsupported_in(pattern: str) -> str | None:
-    """What of a regular expression asks for text before or after its match, or for text matched earlier."""
+    """The part of a regular expression that needs text outside its match or matched earlier, or None."""
     i = 0
     while i < len(pattern):
         if pattern[i] == "\\":
@@ -586,7 +586,7 @@ def _unsupported_in(pattern: str) -> str | None:
 
 
 def _written_out(pattern: str) -> int:
-    """How many characters and classes a regular expression has, once its repetitions are written out."""
+    """The number of characters and classes of a regular expression with its repetitions written out."""
     sizes, last, i = [0], 0, 0  # sizes of open groups; the size of the part before `i`
     while i < len(pattern):
         char, end = pattern[i], i + 1
@@ -609,7 +609,7 @@ def _written_out(pattern: str) -> int:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """Where a class in brackets, `[^]a-z\\]]` or `[a[bc]]`, has ended."""
+    """The index at which a class in brackets, `[^]a-z\\]]` or `[a[bc]]`, has ended."""
     i, depth = start, 0
     while i < len(pattern):
         if pattern[i] == "[":
@@ -625,5 +625,5 @@ def _class_end(pattern: str, start: int) -> int:
 
 
 def _count(digits: str | None) -> int:
-    """How often something is repeated; of a number that is far too large anyway, its beginning."""
+    """The number of repetitions; a number that is far too large anyway is cut to its first digits."""
     return int((digits or "").lstrip("0")[:12] or 0)

@@ -3,7 +3,7 @@ r"""From the text of a constraint to a grammar, within limits.
     Structured ──► llguidance ──► Grammar, or a RequestError that says what is wrong
 
 An ordinary schema takes a millisecond, one of 13 KB some 13. Compiling lets go of the interpreter, so other
-requests are served meanwhile. What it may take is bounded by counts, of items and states, and so is every
+requests are served meanwhile. Counts of items and states bound what it may take, and so they do for every
 mask and every token later: a constraint that goes beyond them while it is used ends its own request.
 
 Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
@@ -11,7 +11,7 @@ request's first masks, so what was compiled is kept for the next request with th
 that run together have a lexer each, because only one thread at a time can use one. States are only ever
 added, so a lexer that is kept may have a fifth of the states that a request may have: 64 of them are at most
 640,000 states, 0.3 to 1.3 GB. A request that finds them used up starts over with a lexer of its own, with
-the whole limit, and nothing is kept of such a constraint any more.
+the whole limit, and from then on nothing is kept of its constraint.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -48,13 +48,13 @@ MAX_STEP_ITEMS = 50_000  # about 2.5 ms
 MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
 MAX_START_FUEL = 1_000_000  # about 20 ms
 MAX_KEPT = 64  # lexers of all constraints, a megabyte each as a rule; beyond that, requests share them
-NEWEST = 0.25  # the weight of the last time that masks took in what they should take
+NEWEST = 0.25  # weight of the newest time in the expected time of masks
 STACK_BYTES = 256 << 20  # address space; the library calls itself for a rule inside a rule
 _starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
 
 
 class MaskCost:
-    """What a mask, or those of a step, should take; 0: not known."""
+    """The expected seconds of a mask, or of the masks of a step; 0: not known."""
 
     __slots__ = ("seconds",)
 
@@ -62,11 +62,11 @@ class MaskCost:
         self.seconds = 0.0
 
     def note(self, seconds: float) -> None:
-        """Take note of the last time that it took."""
+        """Take note of the newest time that it took."""
         self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
 
 
-MaskCosts = tuple[MaskCost, MaskCost]  # of masks after a narrow one, and after a wide one
+MaskCosts = tuple[MaskCost, MaskCost]  # costs of masks after a narrow one, and after a wide one
 
 
 class Lexer:
@@ -75,8 +75,8 @@ class Lexer:
     def __init__(self, matcher: LLMatcher, costs: MaskCosts, *, is_own: bool) -> None:
         self._matcher, self.costs = matcher, costs
         self.is_own = is_own  # the lexer of one request, which may have all of the states
-        self.users: WeakSet[Grammar] = WeakSet()  # now
-        self.is_full = False  # a limit was reached: of no use to other requests
+        self.users: WeakSet[Grammar] = WeakSet()  # requests that use it now
+        self.is_full = False  # a limit was reached: useless to other requests
 
     def matcher(self) -> LLMatcher:
         """A matcher at the start of the grammar."""
@@ -92,7 +92,7 @@ class Grammar:
         self.lexer, self._structured = lexer, structured
         self.tokenizer, self.probes = token_bytes.tokenizer(), token_bytes.probes
         self.triggers = tuple(text.encode() for text in structured.triggers)
-        self.digits = token_bytes.digits if structured.ends_numbers else None  # whose numbers must end
+        self.digits = token_bytes.digits if structured.ends_numbers else None  # JSON numbers must end
         self.param = structured.param
         lexer.users.add(self)
 
@@ -142,7 +142,7 @@ class Compiler:
             return Grammar(lexer, self.token_bytes, structured)
 
     def _fills_lexers(self, key: tuple[str, ...]) -> bool:
-        """Whether a request with this constraint has needed more states than a kept lexer may have."""
+        """Return True if a request with this constraint has needed more states than a kept lexer may have."""
         lexers = self._kept.get(key)
         return lexers is not None and (not lexers or any(each.is_full for each in lexers))
 
@@ -179,7 +179,7 @@ def deep_stacks() -> Iterator[None]:
 
 
 def limits(*, is_own: bool) -> LLParserLimits:
-    """What compiling, a mask and a token may take."""
+    """The limits on compiling, on a mask and on a token."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -252,7 +252,7 @@ def _escape(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-# what the library says in words of its own, in others
+# the library's own words, and what we say instead
 _SAYINGS = {
     "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before it says anything",
     "Expecting object schema to apply options": "false allows no value",
@@ -264,7 +264,7 @@ _LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'
 
 
 def _explain(structured: Structured, message: str) -> str:
-    """What the library says, in one line; unknown keywords are refused before (checks.py)."""
+    """The library's message in one line; unknown keywords are refused before (checks.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
@@ -285,7 +285,7 @@ def _explain(structured: Structured, message: str) -> str:
         said = "oneOf is not supported where its branches may overlap; use anyOf"
         places = [place for place, _ in _places(json.loads(structured.text), "oneOf", "#")]
     elif message.startswith("regex parse error") and len(lines) > 1:
-        schema, pattern = json.loads(structured.text), lines[1].replace("\\/", "/")  # as it was given
+        schema, pattern = json.loads(structured.text), lines[1].replace("\\/", "/")  # the given spelling
         places = [place for place, given in _places(schema, "pattern", "#") if given == pattern]
         places += [place for place, _ in _places(schema, pattern, "#") if "/patternProperties/" in place]
     where = f" at {' or '.join(places[:3])}" if places else ""

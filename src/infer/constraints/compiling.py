@@ -59,7 +59,7 @@ class CompilingRequests(Generic[T]):
 
     @property
     def has_done(self) -> bool:
-        """Whether there is a request to `take`."""
+        """True if there is a request to `take`."""
         return bool(self._done)
 
     def begin(self, structured: Structured, request_id: str, request: T) -> Grammar | None:
@@ -105,7 +105,7 @@ class CompilingRequests(Generic[T]):
         return request
 
     def take(self) -> Iterator[tuple[T, Grammar | RequestError]]:
-        """The requests that need not wait any more: each with its grammar, or with why it has none."""
+        """The requests that need not wait any more, each with its grammar, or why it has none."""
         while self._done:
             request_id, is_aborted, result = self._done.popleft()
             if is_aborted.is_set():

@@ -1,4 +1,4 @@
-"""What the text of an output must match, as text: the engine compiles it (compiler.py), nothing here does.
+"""Constraints on the text of an output, as text: the engine compiles them (compiler.py), nothing here does.
 
     json_object   any JSON object                    regex     a regular expression, of the whole output
     json_schema   a JSON schema                      choice    one of several texts
@@ -49,7 +49,7 @@ MAX_CHOICE_BYTES = 64 << 10  # bytes of all choices together, as JSON
 MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # between JSON tokens: without a limit some models never stop
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # blanks between JSON tokens: without a limit some models never stop
 _LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a number of JSON gets by itself (numbers.py)
 MAX_FORCED = 256  # tokens that end a reasoning early
 
@@ -82,7 +82,7 @@ class Structured:
 
     @property
     def ends_numbers(self) -> bool:
-        """Whether it allows JSON, whose numbers must end: all of it, or a part of a grammar (`%json`)."""
+        """True if it allows JSON, whose numbers must end: as a whole, or as part of a grammar (`%json`)."""
         is_json = self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
         return is_json and not _LONG_NUMBER.search(self.text)
 
@@ -127,7 +127,7 @@ class Structured:
     def of(cls, value: object, param: str = "structured") -> Structured:
         """A constraint as it is, or as a mapping: {"json_schema": {...}}, {"choice": [...]}, {"regex": ...}.
 
-        Beside the kind a mapping may have `whitespace` and `triggers`.
+        Besides the kind, a mapping may have `whitespace` and `triggers`.
         """
         if isinstance(value, Structured):
             return value
@@ -231,7 +231,7 @@ class Structured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """How an output's reasoning ends: it begins inside it, and a constraint waits until it is over."""
+    """The end of an output's reasoning: the output begins inside it, and a constraint waits for its end."""
 
     end_id: int  # the token that ends it
     max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it
@@ -262,7 +262,7 @@ class Reasoning:
 
     @classmethod
     def of(cls, value: object) -> Reasoning:
-        """As it is, or from a mapping of its fields."""
+        """The value as it is, or made from a mapping of its fields."""
         if isinstance(value, Reasoning):
             return value
         names = {field.name for field in fields(cls)}
@@ -274,7 +274,7 @@ class Reasoning:
 
 
 def check_schema(schema: object, param: str) -> None:
-    """Refuse what is not a JSON schema at all, or is nested too deep; its keywords are not looked at."""
+    """Refuse a value that is not a JSON schema at all, or is nested too deep; keywords are not looked at."""
     if not isinstance(schema, dict | bool):
         raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
     level: list[Any] = [schema] if schema is not True and schema is not False else []
@@ -302,7 +302,7 @@ def _parse(text: str, param: str) -> Any:
 
 
 def _dump(value: object, param: str) -> str:
-    """The value as JSON; what has no end, or is not JSON, is the client's mistake."""
+    """The value as JSON; a value that has no end, or is not JSON, is the client's mistake."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,10 +1,10 @@
-"""What may follow the output of one sequence: its reasoning, its free text, its grammar, its end.
+"""The guide of one sequence, which knows what may follow: reasoning, free text, its grammar, its end.
 
     REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
     REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
 
 Only CONSTRAINED has a mask, unless ids are banned (bans.py), which holds everywhere. Free text is watched for
-triggers and costs next to nothing: to run a grammar through it would cost a hundred times as much as through
+triggers and costs next to nothing: running a grammar through it would cost a hundred times as much as through
 JSON.
 
 A guide's state depends on the output's ids and nothing else, so a sequence may be preempted, swapped and
@@ -14,7 +14,7 @@ does not allow is broken for good, so nothing is consumed that was neither maske
 Drafts of a sequence want a mask for each position of a window: `fill_window` walks along them and back.
 
 Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
-write, or what ends a reasoning that has used up its tokens. Forced text can often be cut into tokens in
+write, or the end of a reasoning that has used up its tokens. Forced text can often be cut into tokens in
 several ways; the tokenizer's own is the one that comes, whether the ids are appended or drawn under a mask.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
 MAX_DUE = 1024  # ids asked for at once: a grammar without an end has no last one
-LOOKED_TOO_FAR = "; ff_tokens)"  # an error of the limit that a matcher reached by looking for such ids
+LOOKED_TOO_FAR = "; ff_tokens)"  # error of a limit that a matcher reached by looking for forced ids
 NOTHING_LEFT = "allowed_token_ids, bad_words and the constraint leave no token that may come next"
 AT_LIMIT = "the output reached a limit of its constraint, which is too complex there: "
 
@@ -53,19 +53,19 @@ class Guide:
     ) -> None:
         self.grammar, self.reasoning, self.bans = grammar, reasoning, bans
         self._num_digits = 0  # digits of the number that the matched text ends with
-        self._quotes = OUTSIDE  # whether it ends inside quotes
+        self._quotes = OUTSIDE  # state of quotes at its end
         digits = None if grammar is None else grammar.digits
         self._enough = MAX_DIGITS if digits is None else digits.enough  # digits from which masks are narrowed
         self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans ask for
         self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
         self._lexer: Lexer | None = None  # the matcher's
         self._matched: list[int] = []  # ids that it was given
-        self.error: str | None = None  # why it cannot go on
+        self.error: str | None = None  # the reason why it cannot go on
         self._num_reasoned = 0  # tokens
         self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
         self._is_early_end = False  # they end a reasoning, and are not the grammar's
         self._tail = b""  # the end of the free text, in which a trigger may have begun
-        self._taken: tuple[int, bool] | None = None  # what `advance` found, until `take` asks for it
+        self._taken: tuple[int, bool] | None = None  # the result of `advance`, until `take` asks for it
         self.is_wide = False  # its last mask allowed any letter, and the next is probably as soon filled
         self.state = REASONING
         if reasoning is None:
@@ -84,24 +84,24 @@ class Guide:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the next id is not free."""
+        """True if the next id is not free."""
         return self.matcher is not None or self._is_early_end or self.bans is not None
 
     @property
     def mask_cost(self) -> MaskCost:
-        """What its next mask should take. Only where it has a matcher."""
+        """The expected cost of its next mask. Only where it has a matcher."""
         assert self._lexer is not None
         return self._lexer.costs[self.is_wide]
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Those of the ids that must come next which are known without asking the grammar."""
+        """The ids that must come next, as far as they are known without asking the grammar."""
         return self._due or ()
 
     def forced(self) -> tuple[int, ...]:
         """Ids that must come next, whatever the model says; none: it has a choice."""
         if self._due is None and self.bans is not None:
-            self._due = ()  # what the grammar wants may be banned: a mask says
+            self._due = ()  # ids that the grammar wants may be banned: a mask says
         elif self._due is None:
             assert self.matcher is not None
             self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
@@ -110,7 +110,7 @@ class Guide:
     def fill(self, mask_W: np.ndarray) -> None:
         """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
 
-        Of ids that must come, the first: the grammar's own mask allows no other.
+        If ids must come, only the first is allowed, as in the grammar's own mask.
         """
         if known := self.known:
             mask_W[:] = 0
@@ -128,7 +128,7 @@ class Guide:
 
     @property
     def narrows(self) -> bool:
-        """Whether the grammar's mask of the next id is not the last word."""
+        """True if the grammar's mask of the next id must be narrowed."""
         return (self._num_digits >= self._enough and self._quotes == OUTSIDE) or self.bans is not None
 
     def narrow(self, mask_W: np.ndarray) -> None:
@@ -174,7 +174,7 @@ class Guide:
         return num_valid
 
     def refill(self, mask_W: np.ndarray) -> bool:
-        """Whether the mask could be filled after all, where the matcher has reached a limit."""
+        """Fill the mask after all where the matcher has reached a limit; return True if that worked."""
         if self._starts_over():
             self.fill(mask_W)
         return self.error is None
@@ -190,7 +190,7 @@ class Guide:
         return self.forced() if self._due is None else self._due
 
     def _starts_over(self) -> bool:
-        """Whether the matcher had reached a limit that others have used up, and was replaced by another.
+        """Replace a matcher that reached a limit which others have used up; return True if it was replaced.
 
         A limit that this sequence has reached itself is its `error`.
         """
@@ -204,7 +204,7 @@ class Guide:
         return False
 
     def _replay(self, lexer: Lexer) -> bool:
-        """Whether a new matcher, which replaces the last, allows what that one was given."""
+        """Replace the matcher by a new one; return True if that allows what the last one was given."""
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
 
@@ -215,7 +215,7 @@ class Guide:
     def take(self, ids: Sequence[int], stop_ids: Container[int]) -> tuple[int, bool]:
         """Consume ids, unless `advance` has: how many of them are the output's, and whether it is complete.
 
-        None after the first that stops it, completes it, or was not possible.
+        No id after the first that stops it, completes it, or was not possible is consumed.
         """
         taken, self._taken = self._taken, None
         return self._take(ids, stop_ids) if taken is None else taken
@@ -268,7 +268,7 @@ class Guide:
             self._due, self._is_early_end = self.reasoning.forced + self.reasoning.later, True
 
     def _begin(self) -> None:
-        """Let the constraint hold from here on, or watch for what starts it."""
+        """Let the constraint hold from here on, or watch for the trigger that starts it."""
         self._due, self._is_early_end = (), False
         if self.grammar is None:
             self.state = ENDED
@@ -284,7 +284,7 @@ class Guide:
         self._num_digits, self._quotes = 0, OUTSIDE
 
     def _watch(self, token_id: int) -> None:
-        """Look for a trigger that ends in this token, be it in the middle of it."""
+        """Look for a trigger that ends in this token, even in the middle of it."""
         assert self.grammar is not None
         tokenizer, triggers = self.grammar.tokenizer, self.grammar.triggers
         text = self._tail + tokenizer.decode_bytes([token_id])
@@ -320,7 +320,7 @@ class Guide:
     def _match(self, token_id: int) -> None:
         matcher, due = self.matcher, self._due
         assert matcher is not None and self.grammar is not None and self._lexer is not None
-        self._due = due[1:] or None if due and due[0] == token_id else None  # what is left still comes first
+        self._due = due[1:] or None if due and due[0] == token_id else None  # the rest still comes first
         self._matched.append(token_id)
         if (digits := self.grammar.digits) is not None:
             known = digits.known.get(token_id) or digits.learn(token_id)

@@ -4,10 +4,10 @@ Threads pay for themselves where masks take long. Those of plain texts are fille
 and fetch the matchers into the caches of their cores (one H200's host, 32 rows, the median and the 99th of a
 hundred steps, ms: 0.31 and 0.86 in one thread, 0.35 and 1.1 in eight, 0.33 and 0.75 where each step goes the
 way that suits it). A mask in the middle of a text allows any letter and is quick; so is, as a rule, the one
-after it. What a row takes in one thread is kept with its constraint (`MaskCost`), for rows whose last mask
-was *wide* and for the others: constraints differ a hundredfold. From that follows what a step would take in
-one thread, and what steps of that size took in several is kept as well. The way that should be quicker now is
-used, and now and then, ever more rarely, the other one. The masks are the same.
+after it. The time of a row in one thread is kept with its constraint (`MaskCost`), for rows whose last mask
+was *wide* and for the others: constraints differ a hundredfold. From that follows the time of a step in one
+thread, and the time that steps of that size took in several is kept as well. The way that should be quicker
+now is used, and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again
 
 
 def num_threads() -> int:
-    """How many threads fill masks: as many as this process has cores, but for the engine's own."""
+    """The number of threads that fill masks: the cores of this process, except the engine's own."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_THREADS, num_cores - 1))
 
@@ -43,8 +43,8 @@ class MaskFiller:
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
-        self._has_cores = num_threads() > 1  # beside the engine's own
-        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # of steps, by their size (`_size_of`)
+        self._has_cores = num_threads() > 1  # several cores besides the engine's own
+        self._in_threads = defaultdict[int, MaskCost](MaskCost)  # costs of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
@@ -65,7 +65,7 @@ class MaskFiller:
                 continue
             rows.append(guide)
             if matcher is None or (guide.known if guide.is_wide else guide.forced()):
-                guide.fill(masks_KW[row])  # to ask what must come takes half as long as such a mask
+                guide.fill(masks_KW[row])  # asking what must come takes half as long as filling this mask
                 broken += [guide] if guide.error is not None else []
             else:
                 groups[guide.mask_cost].append((matcher, row))
@@ -85,7 +85,7 @@ class MaskFiller:
 
     def _fill_groups(self, groups: Groups, masks_KW: np.ndarray) -> None:
         assert masks_KW.flags.c_contiguous
-        first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # once: of each row it takes 2 us
+        first, num_bytes = masks_KW.ctypes.data, masks_KW.strides[0]  # read once, as it takes 2 us
         num_rows = sum(map(len, groups.values()))
         expected_s = sum(cost.seconds * len(rows) for cost, rows in groups.items())
         if self._prefers_threads(num_rows, expected_s):
@@ -106,7 +106,7 @@ class MaskFiller:
     def look_back(self) -> int:
         """Tell the guides what the last masks allow, when the step is on its way.
 
-        Returns how many draws would be saved if the ids were appended that must come next.
+        Returns how many draws would be saved if the ids that must come next were appended.
         """
         (guides, masks_KW), num_saved = self._last, 0
         self._last = [], masks_KW[:0]
@@ -120,7 +120,7 @@ class MaskFiller:
         return num_saved
 
     def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
-        """Whether several threads should be quicker than one, which is expected to take so long."""
+        """Return True if several threads should be quicker than one, which should take `expected_s`."""
         if num_rows < 2 or not expected_s or not self._has_cores:
             return False
         is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0: to be tried

@@ -28,7 +28,7 @@ _NUMBER = re.compile(rb"[0-9.eE+-]*\Z")
 _BEGIN_WITH_DIGIT = r"[0-9](.|\n)*"
 
 
-OUTSIDE, INSIDE, ESCAPED = range(3)  # of quotes; after a backslash inside them
+OUTSIDE, INSIDE, ESCAPED = range(3)  # states of quotes; ESCAPED: after a backslash inside them
 
 
 TokenDigits = tuple[bool, int, tuple[int, ...]]  # nothing but a number? digits at its end; quotes after it
@@ -56,7 +56,7 @@ class Digits:
         self.enough = MAX_DIGITS - len(self._longer) + 1  # digits after which some token has too many
 
     def learn(self, token_id: int) -> TokenDigits:
-        """What a token adds to a text of JSON; `known` has it from now on."""
+        """Return what a token adds to a text of JSON; `known` has it from now on."""
         text = self._tokenizer.decode_bytes([token_id])
         found = _NUMBER.search(text)
         end = found[0] if found is not None else b""
@@ -68,7 +68,7 @@ class Digits:
         return made
 
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
-        """Take tokens of too many digits out of the mask behind a number, if others are left.
+        """Take tokens of too many digits out of the mask after a number, if others are left.
 
         A mask that allows letters is that of a text, whatever its quotes.
         """
@@ -80,7 +80,7 @@ class Digits:
 
 
 def _quotes_after(text: bytes, quotes: int) -> int:
-    """Whether a text of JSON ends inside quotes, given whether it begins there."""
+    """The state of quotes at the end of a text of JSON, given the state at its beginning."""
     for byte in text if b'"' in text or b"\\" in text or quotes == ESCAPED else b"":
         if quotes == ESCAPED:
             quotes = INSIDE

@@ -1,4 +1,4 @@
-"""The bytes of a model's tokens, for grammars: what the engine itself never looks at.
+"""The bytes of a model's tokens, for grammars; the engine itself never looks at them.
 
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
     tokenizer.json that needs no change ─────────────┘
@@ -40,7 +40,7 @@ class TokenBytes:
         self._is_started = False
         self._built: LLTokenizer | None = None
         self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, if these are tokens of their own
-        self.digits: Digits | None = None  # of its tokens
+        self.digits: Digits | None = None  # digits of its tokens
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class TokenBytes:
             threading.Thread(target=self.prepare, name="infer-vocabulary", daemon=True).start()
 
     def prepare(self) -> None:
-        """Build it, or wait until it is built; what cannot be read is said when it is needed."""
+        """Build it, or wait until it is built; an error is reported when it is needed."""
         with self._lock:
             read, self._read = self._read, None
             if read is None:

@@ -1,4 +1,4 @@
-"""How one answer is to be read: in which notation, with which tools, and whether it begins with reasoning.
+"""The format of one answer: its notation, its tools, and whether it begins with reasoning.
 
     the model's dialect ──┐
     tools, tool_choice  ──┼──► AnswerFormat ──► AnswerParser   reads the answer, one parser for each sequence
@@ -60,13 +60,13 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How one answer is to be read."""
+    """The format in which one answer is read."""
 
     dialect: Dialect | None = None  # None: no call is looked for
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # auto, required, or the name of a tool
     allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
-    max_calls: int | None = None  # the answer ends behind so many
+    max_calls: int | None = None  # calls after which the answer ends
     think: Think | None = None  # None: the model does not reason, or was told not to
     in_reasoning: bool = False  # the prompt ends inside of it
     in_text: bool = False  # the prompt ends inside of the answer's text, which goes on
@@ -80,7 +80,7 @@ class AnswerFormat:
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer is calls and nothing else, behind its reasoning."""
+        """True if the answer is calls and nothing else, after its reasoning."""
         return self.dialect is not None and self.choice != "auto"
 
     def bind(
@@ -90,7 +90,7 @@ class AnswerFormat:
         structured = constraint(self, tokenizer, params.structured)
         reasoning = None
         if self.think is not None and (structured is not None or max_reasoning is not None):
-            has_text = structured is not None and structured is params.structured  # and no calls
+            has_text = structured is not None and structured is params.structured  # text and no calls
             reasoning = _find_end(self.think, tokenizer, max_reasoning, self.think.next if has_text else "")
             if reasoning is None and self.in_reasoning and structured is not None:
                 raise RequestError.about(
@@ -103,9 +103,9 @@ class AnswerFormat:
         return replace(params, structured=structured, reasoning=reasoning)
 
     def opened(self, tokenizer: Tokenizer) -> tuple[list[int], AnswerFormat]:
-        """The ids that open the reasoning, and the format of an answer behind them.
+        """The ids that open the reasoning, and the format of an answer after them.
 
-        For an engine that watches for the end: an answer that never began to reason would have none.
+        This is for an engine that watches for the end: an answer that never began to reason would have none.
         """
         assert self.think is not None
         if self.in_reasoning:
@@ -128,7 +128,7 @@ class AnswerFormat:
 def _find_end(
     think: Think, tokenizer: Tokenizer, max_tokens: int | None, after: str = ""
 ) -> Reasoning | None:
-    """The end of reasoning, what brings it about after `max_tokens`, and what comes `after` it."""
+    """The end of reasoning, the ids that force it after `max_tokens`, and those that come `after` it."""
     end_id = tokenizer.token_id(think.end)
     if end_id is not None:
         later = tuple(tokenizer.encode(after, add_special=False, parse_special=True))

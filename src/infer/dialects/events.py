@@ -1,8 +1,8 @@
-"""What an answer is made of, in the order it was written: reasoning, text, tool calls.
+"""The parts of an answer, in the order it was written: reasoning, text, tool calls.
 
 A dialect's parser turns pieces of text into these events, whatever the family's own notation is; each API
-(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into its
-own words. Joined, the arguments of one call are one JSON object, character for character.
+(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into
+their own words. Joined, the arguments of one call are one JSON object, character for character.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 
 from infer.sampling.params import RowLogprobs
 
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a function that a model may call
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # name of a function that a model may call
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of what the model wrote for itself."""
+    """A piece of the text that the model wrote for itself."""
 
     text: str
 
@@ -38,7 +38,7 @@ class ContentDelta:
 class CallStart:
     """A tool call begins; its arguments follow."""
 
-    index: int  # of the answer's calls, from 0
+    index: int  # number among the answer's calls, from 0
     call_id: str
     name: str
 
@@ -57,18 +57,18 @@ AnswerEvent = ReasoningDelta | ContentDelta | CallStart | CallDelta
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The text and tokens that one step added to one output of a request.
 
-    One is made for every token, so it is no dataclass. Of a server's answer the ids are not known.
+    One is made for every token, so it is not a dataclass. The ids of a server's answer are not known.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # "stop", "tool_calls", "length", "abort" or "error", at the end
-    index: int = 0  # which of the request's n outputs
+    index: int = 0  # number among the request's n outputs
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
-    events: tuple[AnswerEvent, ...] = ()  # what the piece is made of, where the answer has a format
-    num_reasoning: int = 0  # of its tokens
+    events: tuple[AnswerEvent, ...] = ()  # parts of the piece, where the answer has a format
+    num_reasoning: int = 0  # tokens of reasoning among its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
 
 
 def read_arguments(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None: they are none, as where a limit or a stop string cut them.
+    """The arguments of a call as an object; None: they are not one, as when a limit or stop string cut them.
 
     Line ends in strings, which models write and JSON does not allow, are read; half a character is not.
     """

@@ -2,7 +2,7 @@
 
     required           start: one call or more                      the model chooses the tool
     a named tool       start: one call of that tool
-    auto, strict       a trigger, and behind it the rest of a call  free text is never masked
+    auto, strict       a trigger, and after it the rest of a call   free text is never masked
     allowed tools      the same two, with calls of these tools alone
     auto, with a response_format: calls, or JSON of that format
 
@@ -11,7 +11,7 @@ vocabulary is one as well (`<[id]>`): a marker that is one token is written as t
 
 Arguments follow the tool's schema. Keywords that the matcher cannot enforce are passed over, and arguments of
 a schema that it cannot follow at all are any object, unless the tool is `strict`: then it is refused by name.
-XML has raw text in it, so of a string only its choices are enforced there; in Python notation, names must be
+XML has raw text in it, so only the choices of a string are enforced there; in Python notation, names must be
 names of Python.
 """
 
@@ -34,7 +34,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from infer.dialects.answer import AnswerFormat, Tool
 
-_LEAD = r"/[ \n]{0,4}/"  # behind reasoning
+_LEAD = r"/[ \n]{0,4}/"  # blanks after reasoning
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # keywords that hold schemas by name
 _NOTES = frozenset(("title", "description", "examples", "default", "$comment", "deprecated", "x-guidance"))
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
@@ -43,7 +43,7 @@ _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None = None) -> Structured | None:
     """The constraint that an answer's tools and `tool_choice` amount to; None if the model is free.
 
-    With `text`, a constraint on answers that are no calls, an answer is one or the other from its start on.
+    With `text`, a constraint on answers that are not calls, an answer is one or the other from its start on.
     """
     dialect = form.dialect
     is_free = (
@@ -78,7 +78,7 @@ def _followed(tool: Tool, where: str) -> Tool:
     schema = dict(tool.parameters)
     is_plain = not set(schema) - {"type", "properties", "required", "$defs", "definitions", "$schema"}
     if is_plain:
-        schema.setdefault("properties", {})  # what a schema does not name, no tool can use
+        schema.setdefault("properties", {})  # no tool can use properties that its schema does not name
     close_objects(schema)
     try:
         check_keywords(schema, param=where, is_lenient=not tool.is_strict)
@@ -93,7 +93,7 @@ def _followed(tool: Tool, where: str) -> Tool:
 
 
 def _bare(schema: Any) -> Any:
-    """A schema without titles and descriptions, which are the model's to read."""
+    """A schema without titles and descriptions, which are for the model to read."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -137,7 +137,7 @@ def _reached(schema: Any, whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def _trigger(dialect: Dialect) -> str:
-    """The text behind which a call is certain, and its name is not written yet."""
+    """The text after which a call is certain, with its name not written yet."""
     if dialect.form == "xml":
         return "<function="
     if dialect.form == "harmony":
@@ -169,10 +169,10 @@ class _Lines:
         self._is_triggered = is_triggered
         self._tokenizer = tokenizer
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # of rules, by their bodies
+        self._names: dict[str, str] = {}  # names of rules, by their bodies
         self._symbols: dict[tuple[str, str], str] = {}  # rules of schemas, by tool and schema
         self._size = 0
-        self.lead = ""  # what stands in front of everything
+        self.lead = ""  # text in front of everything
         gap = (
             tokenizer.gap_after_special
             if self._is_special(dialect.begins[0] if dialect.begins else "")
@@ -210,7 +210,7 @@ class _Lines:
     # -- where calls stand ---------------------------------------------------------------------------
 
     def other(self, text: Structured) -> str:
-        """A rule for answers that are no calls."""
+        """A rule for answers that are not calls."""
         if text.kind not in ("json_schema", "json_object"):
             raise RequestError.about(
                 text.param,

@@ -4,16 +4,16 @@
 
     ReasoningDelta("hm")  ContentDelta("Let me see.")  CallStart(0, "call_…", "f")  CallDelta(0, '{"a": 1}')
 
-The parser is a coroutine that is handed one character at a time, so where pieces are cut cannot matter.
+The parser is a coroutine that is handed one character at a time, so it does not matter where pieces are cut.
 It holds back no more than it must: the beginning of a marker, blanks that may be the markup's, and a call
 until its name is known. From there on arguments are passed on as they come.
 
-What is no call after all is text, markers included, and nothing is lost: a marker with something else behind
-it, an object without a name, a bare object that names no known tool. Once a call has begun, its arguments
-are passed on as they were written, even if they turn out to be no JSON: that is for the caller to see.
+A call that proves not to be one is text, markers included, and nothing is lost: a marker with something else
+after it, an object without a name, a bare object that names no known tool. Once a call has begun, its
+arguments are passed on as they were written, even if they are not JSON: that is for the caller to see.
 
-What was to be a call is no text: behind a marker, where a limit or a stop string has cut the answer before
-the call had a name, and all that is incomplete where calls are forced.
+A call that was cut off is not text: what follows a marker, where a limit or a stop string has cut the answer
+before the call had a name, and everything incomplete where calls are forced.
 
 Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
 comes), a Python call when it is complete.
@@ -55,7 +55,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class _NotACall(Exception):
-    """What was read since the last marker is text."""
+    """The text since the last marker is not a call."""
 
 
 def new_call_id(*, is_short: bool) -> str:
@@ -66,7 +66,7 @@ def new_call_id(*, is_short: bool) -> str:
 
 
 class _Nesting:
-    """How far a text, given character by character, is inside of brackets and quotes."""
+    """The depth of a text, given character by character, inside brackets and quotes."""
 
     def __init__(self, opening: str, closing: str, quotes: str, *, begun: str) -> None:
         self._opening, self._closing, self._quotes = opening, closing, quotes
@@ -102,16 +102,16 @@ class AnswerParser:
         self._tools = {tool.name: tool for tool in form.tools if allowed is None or tool.name in allowed}
         self._out: list[tuple[type[AnswerEvent], int, list[str]]] = []  # kind, call, text in pieces
         self._ahead: list[str] = []  # characters to read again, the next one last
-        self._raw: list[str] = []  # what was read since the last marker
+        self._raw: list[str] = []  # characters read since the last marker
         self._blank = ""  # blanks that are dropped if markup follows
         self._is_edge = False  # markup came last, so that blanks are its own
         self._has_text = False
         self._num_calls = 0
         self._has_ended = False
         self._is_cut = False  # it did not end by itself
-        self._firsts: frozenset[str] | None = None  # while text is read: what markers begin with
+        self._firsts: frozenset[str] | None = None  # first characters of markers, while text is read
         self._in_call = False  # text is the arguments of a call
-        self._is_header = False  # what is read now says what the next message is
+        self._is_header = False  # True: the header of the next message is being read
         self.is_reasoning = form.in_reasoning
         self.is_done = False  # it has as many calls as it may have: the rest is not read
         self._run = self._answer()
@@ -128,7 +128,7 @@ class AnswerParser:
         return self._take()
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
-        """Return what was held back: the answer has ended, or was cut by a limit or a stop string."""
+        """Return the events held back: the answer has ended, or was cut by a limit or a stop string."""
         self._is_cut = is_cut
         self._send("")
         return self._take()
@@ -211,7 +211,7 @@ class AnswerParser:
             self._ahead.extend(reversed(text))
 
     def _begins_with(self, text: str) -> Reader[bool]:
-        """Whether blanks and `text` come next: they are read then, and nothing is read otherwise."""
+        """Return True if blanks and `text` come next, and read them; otherwise nothing is read."""
         read = ""
         while True:
             char = yield from self._char()
@@ -224,13 +224,13 @@ class AnswerParser:
                 return False
 
     def _close(self, end: str) -> Reader[None]:
-        """Read what ends a call, if it comes next; of one that was cut off, what is there is dropped."""
+        """Read the end of a call, if it comes next; the part of an end that was cut off is dropped."""
         is_there = yield from self._begins_with(end)
         if not is_there and self._has_ended and end.startswith("".join(reversed(self._ahead)).lstrip()):
             self._ahead.clear()
 
     def _first(self) -> Reader[str]:
-        """The next character that is no blank."""
+        """The next character that is not a blank."""
         while True:
             char = yield from self._char()
             if not char.isspace():
@@ -241,7 +241,7 @@ class AnswerParser:
             raise _NotACall
 
     def _name(self, end: str = "", pattern: re.Pattern[str] = NAME) -> Reader[str]:
-        """A name, blanks around it, and `end` behind it; what cannot become that is text at once."""
+        """A name, blanks around it, and `end` after it; text that cannot become that is text at once."""
         name, char = "", (yield from self._first())
         while char and pattern.fullmatch(name + char):
             name += char
@@ -314,7 +314,7 @@ class AnswerParser:
                 yield from self._calls(marker)
 
     def _calls(self, marker: str) -> Reader[None]:
-        """The calls behind a marker, or where an answer begins; what is none becomes text."""
+        """The calls after a marker, or where an answer begins; anything else becomes text."""
         assert self._dialect is not None
         try:
             if marker == "<function=":
@@ -347,7 +347,7 @@ class AnswerParser:
                 self._say(text)
 
     def _comes(self, chars: str) -> Reader[bool]:
-        """Whether the next character that is no blank is one of these; nothing is read."""
+        """Return True if the next character that is not a blank is one of these; nothing is read."""
         for char in chars:
             if (yield from self._begins_with(char)):
                 self._unread(char)
@@ -582,7 +582,7 @@ class AnswerParser:
             is_first = self._in_call or self.is_reasoning not in spoken
             self._blank, self._is_edge, self._has_text = "" if is_first else "\n\n", is_first, False
             marker = "<|message|>"
-            while marker in ("<|message|>", "<|constrain|>"):  # in the middle of a message they mean nothing
+            while marker in ("<|message|>", "<|constrain|>"):  # neither has a meaning within a message
                 marker = yield from self._prose(HARMONY_MARKERS)
             if self._in_call:
                 if not self._has_text and not (self._has_ended and self._is_cut):
@@ -642,7 +642,7 @@ class AnswerParser:
     # -- Python --------------------------------------------------------------------------------------
 
     def _python_calls(self, *, is_fenced: bool) -> Reader[None]:
-        """A list of calls; behind a fence also calls without brackets, one after another."""
+        """A list of calls; after a fence also calls without brackets, one after another."""
         assert self._dialect is not None
         end = self._dialect.end[:1]
         is_list = yield from self._begins_with("[")

@@ -1,4 +1,4 @@
-"""How each family of models writes tool calls and reasoning: a table.
+"""The notations in which families of models write tool calls and reasoning: a table.
 
     hermes        <tool_call>⏎{"name": "f", "arguments": {…}}⏎</tool_call>         Hermes, Qwen 2.5, Qwen 3
     smollm2       <tool_call>[{"name": "f", "arguments": {…}}]</tool_call>         SmolLM2
@@ -16,8 +16,8 @@
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
 A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
-write it. Which row a model speaks is read from its chat template: a template that shows tools to a model
-also tells it, in these very characters, how to call one.
+write it. The row of a model is found by its chat template: a template that shows tools to a model also tells
+it, in these very characters, how to call one.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Dialect:
     name: str
     form: Form
     begins: tuple[str, ...] = ()  # markers in front of calls; a grammar writes the first
-    end: str = ""  # marker behind them
-    opening: str = ""  # what a grammar writes between the marker and the first call
-    between: str = ""  # and between two calls
-    closing: str = ""  # and between the last call and the end marker
+    end: str = ""  # marker after them
+    opening: str = ""  # text that a grammar writes between the marker and the first call
+    between: str = ""  # text that it writes between two calls
+    closing: str = ""  # text that it writes between the last call and the end marker
     is_repeated: bool = False  # a second call has markers of its own
     is_bare: bool = False  # calls also stand without a marker, where an answer begins
-    key: str = "arguments"  # json: what a grammar calls the arguments; both names are read
+    key: str = "arguments"  # json: the name that a grammar gives the arguments; both names are read
     separator: str = "[ARGS]"  # named: between the name and the arguments
     has_short_ids: bool = False  # ids of calls are 9 letters and digits
     shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
 
     @property
     def writes_marker(self) -> bool:
-        """Whether a call that is forced has the marker: Llama's may be missing, and is."""
+        """True if a forced call has the marker: Llama's may be missing, and is."""
         return bool(self.begins) and not (self.is_bare and not self.end)
 
     def write_calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
@@ -83,7 +83,7 @@ class Dialect:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the notation of whole answers, so that those without tools are read by it as well."""
+        """True if it is the notation of whole answers, so that those without tools are read by it as well."""
         return self.form == "harmony"
 
     @property
@@ -164,11 +164,11 @@ ALIASES = {  # names that other servers have for the same
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The tags around what a model writes for itself before it answers."""
+    """The tags around the text that a model writes for itself before it answers."""
 
     begin: str
     end: str
-    blank: str = "\n"  # behind the one and before the other
+    blank: str = "\n"  # blank after the begin tag and before the end tag
     next: str = ""  # header that the engine writes after the end, before a constrained answer
     wrap: tuple[str, str] | None = None  # tags around the answer that follows
     shown_by: str = ""  # a template that holds this text asks for it; else one that holds the end

@@ -51,7 +51,7 @@ def schema_types(schema: Mapping[str, Any] | None) -> frozenset[str]:
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
-    """Whether a value can be nothing but text."""
+    """Return True if a value can only be text."""
     return schema_types(schema) == {"string"}
 
 
@@ -79,7 +79,7 @@ def _is_of(value: Any, name: str) -> bool:
 
 
 def python_call(text: str, parameters: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
-    """The name and the JSON arguments of `f(a, k=v)`; None if it is no call of literals.
+    """The name and the JSON arguments of `f(a, k=v)`; None if it is not a call of literals.
 
     `parameters` has the parameters of each tool in order, for arguments that are given without a name.
     """

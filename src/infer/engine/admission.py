@@ -20,7 +20,7 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import SequenceGroup
 
 MAX_PRIORITY = 2**63 - 1
-SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give other seeds
+SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give requests other seeds
 MAX_DEADLINE = sys.float_info.max
 
 
@@ -34,7 +34,7 @@ def admit(
     eos_ids: tuple[int, ...],
     num_compiling: int = 0,
 ) -> tuple[SequenceGroup, array[int]]:
-    """Check a request against this model, this cache and this queue; what it may have, and its prompt's ids.
+    """Check a request against model, cache and queue; return what it may have, and its prompt's ids.
 
     A request without a seed gets one that follows from its `number`: equal runs give equal answers.
     """
@@ -57,16 +57,16 @@ def admit(
 
 
 def seed_of(request: Request, scheduler: Scheduler, number: int) -> int:
-    """The seed of the `number`-th request: its own, or one that follows from the number."""
+    """The seed of the `number`-th request: its own, or one derived from the number."""
     seed = request.params.seed
     return scheduler.config.seed * SEED_STRIDE + number if seed is None else seed
 
 
 def check_token_ids(request: Request, vocab_size: int) -> array[int]:
-    """Refuse ids that this model does not have; the prompt's, packed.
+    """Refuse ids that this model does not have; return the prompt's ids, packed.
 
-    Of a long prompt this is the one walk over Python's integers: from here on the ids are 32 bits each, side
-    by side, which numpy and the prefix tree read as they are.
+    This is the only walk over the Python integers of a long prompt: from here on the ids are 32 bits each,
+    side by side, which numpy and the prefix tree read as they are.
     """
     if not request.prompt:
         raise RequestError("the prompt has no tokens; give at least one", param="prompt")
@@ -110,7 +110,7 @@ def check_order(request: Request) -> None:
 
 
 def check_pooling(request: Request) -> None:
-    """Refuse a pooling that is not known, and one beside outputs that an embedding does not have."""
+    """Refuse an unknown pooling, and one that comes with outputs that an embedding does not have."""
     if request.pooling is None:
         return
     if request.pooling not in POOLINGS:
@@ -141,7 +141,7 @@ def check_width(request: Request, max_batch_size: int, budget: int) -> None:
 
 
 def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) -> int:
-    """How many tokens each sequence may reach, prompt included; without max_tokens, all that fit.
+    """The number of tokens each sequence may reach, prompt included; without max_tokens, all that fit.
 
     The last token of an output is never computed, so it needs no place in the cache. Beams advance
     together, so they must fit together.
@@ -168,7 +168,7 @@ def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) ->
 
 
 def _pooled_total(num_prompt: int, context_len: int, pool: PagedKVCachePool) -> int:
-    """The total of an embedding: its prompt may fill the context, and one token follows that never comes."""
+    """The total of an embedding: its prompt may fill the context, followed by one token that never comes."""
     if num_prompt > context_len:
         raise ContextOverflow(num_prompt, 0, context_len)
     if pool.can_ever_fit(num_prompt):

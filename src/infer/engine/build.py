@@ -199,7 +199,7 @@ def build_engine(
     def prepare() -> bool:
         is_more = warm_up is not None and warm_up.prepare()
         if is_more:
-            token_bytes.start()  # beside what is captured
+            token_bytes.start()  # runs while steps are captured
         return is_more or (speculation is not None and speculation.prepare())
 
     engine = Engine(
@@ -226,7 +226,7 @@ def build_engine(
         speculation=speculation,
         adapters=None if bank is None else _load_adapters(settings, loaded, bank),
     )
-    if on_gpu:  # on a CPU no step waits for the garbage collector, and tests build tiny models by the hundred
+    if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
@@ -277,7 +277,7 @@ def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBan
 
 
 def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communicator) -> ResolvedConfig:
-    """Bind the part of the model that another rank than 0 has; returns the same decisions as rank 0's."""
+    """Bind the part of the model that a rank other than 0 has; return the same decisions as rank 0's."""
     config = resolve_for(settings, loaded)
     _bind(config, loaded, communicator)()
     return config
@@ -286,7 +286,7 @@ def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communi
 def build_rank(
     config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, shape: StateShape
 ) -> TorchDevice | GpuDevice:
-    """Return the device half of another rank than 0, whose cache and rows are as many as rank 0's."""
+    """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
     store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
     return make_device(config, loaded, store, shape)
 
@@ -329,11 +329,11 @@ def token_bytes_of(
 
 
 def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
-    """Let Triton and cuDNN start on a GPU, in a thread beside the loading of weights: each takes a second.
+    """Start Triton and cuDNN on a GPU, in a thread, while weights are loaded: each takes a second.
 
-    The vocabulary is begun first: it keeps Python's lock for half a second, which copies do not need.
+    The vocabulary is begun first: it holds Python's lock for half a second, which copies do not need.
     """
-    with suppress(Exception):  # it will be said where they are needed
+    with suppress(Exception):  # the error is reported where they are needed
         device = choose_device(settings.load.device)
         if not is_gpu(device):
             return
@@ -373,7 +373,7 @@ def make_pool(
 
 
 def _find_allocator(name: str) -> type[BlockAllocator]:
-    """Return what hands out blocks: the engine's own, or a subclass of it that the user has written."""
+    """Return the allocator of blocks: the engine's own, or a subclass of it that the user has written."""
     if name == "lru":
         return BlockAllocator
     found = load_code(name, "block_allocator")
@@ -426,12 +426,12 @@ def _rehearse(
     wait_for_linears: Callable[[], bool],
     adapters: AdapterBank | None,
 ) -> StepBytes | None:
-    """Return what the largest step takes of a GPU, by running it; None: it is only computed."""
+    """Return the memory that the largest step takes on a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_device and is_gpu(loaded.device)):
         return None
     cache = config.settings.cache
     enforce_limit(loaded.device, cache.device_memory)
-    if config.backends.attention == "flash":  # which cannot attend to padding
+    if config.backends.attention == "flash":  # it cannot attend to padding
         return compute_step(config, loaded)
 
     def make_warm_up() -> WarmUp:
@@ -445,7 +445,7 @@ def _rehearse(
     def compile_steps(warm_up: WarmUp) -> None:
         warm_up.compile()  # Triton's kernels, while others compile those in CUDA C++
         if not wait_for_linears():
-            warm_up.compile()  # Triton's in place of those that could not be had
+            warm_up.compile()  # Triton's kernels in place of those that could not be had
         warm_up.device.wait_for_compilers()
 
     return rehearse(

@@ -1,4 +1,4 @@
-"""The size of the KV cache on this machine, from the memory that is free now, and what steps take beside it.
+"""The size of the KV cache on this machine, from the memory that is free now and the memory of steps.
 
 The arithmetic is that of `infer plan` (cache/memory.py). A start asks twice: before the weights are read,
 with their bytes taken off what is free, to refuse early; and once they are loaded, on a GPU with what the
@@ -38,13 +38,13 @@ from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
-ALLOCATOR_FACTOR = 2  # what a layer really takes: matrix libraries and allocators need room of their own
-SPLITS_PER_ROW = 16  # of a row that decodes: parts of its attention that are added up
-SAMPLER_BYTES = 6  # for each id of a row: its adjusted logit, and how often it was used
+ALLOCATOR_FACTOR = 2  # factor on a layer's bytes: matrix libraries and allocators need room of their own
+SPLITS_PER_ROW = 16  # parts of a decoding row's attention that are added up
+SAMPLER_BYTES = 6  # bytes for each id of a row: its adjusted logit, and how often it was used
 
 
 class DraftBytes(NamedTuple):
-    """What a model that drafts takes beside its weights."""
+    """The bytes that a model that drafts takes in addition to its weights."""
 
     per_token: int = 0  # bytes of keys and values, in as many blocks as the model has
     step: int = 0  # its largest steps, their graphs and buffers
@@ -64,9 +64,9 @@ def fit_to_device(
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
-    `weight_bytes` are of weights that will be loaded: what is free now is free less these. `step` is what
+    `weight_bytes` are those of weights still to be loaded: they are taken off what is free. `step` is what
     steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
-    `draft` is what another model takes that drafts.
+    `draft` is what another model that drafts takes.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
@@ -85,7 +85,7 @@ def fit_to_memory(
     step: StepBytes,
     draft: DraftBytes = NO_DRAFT,
 ) -> CacheSize:
-    """Return the size of the cache in this memory, of which the weights are taken off already."""
+    """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
     return fit_cache(
@@ -108,7 +108,7 @@ def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
 
 
 def cache_share(device: torch.device) -> float:
-    """Return the share of what is left beside weights and steps that a cache takes unless told otherwise."""
+    """Return the default share that a cache takes of the memory left by weights and steps."""
     return 1.0 if is_gpu(device) else CPU_SHARE
 
 
@@ -139,7 +139,7 @@ def step_bytes(
 ) -> StepBytes:
     """Return what the steps that this scheduler may plan take.
 
-    `graph_tokens` of prompts are captured at most; None: nothing is, and no state is kept on the device.
+    At most `graph_tokens` of prompts are captured; None: nothing is, and no state is kept on the device.
     Sampling a row takes its logits as the model has them, and in float32 the scaled ones, noise and the sum.
     """
     num_rows, each = scheduler.max_batch_size, bytes_per_element
@@ -178,7 +178,7 @@ def token_elements(model: ModelConfig) -> int:
 
 
 def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
-    """Return what unpacking the weights of this model takes of the largest step and of its logits."""
+    """Return what unpacking this model's weights takes in the largest step and in its logits."""
     matrices = [layer.stored for layer in model.modules() if isinstance(layer, Projected)]
     head, num_tokens = model.head.stored, scheduler.max_num_batched_tokens
     layers = (matrix.scratch_bytes(num_tokens) for matrix in matrices if matrix is not head)
@@ -194,15 +194,15 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
 
 
 class KeptCache(NamedTuple):
-    """How keys and values of a model are kept, and what each token of them takes."""
+    """The layout of a model's keys and values, and the bytes of a token."""
 
-    layout: KVLayout  # which layers share blocks
+    layout: KVLayout  # layers that share blocks
     bytes_per_token: int
-    workspace: float  # what attention needs of the cache's size once more
+    workspace: float  # share of the cache's size that attention needs again
 
 
 def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> KeptCache:
-    """Return what a cache of this model takes; attention that gathers unpacks codes, beside the codes."""
+    """Return what a cache of this model takes; attention that gathers unpacks codes and keeps both."""
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
@@ -224,7 +224,7 @@ def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def state_size(model: ModelConfig) -> StateSize | None:
-    """Return what layers keep in place of keys and values; None: all have these."""
+    """Return the size of what layers keep in place of keys and values; None: all have keys and values."""
     delta = model.delta
     if delta is None:
         return None
@@ -233,7 +233,7 @@ def state_size(model: ModelConfig) -> StateSize | None:
 
 
 def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
-    """Return which layers share blocks; only a paged cache has tables that can let go of some.
+    """Return the layout of a model's cache; only a paged cache has tables that can let go of blocks.
 
     A model that drafts shares the first table and catches up with whole texts, so that one lets go of none.
     """

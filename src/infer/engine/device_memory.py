@@ -28,16 +28,16 @@ from infer.config.knobs import parse_memory
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 
-PIN_BYTES = 2 << 20  # above 1 MiB: what is smaller is not taken from large blocks
+PIN_BYTES = 2 << 20  # above 1 MiB: smaller tensors are not taken from large blocks
 SMALL_BLOCK = 2 << 20
 NUM_SMALL_BLOCKS = 8
-# what is smaller shares its block with other tensors, and no pin could be told from them
+# a smaller tensor shares its block with others, and no pin could be told from them
 LEAST_ARENA = 32 << 20
 MAX_PINS_TRIED = 1000  # gaps of 2 MiB that other tensors have left
 
 
 def look(device: torch.device, asked: str | None, *, free_host: int | None = None) -> DeviceMemory:
-    """Return what a device has now; `asked` is `device_memory`, `free_host` what is free of a CPU's."""
+    """Return the memory of a device now; `asked` is `device_memory`, `free_host` a CPU's free memory."""
     if not is_gpu(device):
         total, resident = host_memory()
         limit = None if asked is None else device_limit(asked, total)
@@ -80,7 +80,7 @@ def enforce_limit(device: torch.device, asked: str | None) -> None:
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that tensors take at the same time while `work` runs, beside those before it."""
+    """Return the most bytes that tensors take at the same time while `work` runs, less those before it."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

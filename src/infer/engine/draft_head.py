@@ -30,7 +30,7 @@ class DraftHead(DraftModel):
     """Drafts with a head that follows the sequences' own model. One engine thread owns it."""
 
     def __init__(self, device: DeviceHalf, state: BatchState, *, target: GpuDevice | None = None) -> None:
-        """`target` as of `DraftModel`."""
+        """`target`: as in `DraftModel`."""
         super().__init__(device, state, 0, max_tokens=0, target=target)
         self._drawn = np.full(len(state.tenancy), NOBODY, dtype=np.int64)  # last stay in which a row drew
 
@@ -46,8 +46,8 @@ class DraftHead(DraftModel):
         return bool(self._drawn[seq.row] == self._state.tenancy[seq.row])
 
     def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:
-        """Where each text goes on: at its last token, for the head has seen all others."""
+        """The position from which each text goes on: its last token, for the head has seen all others."""
         return [len(seq.tokens) - 1 for seq in sequences]
 
     def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
-        """Nothing is remembered: the next step is followed, whatever was drafted."""
+        """Remember nothing: the next step is followed, whatever was drafted."""

@@ -39,11 +39,11 @@ NO_TEXT = 0  # number of a block that was never computed; no text has it
 
 
 class _DraftedText(NamedTuple):
-    """How far the model has come with the text of a row."""
+    """The progress of the model with the text of a row."""
 
     tenancy: int  # stay of the sequence that the row was given out for
     num_known: int  # tokens of its text that were known then, all of them computed
-    drafts: Seq[int]  # computed behind them
+    drafts: Seq[int]  # drafts computed after them
     num_full: int  # blocks that are full of known tokens, and
     last_text: int  # the number of the last one
 
@@ -52,7 +52,7 @@ NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT)
 
 
 class DraftModel:
-    """Drafts with a model that runs beside the sequences' own. One engine thread owns it."""
+    """Drafts with a second model next to the sequences' own. One engine thread owns it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DraftModel:
         max_tokens: int,
         target: GpuDevice | None = None,
     ) -> None:
-        """`max_tokens`: of one order, which bounds how much of a text it catches up with at once.
+        """`max_tokens`: tokens of one order, which bounds how much of a text it catches up with at once.
 
         `target` takes the drafts on the device: its step is launched before the host has read them.
         """
@@ -94,7 +94,7 @@ class DraftModel:
         return True
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Launch what drafts for these sequences, as many as each has places for; `collect` brings them."""
+        """Launch drafting for these sequences, as many ids as each has places for; `collect` brings them."""
         starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
         known = np.array([len(seq.tokens) for seq in sequences])
         chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
@@ -126,7 +126,7 @@ class DraftModel:
         return drafts
 
     def _chunks(self, sequences: Seq[Sequence]) -> Chunks:
-        """Chunks of these sequences, at positions that are still to be said, each followed by one draw."""
+        """Chunks of these sequences, at positions that are not given yet, each followed by one draw."""
         seq_ids, rows = np.array([(seq.seq_id, seq.row) for seq in sequences]).T
         ones = np.ones(len(rows), dtype=np.int64)
         return Chunks(seq_ids, ones, ones, ones, rows, sequences=list(sequences))
@@ -162,7 +162,7 @@ class DraftModel:
             self._run(Chunks.of(chunks, chosen)).wait()
 
     def _num_computed(self, seq: Sequence) -> int:
-        """How many tokens of a text are in its cache, the last one never."""
+        """The number of tokens of a text that are in its cache, never counting the last one."""
         row = self._rows[seq.row]
         if row.tenancy != self._state.tenancy[seq.row]:
             row = self._rows[seq.row] = self._recognise(seq)
@@ -174,7 +174,7 @@ class DraftModel:
         return min(row.num_known + num_right, len(seq.tokens) - 1)
 
     def _recognise(self, seq: Sequence) -> _DraftedText:
-        """What is known of the text of a sequence that begins to run: the blocks that match it."""
+        """The part of a text that is known when its sequence begins to run: the blocks that match it."""
         num_full, last_text = 0, NO_TEXT
         for block, text in zip(self._blocks(seq), self._texts_of(seq.tokens, 0, NO_TEXT), strict=False):
             if self._texts[block] != text:
@@ -202,7 +202,7 @@ class DraftModel:
             yield text
 
     def _blocks(self, seq: Sequence) -> list[int]:
-        """The blocks of a sequence in the table that drafts are kept by."""
+        """The blocks of a sequence in the table by which drafts are kept."""
         blocks: list[int] = self._state.tables[
             0, seq.row, : seq.num_reserved // self._state.block_size
         ].tolist()

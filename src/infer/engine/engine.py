@@ -16,25 +16,25 @@ CPU plans step N + 1 while the device computes step N:
     device           [ step 1           ][ step 2                   ][ step 3
 
 A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
-A sequence that stops at an id that came late has more tokens computed, which are not reported. How many
-steps are launched ahead of the one that is read:
+A sequence that stops at an id that came late has more tokens computed, which are not reported. The number
+of steps that are launched ahead of the one that is read:
 
     none          requests are there whose next step depends on ids, running or about to: forks, beams; or
                   the next step should have drafts, or the last one has
-    1             a request waits, or the last plan computes prompts: a newcomer stands behind few steps;
+    1             a request waits, or the last plan computes prompts: a newcomer waits for few steps;
                   or what a sequence may say next depends on its text (2, of which one has been read)
     steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
 
 Integers decide, never a clock: a run that is repeated makes the same plans.
 
 A step with *guided* sequences (engine/guided.py) samples late, when the ids before it are known and the masks
-made of them are filled. The model runs meanwhile. What else the ids mean comes when the model of the next
-step is launched, unless they are followed by so much that must come that it is worth appending:
+made of them are filled. The model runs meanwhile. The ids are reported when the model of the next step is
+launched, unless enough ids that must come follow them to make appending worth it:
 
     CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
     device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
 
-A request whose constraint must be compiled first waits for that beside the scheduler's queue (`_compiling`).
+A request whose constraint must be compiled first waits outside the scheduler's queue (`_compiling`).
 It counts as waiting, may be aborted, and takes its place in the queue in the step after.
 
 A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 3
-IDLE_S = 1.0  # without work, before what no request waits for is begun
+IDLE_S = 1.0  # seconds without work before the work that no request waits for begins
 
 
 class _Flight(NamedTuple):
@@ -120,11 +120,11 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.phases = Phases() if phases is None else phases  # of its start
+        self.phases = Phases() if phases is None else phases  # phases of its start
         self.context_len = context_len
         self._form = asdict(form or EngineForm())
         self.model_len = model_len or context_len  # the model's own context, where less is served
-        self.family = family  # of the model's network
+        self.family = family  # family of the model's network
         self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
         self._eos_ids, self._has_head = eos_ids, has_head
@@ -134,17 +134,17 @@ class Engine:
         self._requests.observer = observer
         self._guided = self._requests.guided
         self._empty_steps = 0
-        self._unreported: list[StepOutput] = []  # of a step that was interrupted; the next one brings them
-        # at most; 0: each step is read before the next is planned, as it must be where nothing is kept of it
+        self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
+        # at most this many; 0: each step is read before the next is planned, as it must be without a cache
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._adapters = adapters
         self.speculation = speculation
         self._requests.speculation = speculation
-        self._has_drafts = False  # the last step launched: it is read before the next
-        self._wants_drafts = False  # the next step
-        self._is_guided = False  # the last step launched: its masks need all ids before it
+        self._has_drafts = False  # the last step launched has drafts, so it is read before the next
+        self._wants_drafts = False  # the next step should have drafts
+        self._is_guided = False  # the last step launched is guided: its masks need all ids before it
         self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
         self._compile_s = Histogram(GRAMMAR_SECONDS)
         self._compiling: CompilingRequests[tuple[SequenceGroup, array[int]]] = CompilingRequests(
@@ -152,7 +152,7 @@ class Engine:
         )
         self._step_tokens = Histogram(STEP_TOKENS)
         self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
-        self._live = LiveView(scheduler, clock)  # what pages see, while any look
+        self._live = LiveView(scheduler, clock)  # the view that pages see, while any look
         self._pace, self._has_pace = StepPace(), False  # it is taken where requests may go to other engines
         self._ended_at = 0.0  # the end of the last step that was concluded
 
@@ -244,7 +244,7 @@ class Engine:
             self._requests.stories = self._guided.stories = self._stories
 
     def use_idle_time(self) -> float | None:
-        """Do one piece of what no request waits for, first after `IDLE_S` without work.
+        """Do one piece of the work that no request waits for, first after `IDLE_S` idle seconds.
 
         Returns the seconds without work before the next piece; None: there is no more. The vocabulary of
         constraints is read in a thread. Steps are timed again, unless the run is written down with its costs.
@@ -287,7 +287,7 @@ class Engine:
 
     @property
     def device(self) -> DeviceHalf:
-        """What executes its orders."""
+        """The device half that executes its orders."""
         return self._device
 
     @property
@@ -420,7 +420,7 @@ class Engine:
     def _sample(self, plan: StepPlan, step: PendingStep, launched_at: float) -> list[StepOutput]:
         """Sample a step that has begun, once all ids before it are known: they say what may come next.
 
-        The device waits for that. The rest of what they mean is found out while it samples.
+        The device waits for that. Everything else that they mean is found out while it samples.
         """
         outputs: list[StepOutput] = []
         try:
@@ -445,7 +445,7 @@ class Engine:
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
-        """Let requests whose constraints are compiled into the queue; the last outputs of all others."""
+        """Let requests with compiled constraints into the queue; return the last outputs of all others."""
         outputs: list[StepOutput] = []
         for (group, tokens), result in self._compiling.take():
             if isinstance(result, Grammar):
@@ -459,19 +459,19 @@ class Engine:
 
     @property
     def _num_ahead(self) -> int:
-        """How many steps may be under way when the next one is planned."""
+        """The number of steps that may be under way when the next one is planned."""
         requests = self._requests
         if requests.waiting_for_ids or self._has_drafts or self._wants_drafts:
             return 0
         if requests.queued_joint and self.scheduler.num_free_places > 0:  # the next plan may let one in
             return 0
-        if self._is_guided:  # of two, the first has been read
+        if self._is_guided:  # the first of two has been read
             return min(self._steps_ahead, 2)
         is_quiet = self.scheduler.all_decode and not self.scheduler.num_waiting
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
-        """Wait for the steps under way, but for the last ones, and report what came of them."""
+        """Wait for the steps under way, except the last ones, and report what came of them."""
         outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
             try:
@@ -563,7 +563,7 @@ class Engine:
 
 
 def _why_no_token(params: SamplingParams) -> str:
-    """Why a request has no next token; that its own rules forbid all of them only where it has any."""
+    """The reason why a request has no next token; its own rules are to blame only where it has any."""
     broken = (
         "the logits of this request are not finite: the weights are probably damaged, or too large for the "
         "dtype (dtype=float32 has room for more)"

@@ -1,9 +1,9 @@
-"""What was built to stay is kept out of the garbage collector's sight.
+"""Objects that were built to stay are kept out of the garbage collector's sight.
 
-Python frees most memory by counting references. For what refers to itself in a circle it has a collector,
-which now and then walks through *every* object it knows. In a process that has imported PyTorch and compiled
-kernels that takes more than a tenth of a second; it comes in the middle of a step, and the device runs out of
-work.
+Python frees most memory by counting references. For objects that refer to each other in a circle it has a
+collector, which now and then walks through *every* object it knows. In a process that has imported PyTorch
+and compiled kernels that takes more than a tenth of a second; it comes in the middle of a step, and the
+device runs out of work.
 
 `gc.freeze` moves all objects of the moment to where the collector never looks:
 
@@ -44,7 +44,7 @@ def collect() -> None:
 
 
 def freezing(prepare: Callable[[], bool]) -> Callable[[], bool]:
-    """`prepare`, which does a piece of work and says whether it did; behind the last one comes a `freeze`."""
+    """`prepare`, which does a piece of work and says whether it did; after the last one comes a `freeze`."""
     has_worked = False
 
     def run() -> bool:

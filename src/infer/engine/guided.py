@@ -36,7 +36,7 @@ Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]  # it
 
 
 class Outputs(Protocol):
-    """What guided sequences ask of the request table."""
+    """The part of the request table that guided sequences use."""
 
     num_output_tokens: int
 
@@ -62,7 +62,7 @@ class GuidedRequests:
     """The guides of all sequences that have one. One engine thread owns it."""
 
     def __init__(self, requests: Outputs, scheduler: Scheduler) -> None:
-        self.guides: dict[int, Guide] = {}  # by seq_id
+        self.guides: dict[int, Guide] = {}  # guides by seq_id
         self.jumps = True  # whether ids that must follow are appended without a step for each
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
         self.stories: Stories | None = None
@@ -133,7 +133,7 @@ class GuidedRequests:
     # -- when ids are appended --------------------------------------------------------------------
 
     def report(self, sampled: Iterable[Sampled], outputs: list[StepOutput]) -> Iterator[Sampled]:
-        """What each sequence sampled, but for guided ones, whose outputs are made here."""
+        """Yield what each sequence sampled, except for guided ones, whose outputs are made here."""
         for seq, ids, logprobs in sampled:
             guide = self.guides.get(seq.seq_id)
             if guide is None or seq.is_beam:
@@ -177,8 +177,8 @@ class GuidedRequests:
     def jump(self, plan: StepPlan | None, dropped: set[int]) -> list[StepOutput]:
         """Append what must follow in the sequences of a step under way, or, without one, in all that run.
 
-        None gets any ids unless as many draws are saved as the batch has sequences: the step that computes
-        them is longer for all. Otherwise they are drawn one by one, under masks that allow nothing else.
+        None gets any ids unless at least as many draws are saved as the batch has sequences: the step that
+        computes them is longer for all. Otherwise they are drawn one by one, under masks that allow no other.
         `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
         """
         outputs: list[StepOutput] = []

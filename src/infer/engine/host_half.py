@@ -3,14 +3,14 @@
     plan      chunks of sequences, blocks that were reserved, blocks to move     (scheduling/plan.py)
     order     rows, ids, slots, differences of state: numbers only               (execution/order.py)
 
-A device keeps state from step to step, so an order says only what has changed. What the host half remembers
-for that is little, a line for each row of the batch state:
+A device keeps state from step to step, so an order says only what has changed. For that, the host half
+remembers little, a line for each row of the batch state:
 
     tenancy       for which stay of a sequence the device has entered the row; another one: it begins anew
     has_newest    whether the device drew the row's newest token itself; if not, the order says it
 
 Here it is decided, once, what each row of a step is. A chunk with drafts verifies them. A chunk of one token
-that is followed by one draw decodes, be it the last token of a prompt: it is computed in the same way.
+that is followed by one draw decodes, even the last token of a prompt: it is computed in the same way.
 Everything else is a prompt, or part of one. In a step with drafts no row decodes: where one row waits for its
 last ids to be known, all do, and a chunk of one token is a window without drafts.
 
@@ -62,7 +62,7 @@ class HostHalf:
     """Makes the orders of one engine, each from the plan that follows the last."""
 
     def __init__(self, state: BatchState, *, window_tokens: int = 0, is_draft: bool = False) -> None:
-        """`window_tokens` as of a device (execution/device.py); `is_draft`: for a model that drafts."""
+        """`window_tokens`: as in a device (execution/device.py); `is_draft`: for a model that drafts."""
         self._state, num_rows = state, len(state.tenancy)
         self._window_tokens, self._is_draft = window_tokens, is_draft
         self._tenancy = np.full(num_rows, NOBODY, dtype=np.int64)
@@ -103,7 +103,7 @@ class HostHalf:
         is_drawn_on_host = (chunks.num_samples > 1) | (self._is_beam[rows] & chunks.draws)
         has_drafts = np.zeros(len(kinds), dtype=bool)
         table_changes = plan.table_changes
-        if self._is_draft:  # what it has missed of a text is a window, of which the last token draws
+        if self._is_draft:  # the part of a text that it has missed is a window, whose last token draws
             self._has_newest[rows[chunks.stops <= [len(seq.tokens) for seq in sequences]]] = False
             if table_changes and begins.any():
                 table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
@@ -185,7 +185,7 @@ class HostHalf:
         """Note which newest tokens a device knows after this order."""
         rows = chunks.rows
         self._has_newest[rows] = False if is_on_host else chunks.draws & ~has_drafts
-        if is_on_host or has_drafts.any():  # what came of it is the host's to say
+        if is_on_host or has_drafts.any():  # the host says what came of it
             self._tenancy[rows[self._has_uses[rows] & (is_on_host | has_drafts)]] = NOBODY
 
     def _lay_out(self, chunks: Chunks, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +218,7 @@ class HostHalf:
         return lines_KB3.reshape(-1, 3)
 
     def _entries(self, arrived: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How rows that begin are sampled, their facts, and their lists end to end."""
+        """The sample lines of rows that begin, their facts, and their lists end to end."""
         if not arrived:
             return EMPTY.lines, EMPTY.facts, EMPTY.extras
         lines, facts, extras = bytearray(), list[RowFacts](), array("I")
@@ -253,7 +253,7 @@ def _has_uses(seq: Sequence) -> bool:
 
 
 def _line(seq: Sequence) -> SampleLine:
-    """How a sequence is sampled."""
+    """The sampling parameters of a sequence, as a line."""
     params = seq.group.request.params
     return SampleLine(
         seq.row,
@@ -287,7 +287,7 @@ def _facts(seq: Sequence) -> RowFacts:
 def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
     """The token after each chunk's last, where it is known and the step does not draw it, or is read for it.
 
-    None at all if every chunk draws: so it is in most steps.
+    There is none at all if every chunk draws, as in most steps.
     """
     (numbers,) = (~chunks.draws).nonzero()
     if not len(numbers) and not reading:
@@ -313,7 +313,7 @@ def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
 
 
 def _but_those_of(rows: np.ndarray, changes: list[int], num_rows: int) -> list[int]:
-    """The changes of tables but those of some rows, whose whole tables are sent."""
+    """The changes of tables except those of some rows, whose whole tables are sent."""
     kept = np.array(changes, dtype=np.int64).reshape(-1, 3)
     found: list[int] = kept[~np.isin(kept[:, 0] % num_rows, rows)].reshape(-1).tolist()
     return found

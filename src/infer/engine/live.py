@@ -1,11 +1,11 @@
-"""What a page shows that looks at a running engine: its last steps, its blocks, its queue, its prefix tree.
+"""The live view of a running engine for a page: its last steps, its blocks, its queue, its prefix tree.
 
     page looks  ──► LiveView.look()   turns the view on for WATCH_S more seconds; returns a LiveSnapshot
     step ends   ──► LiveView.note()   writes one row of integers into a ring; called only while the view is on
 
 While nobody looks, a step costs one look at a flag. A snapshot is made between two steps, at most every
 MIN_INTERVAL_S and so rarely that all of them take at most MAX_SHARE of the time: where one takes long, the
-next comes later. Whoever asks earlier gets the last one again, so many pages cost as much as one.
+next comes later. Whoever asks earlier gets the last one again, so any number of pages costs as much as one.
 
 **Blocks** are drawn as a row of cells, one per block, in the order of their numbers:
 
@@ -13,9 +13,9 @@ next comes later. Whoever asks earlier gets the last one again, so many pages co
              3 held by a sequence of a request that is not listed   4 + i: held by one of `requests[i]`
     cells    [4, 3, 2, 1, 0, 252]    run lengths: 3 blocks of request 0, 1 shared, 252 free
 
-More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows what most of them are (where two
-kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the first
-one held. `counts` are exact.
+More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows the kind of most of them (where
+two kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the
+first one held. `counts` are exact.
 
 A snapshot holds ids and counts. No token, no text and no prompt is in it.
 """
@@ -46,10 +46,10 @@ WAITS: Final = {  # names of the reasons why a queue stands still
     CACHE_FULL: "blocks",
     BATCH_CLOSED: "batch",
 }
-WATCH_S: Final = 3.0  # after the last look, in which steps are still written down
-MIN_INTERVAL_S: Final = 0.1  # between two snapshots
-MAX_SHARE: Final = 0.005  # of the time, that snapshots may take
-SLOW_INTERVAL_S: Final = 1.0  # between two looks at what changes slowly: the prefix tree, the host's memory
+WATCH_S: Final = 3.0  # seconds after the last look in which steps are still written down
+MIN_INTERVAL_S: Final = 0.1  # seconds between two snapshots
+MAX_SHARE: Final = 0.005  # share of the time that snapshots may take
+SLOW_INTERVAL_S: Final = 1.0  # seconds between two looks at what changes slowly: prefix tree, host memory
 MAX_STEPS: Final = 512  # rows of the ring
 MAX_CELLS: Final = 4096
 MAX_RUNNING: Final = 256  # requests that are listed
@@ -66,14 +66,14 @@ STEP_COLUMNS: Final = (
     "step",
     "decode_rows",  # sequences that computed their last token, and drafts after it
     "prompt_rows",  # chunks of prompts, and of what a preempted sequence computes again
-    "prompt_tokens",  # in these chunks
-    "drafts",  # judged by the step
-    "accepted",  # of these
+    "prompt_tokens",  # tokens of these chunks
+    "drafts",  # drafts judged by the step
+    "accepted",  # drafts that were accepted
     "forks",  # sequences that began as copies, since the row before
     "preemptions",
     "transfers",  # blocks copied or swapped before the step
     "in_graph",  # 1: the model ran in a captured graph
-    "microseconds",  # from the launch of the step, or from the end of the one before, to its end
+    "microseconds",  # time from the launch of the step, or from the end of the one before, to its end
 )
 
 
@@ -81,7 +81,7 @@ NUM_COLUMNS: Final = len(STEP_COLUMNS)
 
 
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Where one request stands; counts of several sequences are added up."""
+    """The state of one request; counts of several sequences are added up."""
 
     request_id: str
     state: str  # "decode", "prefill" or "waiting"
@@ -100,10 +100,10 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int  # counts snapshots, from 1
     made_at: float  # seconds since 1970
-    interval_s: float  # until the next one can be had
-    step: int  # of the scheduler
+    interval_s: float  # seconds until the next one is made
+    step: int  # number of the scheduler's step
     num_running: int  # sequences
-    num_waiting: int  # sequences, those included whose constraint is being compiled
+    num_waiting: int  # sequences, with those whose constraint is being compiled
     max_batch_size: int
     token_budget: int
     block_size: int
@@ -116,7 +116,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     host_cells: list[int]
     requests: list[LiveRequest]  # running ones by urgency, then waiting ones in the order of their turns
     num_unlisted: int  # sequences that are not among the requests
-    branches: list[Branch]  # of the prefix tree, in blocks
+    branches: list[Branch]  # branches of the prefix tree, in blocks
     host_bytes: tuple[int, int, int]  # the machine's memory, what this process uses, what is free
     steps: bytes  # rows of int64, see STEP_COLUMNS, the oldest first
 
@@ -180,7 +180,7 @@ class LiveView:
     # -- snapshots --------------------------------------------------------------------------------
 
     def look(self, compiling: Iterable[SequenceGroup] = ()) -> LiveSnapshot:
-        """The engine as of now, or as of a moment ago; `compiling` are requests beside the queue."""
+        """The engine as of now, or as of a moment ago; `compiling` are requests outside the queue."""
         now = self.clock()
         if not self.is_on or now > self._until:
             self.is_on, self._num_rows = True, 0
@@ -265,7 +265,7 @@ class LiveView:
 
 
 def waits_for(scheduler: Scheduler, *, is_first: bool) -> str:
-    """What the first sequence of the queue waits for (scheduling/watch.py), and the others for their turn.
+    """The reason the first sequence of the queue waits (scheduling/watch.py); the others wait their turn.
 
     "place": the batch is full, for all of them. "blocks": there are too few. "budget": the steps' tokens are
     spent on others. "batch": a static batch runs to its end. "step": nothing but the next plan.
@@ -298,7 +298,7 @@ def _describe(
 
 
 def _compiling(group: SequenceGroup) -> LiveRequest:
-    """A request that waits beside the queue until its constraint is compiled."""
+    """A request that waits outside the queue until its constraint is compiled."""
     request = group.request
     return LiveRequest(request.request_id, "waiting", "compile", 1, len(request.prompt), 0, 0, 0, 0, 0)
 
@@ -345,7 +345,7 @@ def _numbers(blocks: Collection[int]) -> np.ndarray:
 
 
 def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
-    """How many blocks a cell stands for, and the cells as run lengths."""
+    """The number of blocks that a cell stands for, and the cells as run lengths."""
     per_cell = max(-(-len(codes) // MAX_CELLS), 1)
     if per_cell > 1:
         codes = _summarise(codes, per_cell)
@@ -357,13 +357,13 @@ def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
 
 
 def _summarise(codes: np.ndarray, per_cell: int) -> np.ndarray:
-    """What most blocks of each cell are; if that is held, the owner of the first one held."""
+    """The kind of most blocks of each cell; if that is held, the owner of the first one held."""
     cells, kinds = np.arange(len(codes)) // per_cell, np.minimum(codes, HELD)
     num_cells = int(cells[-1]) + 1
     counts = np.bincount(cells * NUM_KINDS + kinds, minlength=num_cells * NUM_KINDS).reshape(-1, NUM_KINDS)
-    most = HELD - np.argmax(counts[:, ::-1], axis=1)  # of equal counts, the highest kind
+    most = HELD - np.argmax(counts[:, ::-1], axis=1)  # the highest kind if counts are equal
     held = np.flatnonzero(kinds == HELD)[::-1]
     first_held = np.zeros(num_cells, dtype=np.int64)
-    first_held[cells[held]] = codes[held]  # where a cell has several, the last to be written: its first block
+    first_held[cells[held]] = codes[held]  # the first block of a cell is written last, so it stays
     summary: np.ndarray = np.where(most == HELD, first_held, most)
     return summary

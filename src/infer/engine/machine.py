@@ -1,4 +1,4 @@
-"""What `config/resolve.py` wants to know of this machine and of a model that is loaded or about to be."""
+"""The facts `config/resolve.py` needs about this machine and about a model, loaded or about to be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer.loader.load import LoadChoice, LoadedModel
 
 
 def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = None) -> Machine:
-    """Return what the device of this model has, or of it what a `device_memory` lets an engine have."""
+    """Return what the device of this model has, or the part of it that a `device_memory` allows."""
     device = loaded.device
     memory = gpu_memory(device)
     if memory is not None and device_memory is not None:
@@ -25,7 +25,7 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         has_gpu_kernels=has_gpu_kernels(device),
         has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
         profile=device_profile(device),
-        has_c_attention=loaded.config.delta is None  # whose steps are plain PyTorch
+        has_c_attention=loaded.config.delta is None  # steps with a delta rule are plain PyTorch
         and attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
     )
 
@@ -42,7 +42,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
-    """Return what decisions depend on of this model."""
+    """Return the facts of this model that decisions depend on."""
     model, state = loaded.config, state_size(loaded.config)
     key_bytes = model.num_kv_heads * model.head_dim * loaded.dtype.itemsize
     return ModelFacts(

@@ -1,4 +1,4 @@
-"""What work costs on this machine, measured once when an engine is built: preemption, and prompts."""
+"""The cost of work on this machine, measured once when an engine is built: preemption, and prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.scheduling.preemption import PreemptionCost
 
-PROBE_TOKENS = 64  # of the prefill that measures what recomputing costs
+PROBE_TOKENS = 64  # tokens of the prefill that measures what recomputing costs
 NUM_PROBES = 3  # the best counts: another process may disturb one
 
 
@@ -31,7 +31,7 @@ def measure_cost(
 
 @torch.inference_mode()
 def prefill_seconds(model: Model, device: torch.device, num_tokens: int) -> float:
-    """How long the model takes for the tokens of one prompt, launched kernel by kernel; the best of three."""
+    """The seconds that the model takes for one prompt, launched kernel by kernel; the best of three."""
 
     def prefill() -> None:
         step = WholeSequence(attend_sdpa, device)

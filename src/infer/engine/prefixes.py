@@ -1,7 +1,7 @@
-"""What others know of an engine's prefix cache: hashes of the prefixes that it holds.
+"""The public view of an engine's prefix cache: hashes of the prefixes that it holds.
 
-An engine with replicas tells what its prefix tree gains and loses (`take_prefix_news`), so whoever chooses
-between the replicas knows what each has, evictions included.
+An engine with replicas reports what its prefix tree gains and loses (`take_prefix_news`), so whoever
+chooses between the replicas knows what each has, evictions included.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from infer.loader.load import LoadedModel
 
 
 def make_memory(size: int) -> int:
-    """A file without a name for the memory that this many ranks share: nothing is left of it when all end."""
+    """A file without a name for the memory that this many ranks share: it is gone when all of them end."""
     make = getattr(os, "memfd_create", None)
     if make is not None:
         handle: int = make("infer-ranks")

@@ -1,4 +1,4 @@
-"""What the steps of an engine take of a GPU's memory, found out by running the largest one there can be.
+"""The GPU memory that the steps of an engine take, measured by running the largest possible one.
 
 Before the KV cache takes the rest of the memory, a device half with hardly a cache computes the largest step
 that the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
@@ -25,7 +25,7 @@ from infer.engine.gc_freeze import collect
 from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.warm_up import WarmUp
 
-GAP_FACTOR = 1.25  # what an arena needs for tensors of all sizes, for each byte of the largest step
+GAP_FACTOR = 1.25  # bytes of an arena for tensors of all sizes, for each byte of the largest step
 
 
 def rehearse(
@@ -37,7 +37,7 @@ def rehearse(
     graph_tokens: int | None,
     asked: str | None,
 ) -> StepBytes:
-    """Return what steps take, as measured; of logits at least what is `computed`. `asked`: device_memory."""
+    """Return what steps take, as measured; for logits at least what is `computed`. `asked`: device_memory."""
     torch.cuda.empty_cache()
     memory = device_memory.look(device, asked)
     if memory.room <= 0:
@@ -51,7 +51,7 @@ def rehearse(
         made: list[WarmUp] = []
         buffers = device_memory.peak_of(lambda: made.append(make_warm_up()), device)
         warm_up = made.pop()
-        compile_steps(warm_up)  # what that takes is free again, and not part of the buffers
+        compile_steps(warm_up)  # its memory is free again, and not part of the buffers
         layers = device_memory.peak_of(warm_up.compute_padding, device)
         logits = device_memory.peak_of(warm_up.sample_padding, device)
     except torch.OutOfMemoryError as error:
@@ -62,13 +62,13 @@ def rehearse(
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None
     del warm_up
-    collect()  # what comes next looks at how much is free
+    collect()  # the next part looks at how much is free
     graphs = 0
     if graph_tokens is not None:
         share = min((num_rows + graph_tokens) / num_tokens, 1.0)
         scratch = min(computed.scratch, layers)
         graphs = graph_pool_bytes(scratch + int((layers - scratch) * share), logits, scratch)
-        buffers += GRAPH_WORKSPACE  # of the thread that captures them
+        buffers += GRAPH_WORKSPACE  # workspace of the thread that captures them
     # the host's sampler, for requests that need it, copies the logits more often than the device's
     return StepBytes(
         int(GAP_FACTOR * layers), int(GAP_FACTOR * max(logits, computed.logits)), graphs, buffers

@@ -39,15 +39,15 @@ from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 
-ARRIVALS_PER_GROUP = 1 << 20  # arrival numbers leave room for the forks of a group beside each other
+ARRIVALS_PER_GROUP = 1 << 20  # room between arrival numbers, for the forks of a group
 
 
 class RequestTable:
     """Makes, advances and ends the sequences of every request. One engine thread owns it."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock  # for metrics only
-        self.groups: dict[str, SequenceGroup] = {}  # by request id
+        self._clock = clock  # clock for metrics only
+        self.groups: dict[str, SequenceGroup] = {}  # groups by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
         self.queued_joint: set[str] = set()  # requests that will be among them when they begin
         self.guided = GuidedRequests(self, scheduler)
@@ -65,7 +65,7 @@ class RequestTable:
     def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
         """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
         params = group.request.params
-        group.added_at = group.added_at or self._clock()  # one that was compiled waits since before that
+        group.added_at = group.added_at or self._clock()  # earlier, if a constraint was compiled first
         leader = self._new_sequence(group, 0, tokens)
         leader.arrival = self.num_added * ARRIVALS_PER_GROUP
         leader.num_slots = params.num_sequences
@@ -96,7 +96,7 @@ class RequestTable:
         return seq
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Let a child continue beside its parent; its next token already has its place."""
+        """Let a child continue along with its parent; its next token already has its place."""
         child = self._new_sequence(parent.group, index, parent.tokens)
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
@@ -127,7 +127,7 @@ class RequestTable:
             tokens = seq.tokens
             for token_id in ids:
                 tokens.append(token_id)
-                if token_id in seq.stop_ids:  # ids behind it are not part of the output
+                if token_id in seq.stop_ids:  # ids after it are not part of the output
                     break
             else:
                 if len(tokens) < seq.bare_until:
@@ -148,13 +148,13 @@ class RequestTable:
         return outputs
 
     def _report_pooled(self, plan: StepPlan, pooled: Mapping[int, np.ndarray]) -> list[StepOutput]:
-        """Add the pooled states of a step's chunks up; one output for each embedding that is complete."""
+        """Add up the pooled states of a step's chunks; one output for each embedding that is complete."""
         outputs: list[StepOutput] = []
         for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True)):
             group, states_D = seq.group, pooled.get(number)
             if states_D is None or seq.finish_reason is not None:
                 continue
-            if group.pooled_D is not None and chunk.start:  # at 0 it starts over: it was preempted half way
+            if group.pooled_D is not None and chunk.start:  # one from 0 starts over, after a preemption
                 states_D = group.pooled_D + states_D
             group.pooled_D = states_D
             if chunk.stop < seq.num_prompt:
@@ -174,7 +174,7 @@ class RequestTable:
         sampled: Iterable[Sampled],
         offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]],
     ) -> Iterator[Sampled]:
-        """What each sequence sampled, a leader's ids as one for each it forks into, and beams put aside."""
+        """Yield what each sequence sampled, a leader's ids one by one for its forks, and set beams aside."""
         for seq, ids, logprobs in sampled:
             if seq.is_beam and ids and seq.finish_reason is None:
                 row = logprobs[0]

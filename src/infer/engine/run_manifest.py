@@ -1,4 +1,4 @@
-"""What a run depends on besides its requests.
+"""The facts that a run depends on besides its requests.
 
     facts + requests, each at its step  ──►  the same plans and the same ids, every time
 
@@ -35,20 +35,20 @@ PLACES = (
 class RunFacts:
     """Everything that decides a run and is not a request."""
 
-    version: str  # of this package
+    version: str  # version of this package
     model: str
     fingerprint: str
-    dtype: str  # chosen, never "auto"
+    dtype: str  # the dtype that was chosen, never "auto"
     device: str
     num_threads: int  # the order of a sum, and so its last bit, may depend on it
     context_len: int
     knobs: Mapping[str, Any]
     cache: CacheSize
     cost: PreemptionCost
-    step_costs: StepCosts | None = None  # where sequences get drafts: seconds of steps
+    step_costs: StepCosts | None = None  # seconds of steps, where sequences get drafts
     draft_model: str = ""  # the name of the model that drafts; none: none does
     draft_fingerprint: str = ""
-    steps_ahead: int  # launched before one is read: a sequence that stops at an id is in so many plans more
+    steps_ahead: int  # steps launched before one is read: a stopped sequence is in that many more plans
 
 
 def shareable_knobs(config: EngineConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ none while prompts are computed or could be admitted, nor where the batch is too
 Steps overlap then as if there were no speculation. While they do, the newest ids are still on the device:
 `is_due` looks at those that are known and says if it is worth waiting for the rest.
 
-What depends on all tokens before it, a penalty or a mask, differs from one draft to the next; devices know
+A penalty or a mask depends on all tokens before it, so it differs from one draft to the next; devices know
 (execution/host_sampling.py, execution/gpu/lanes.py).
 """
 
@@ -79,11 +79,11 @@ class Speculation:
         prepare: Callable[[], bool] = lambda: False,
         again: Iterable[tuple[StepCosts, float | None]] = (),
     ) -> None:
-        """`max_rows`: of a batch with drafts; `max_len`: the longest text with drafts that a model can see.
+        """`max_rows`: rows of a batch with drafts; `max_len`: tokens of the longest text with drafts.
 
         `again`: times a step at each turn; yields the costs known then and the idle seconds until the next.
 
-        `is_synthetic`: what is kept is decided by chance, so what was found is replaced by as many as can be.
+        `is_synthetic`: chance decides what is kept, so drafts that were found are replaced by as many as fit.
         """
         assert (proposer is None) != (drafter is None), "either looks drafts up, or a model makes them"
         self._scheduler, self._lengths = scheduler, lengths
@@ -99,7 +99,7 @@ class Speculation:
         self._again = iter(again)
         # wishes of the next step and the size of its batch, and how many drafts each gets
         self._chosen: tuple[list[tuple[int, int]], int, list[int]] = ([], 0, [])
-        # steps that overlap again after a wait in vain, and the last of them
+        # steps that overlap again after a wait that found nothing, and the last of them
         self._pause = self._pause_end = 0
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
@@ -123,7 +123,7 @@ class Speculation:
     def is_due(self) -> bool:
         """True if the next step should have drafts, as far as the ids that are known can tell.
 
-        Steps that were waited for in vain are followed by a pause, twice as long each time.
+        Steps that were waited for without finding drafts are followed by a pause, twice as long each time.
         """
         if self._scheduler.step < self._pause_end or not self._is_quiet():
             return False
@@ -210,7 +210,7 @@ class Speculation:
                 seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
 
     def accepted_by_position(self) -> tuple[int, ...]:
-        """How many drafts were kept at each position of a window that a sequence can have."""
+        """The number of drafts kept at each position of a window that a sequence can have."""
         counts = self.totals.by_position
         return tuple(counts + [0] * (self._max_drafts - len(counts)))
 
@@ -263,16 +263,16 @@ class Speculation:
         return Wish(seq.seq_id, seq.tokens, seq.num_prompt, seq.group.request.cache_salt, num_drafts)
 
     def _usable(self, seq: Sequence, drafts: Seq[int]) -> Seq[int]:
-        """The drafts up to the first that is no token, or that would end the text: nothing follows it."""
+        """The drafts up to the first that is not a token or would end the text: nothing follows it."""
         for place, token_id in enumerate(drafts):
             if not 0 <= token_id < self._vocab_size or token_id in seq.stop_ids:
                 return drafts[:place]
         return drafts
 
     def _counts(self, pairs: Seq[tuple[Sequence, Wish]], found: Seq[Seq[int]]) -> list[int]:
-        """How many of the drafts that were found each sequence computes.
+        """The number of found drafts that each sequence computes.
 
-        No sequence is preempted for a draft, nor left out of the step: ids of others would be under way then.
+        No sequence is preempted or left out of the step for a draft: ids of others would then be under way.
         """
         scheduler, available = self._scheduler, [len(drafts) for drafts in found]
         asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
@@ -297,9 +297,9 @@ class Speculation:
 
     @property
     def _room(self) -> int:
-        """Drafts that a step has room for beside a token of each sequence."""
+        """The number of drafts that a step has room for, after one token of each sequence."""
         return max(self._max_tokens - len(self._scheduler.running), 0)
 
     def _seen(self) -> float:
-        """Positions that a token of the batch attends to, in the mean."""
+        """The number of positions that a token of the batch attends to, on average."""
         return float(self._scheduler.state.num_tokens.mean())

@@ -1,4 +1,4 @@
-"""From the knobs of speculative decoding to what drafts for an engine.
+"""Builds what drafts for an engine, from the knobs of speculative decoding.
 
 ngram, suffix     a proposer over texts: nothing to load
 draft_model       a second model on the same device, with as many blocks as the first, and a device half
@@ -64,11 +64,11 @@ ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadHeaders:
-    """What the files of a head say."""
+    """The facts of a head, read from its files."""
 
     source: ModelSource
     eagle: EagleConfig
-    eos_ids: tuple[int, ...] = ()  # the model's own end its texts
+    eos_ids: tuple[int, ...] = ()  # the model's own ids end its texts
 
     @property
     def config(self) -> ModelConfig:
@@ -97,7 +97,7 @@ class LoadedHead:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """None of its own."""
+        """Empty: a head has none of its own."""
         return self.headers.eos_ids
 
 
@@ -107,7 +107,7 @@ def read_draft(
     name: str,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> ModelHeaders | HeadHeaders | None:
-    """Return what the files say of the model or head that drafts, if there is one; a wrong one is refused.
+    """Return the facts of the model or head that drafts, from its files, if there is one; refuse a wrong one.
 
     `find` replaces how those of a model are found: a plan and a benchmark may have a config.json alone.
     """
@@ -133,7 +133,7 @@ def read_draft(
 
 
 def _find_draft(name: str) -> ModelSource:
-    """Return where the files of what drafts are."""
+    """Return the place of the files of what drafts."""
     try:
         return resolve_model(name, show_progress=False)
     except ModelSourceError as error:
@@ -141,7 +141,7 @@ def _find_draft(name: str) -> ModelSource:
 
 
 def _is_head(settings: SpeculationConfig, path: Path) -> bool:
-    """True if what drafts is a head on the states of another model: so it was said, or its config says it."""
+    """True if what drafts is a head on another model's states, by its settings or by its config."""
     if settings.method == "eagle3":
         return True
     raw = read_hf_config(path) if (path / "config.json").is_file() else {}
@@ -176,7 +176,7 @@ def _find_shape(name: str) -> ModelHeaders:
 
 
 def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | LoadedHead | None:
-    """Load the model or head that drafts, if there is one, beside the model it drafts for."""
+    """Load the model or head that drafts, if there is one, in addition to the model it drafts for."""
     settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
     find = _find_shape if is_made_up else None
     headers = read_draft(settings, loaded.config, loaded.name, find)
@@ -193,7 +193,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
             head,
             loaded.device,
             deterministic=config.deterministic,
-            cpu_products=config.settings.run.cpu_products,  # of matrices that it shares with the model
+            cpu_products=config.settings.run.cpu_products,  # mode of matrices that it shares with the model
         )()
         return LoadedHead(headers=headers, head=head, dtype=loaded.dtype, device=loaded.device)
     dtype, device = config.settings.load.dtype, str(loaded.device)
@@ -210,7 +210,7 @@ def draft_bytes(
 ) -> DraftBytes:
     """Return what the model that drafts takes: a token of each of the model's tables, and its steps.
 
-    `states_width`: of the states that a head reads of each token of the model's steps, which it follows.
+    `states_width`: width of the states that a head reads for each token of the model's steps.
     """
     scheduler = config.scheduler
     num_tokens = scheduler.max_num_batched_tokens if states_width else DRAFT_TOKENS
@@ -226,7 +226,7 @@ def draft_bytes(
         bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
-    states = 2 * num_tokens * states_width * dtype.itemsize  # as the model leaves them, and side by side
+    states = 2 * num_tokens * states_width * dtype.itemsize  # the model's own states, and side by side
     return DraftBytes(each * len(layout.windows), step.total + states)
 
 
@@ -310,7 +310,7 @@ def make_speculation(
 
 
 def _make_proposer(settings: SpeculationConfig) -> Proposer:
-    """Return what looks drafts up, which may be of a class that the user has written."""
+    """Return the proposer that looks drafts up, which may be of a class that the user has written."""
     if names_code(settings.method):
         found = load_code(settings.method, "speculative_method")
         if not (isinstance(found, type) and all(callable(getattr(found, name, None)) for name in PROPOSES)):

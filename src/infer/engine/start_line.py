@@ -54,7 +54,7 @@ def describe_engine(
 
 
 def _weights(config: ResolvedConfig) -> str:
-    """The form of the weights; of a quantized checkpoint also what it holds and what became of that."""
+    """The form of the weights; for a quantized checkpoint also what it holds and what became of that."""
     form = config.dtype if config.weights in ("as stored", "none") else config.weights
     if config.kept_as:
         return f'"{", ".join(filter(None, (config.published_as, config.kept_as)))}"'
@@ -65,14 +65,14 @@ def _weights(config: ResolvedConfig) -> str:
 
 
 def products(config: ResolvedConfig) -> str:
-    """How products of integers round activations on a CPU: exact or fast; nothing where there are none."""
+    """The way integer products round activations on a CPU: exact or fast; empty where there are none."""
     if config.device.startswith("cuda") or not config.weights.startswith("int"):
         return ""
     return "fast" if config.settings.run.cpu_products == "fast" else "exact"
 
 
 def kv_cache_dtype(config: ResolvedConfig) -> str:
-    """What keys and values are kept in."""
+    """The number format in which keys and values are kept."""
     kept_as = config.settings.cache.kv_cache_dtype.removesuffix("_per_token_head")
     return config.dtype if kept_as in ("auto", "none") else kept_as
 
@@ -85,7 +85,7 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
 
 
 def _speculation(config: ResolvedConfig) -> dict[str, object]:
-    """What proposes drafts, and how many at most; nothing where there are none."""
+    """The method that proposes drafts, and their largest number; nothing where there are none."""
     settings = config.settings.speculation
     return {"speculation": f"{settings.method},{settings.max_drafts}"} if settings.is_on else {}
 

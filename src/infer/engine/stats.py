@@ -1,4 +1,4 @@
-"""What an engine can say about itself at any moment: counts for metrics, health and the router.
+"""The counts that an engine reports at any moment, for metrics, health and the router.
 
 Counters only grow, gauges are as of now. An engine that is started again begins at zero; its client
 keeps the last snapshot of each life, and `add_counters` makes one story of them.
@@ -19,10 +19,10 @@ STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds for 
 class EngineForm:
     """The number formats of an engine and what computes them: facts that stay as long as it lives."""
 
-    dtype: str = ""  # of the activations
+    dtype: str = ""  # number format of the activations
     weights: str = ""  # their form: int8, int4, int4+int8, fp32, bf16, or "as stored"
-    kv_cache_dtype: str = ""  # of keys and values
-    products: str = ""  # of a CPU's integers: exact or fast; none: weights are not integers
+    kv_cache_dtype: str = ""  # number format of keys and values
+    products: str = ""  # rounding of a CPU's integer products: exact or fast; none: weights are not integers
     gpu: str = ""  # the name (UUID) of the GPU that computes it; none: a CPU, or one without a name
 
 
@@ -33,7 +33,7 @@ class EngineStats(EngineForm):
     num_steps: int = 0  # counter: plans that a device ran
     num_running: int = 0  # sequences
     num_waiting: int = 0
-    num_queued_tokens: int = 0  # of prompts, not computed yet
+    num_queued_tokens: int = 0  # prompt tokens that are not computed yet
     token_s: float = 0.0  # seconds of a prompt token and of a row that decodes, as lately; 0: not known
     row_s: float = 0.0
     max_batch_size: int = 0  # sequences that may run
@@ -43,14 +43,14 @@ class EngineStats(EngineForm):
     num_step_tokens: int = 0  # counter: tokens the model has seen
     step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
-    num_hit_tokens: int = 0  # counter: of these, found
+    num_hit_tokens: int = 0  # counter: those of them that were found
     num_restarts: int = 0  # counter: times it was started again, counted by its client
     num_grammar_failures: int = 0  # counter: constraints that could not be compiled
     grammar_s: float = 0.0  # counter: seconds of compiling, and
     grammar_times: tuple[int, ...] = ()  # counters: how often, one per bucket of GRAMMAR_SECONDS
     num_draft_windows: int = 0  # counter: sequences' steps with drafts
     num_draft_tokens: int = 0  # counter: drafts that steps have judged
-    num_accepted_tokens: int = 0  # counter: of these, kept
+    num_accepted_tokens: int = 0  # counter: those of them that were kept
     accepted_by_position: tuple[int, ...] = ()  # counters: kept at each position of a window
     draft_saved_s: float = 0.0  # seconds saved in all, estimated; falls where drafts are wrong
     block_size: int = 0  # tokens
@@ -59,7 +59,7 @@ class EngineStats(EngineForm):
     num_cached_blocks: int = 0  # held by the prefix tree
 
 
-PACE_WEIGHT = 0.1  # of the last step
+PACE_WEIGHT = 0.1  # weight of the last step
 
 GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compiling a constraint
 
@@ -92,7 +92,7 @@ def is_progress(before: EngineStats, after: EngineStats) -> bool:
 
 
 class StepPace:
-    """How long a token of a prompt and a row that decodes take, on average over the last steps."""
+    """The time that a prompt token and a decoding row take, on average over the last steps."""
 
     __slots__ = ("row_s", "token_s")
 

@@ -1,4 +1,4 @@
-"""How long a step takes by its number of tokens, measured with the device itself before the first request.
+"""The time of a step by its number of tokens, measured with the device itself before the first request.
 
 A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens, in blocks that hold nothing
 yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are written
@@ -29,7 +29,7 @@ from infer.speculative.adaptive import StepCosts
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
 DRAFT_PROBES = 4  # drafts that are timed together
 MOST_SECONDS = 2.0  # time for all windows: costs that are not measured by then follow the last two
-IDLE_WAITS_S = (10.0, 60.0, 600.0, None)  # after each time all windows were measured again; None: no more
+IDLE_WAITS_S = (10.0, 60.0, 600.0, None)  # pauses after measuring all windows again; None: no more
 
 
 def measure_step_costs(
@@ -47,8 +47,8 @@ def measure_step_costs(
 ) -> StepCosts:
     """Return what steps of a device take; the gaps are lost where they do not overlap.
 
-    `max_tokens`: of a text that the models can see and the cache can hold; a table may have room for more.
-    `draft_start`: where the first token stands that the drafter can compute; a head can compute none at 0.
+    `max_tokens`: tokens of a text that models can see and the cache can hold; a table may have room for more.
+    `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
     pairs, began = [], time.perf_counter()
@@ -79,7 +79,7 @@ def measure_again(
 ) -> Iterator[tuple[StepCosts, float | None]]:
     """Time windows again, one step at each turn; yields the costs so far and the idle seconds until the next.
 
-    What the blocks hold that a window is computed in is put back.
+    The blocks in which a window is computed get their contents back.
     """
     for wait_s in IDLE_WAITS_S:
         for turn in range(NUM_PROBES):
@@ -104,7 +104,7 @@ def _faster(costs: StepCosts, place: int, seconds: float) -> StepCosts:
 
 
 def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
-    """Return what one draft more takes: steps that go on from their own ids, launched behind each other."""
+    """Return what one more draft takes: steps that go on from their own ids, launched one after another."""
     first, best = _turn(shape, 1, start), float("inf")
     turns = [
         first._replace(

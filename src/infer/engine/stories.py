@@ -14,8 +14,8 @@ waits takes the sums when it comes and subtracts them when it is let in:
     sums      batch full 4.0 s   cache full 0.5 s      a request comes
               batch full 6.5 s   cache full 0.5 s      it is let in: 2.5 s, because the batch was full
 
-What is kept of a request does not grow with its length: counts, times, and of what happened the first
-MAX_EVENTS and the last. Neither prompts nor outputs nor salts are among it.
+What is kept of a request does not grow with its length: counts, times, and the first MAX_EVENTS events and
+the last. Prompts, outputs and salts are never kept.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from infer.scheduling.watch import HOLDS, NEXT_STEP
 
-MAX_EVENTS = 12  # that are kept from the beginning of a story, and as many from its end
+MAX_EVENTS = 12  # events kept from the beginning of a story, and as many from its end
 MAX_ERROR = 300  # characters of an error
 EVENT_NAMES: Final = ("chunk", "preempted", "swapped out", "returned")
 CHUNK, PREEMPTED, SWAPPED_OUT, RETURNED = range(len(EVENT_NAMES))
-MEMORY = 0.95  # how much of what prompts took before is kept when another one is computed
+MEMORY = 0.95  # weight of earlier prompts when another one is computed
 
 
 class StoryEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,10 +66,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStory(msgspec.Struct, kw_only=True):
-    """What an engine knows of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
+    """The engine's record of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
 
     request_id: str
-    now: float = 0.0  # when this was asked
+    now: float = 0.0  # time at which this was asked
     added_at: float = 0.0
     accepted_at: float = 0.0  # its constraint, if it has one, was compiled
     begun_at: float = 0.0  # a plan let it in for the first time
@@ -94,7 +94,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
-    most_beside: int = 0  # sequences that ran beside a chunk of it, at most
+    most_beside: int = 0  # the most other sequences that ran in a step with a chunk of it
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that left blocks in host memory
     num_moved: int = 0  # blocks that left
@@ -152,7 +152,7 @@ class _Life:
 
 
 class Stories:
-    """The stories of an engine's requests; of those that have ended, the last `limit`. One thread owns it."""
+    """The stories of an engine's requests, and of the last `limit` that have ended. One thread owns it."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Stories:
         self._held_s = [0.0] * len(HOLDS)  # seconds of each reason until then
         self._num_begun = 0
         self._chunk_tokens = 0  # tokens of chunks, of all requests
-        self._prefill_s = self._prefill_tokens = 0.0  # of the last prompts, the older the less
+        self._prefill_s = self._prefill_tokens = 0.0  # sums over the last prompts, older ones weigh less
         self.mask_s = 0.0  # seconds in which steps waited for masks
         scheduler.watch = self
 
@@ -225,7 +225,7 @@ class Stories:
         self._num_begun += 1
 
     def _end_wait(self, life: _Life, now: float) -> None:
-        """Write down for what a request has waited, from when it was accepted until now."""
+        """Write down what a request has waited for, from when it was accepted until now."""
         story, sums = life.story, self._sums(now)
         story.held_s = tuple(after - before for after, before in zip(sums, life.held_then, strict=True))
         story.waited_steps = self._scheduler.step - life.accepted_step
@@ -238,7 +238,7 @@ class Stories:
         if life is None:
             return
         if life.story.first_at:
-            life.chunks_then += num_tokens  # its own, which are not computed beside it
+            life.chunks_then += num_tokens  # its own tokens do not count as those of other prompts
             return
         story = life.story
         story.num_chunks += 1

@@ -5,7 +5,7 @@ A step's inputs are five small tables of integers, kept where they are and overw
     rows        A[5:6]   B[17:18]   C[0:4]
     tokens      a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
-    slots       where the block tables of each row put these positions: a line for each table
+    slots       the slots that each row's block tables give these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
 Where few rows have long contexts, each segment of one is an item: three kv heads alone keep two threads
@@ -40,8 +40,8 @@ from infer.layers.attention import AttentionLayer, LayerInputs, StepContext
 from infer.models.model import Network
 
 MAX_PARTS = 64  # segments of a step that are items of their own
-LOGIT_ROWS = 8  # up to which a step waits for Python rather than for the head; their logits keep their memory
-RECORDED_ROWS = 256  # tokens up to which Python takes longer than the last layer's unneeded ones; megabytes
+LOGIT_ROWS = 8  # rows up to which a step waits for Python, not for the head; their logits keep their memory
+RECORDED_ROWS = 256  # tokens up to which Python costs more than the last layer's unneeded tokens; megabytes
 
 
 class CpuInputs:
@@ -59,7 +59,7 @@ class CpuInputs:
         self.num_rows = self.num_items = 0
 
     def fill(self, order: StepOrder, rows: HostRows) -> list[int]:
-        """Write an order down; returns where each row's last token is."""
+        """Write an order down; return the place of each row's last token."""
         layout = lay_out(order, rows)
         self.num_rows = num_rows = len(layout.tokens)
         self.tokens[:num_rows] = layout.tokens
@@ -168,8 +168,8 @@ class CpuSteps:
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._captured_layers = captured_layers
-        self.layer_inputs = LayerInputs(captured_layers)  # of the last step
-        self._recorded_inputs = LayerInputs(captured_layers)  # of each recorded step, in the same memory
+        self.layer_inputs = LayerInputs(captured_layers)  # inputs of the last step
+        self._recorded_inputs = LayerInputs(captured_layers)  # those of recorded steps, in the same memory
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)
@@ -179,7 +179,7 @@ class CpuSteps:
     def run(
         self, order: StepOrder, on_select: Callable[[torch.Tensor], None] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """The hidden states of an order's tokens that are needed, and where each row's last one is.
+        """The hidden states of an order's tokens that are needed, and the place of each row's last one.
 
         The states of a recorded step are overwritten by the next one.
         """
@@ -236,7 +236,7 @@ class CpuSteps:
 def attention_library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Library | None:
     """The C kernels, if attention.c reads keys and values where they lie; None: it cannot, or is not built.
 
-    It does on a CPU in float32, of heads that it has room for.
+    It does so on a CPU in float32, for heads that it has room for.
     """
     can_read = device_kind(device) == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
     return library() if can_read else None

@@ -1,4 +1,4 @@
-"""What the engine asks of a device: to execute orders, now or a little later.
+"""The interface of a device: it executes orders, now or a little later.
 
     run      move blocks, update the rows' state, run the model, sample; returns at once where a device works
              by itself, and without having sampled where the order awaits masks
@@ -12,8 +12,8 @@ without:
     order ──► run ──┬──────────────────────► wait ──► StepResult
                     └──► masks ──► sample ──► wait
 
-Where sequences are constrained, what may come next is known only when the ids of the last step are, and takes
-the host some time to find out. The model runs meanwhile.
+Where sequences are constrained, the host needs the ids of the last step, and then some time, to find out what
+may come next. The model runs meanwhile.
 
 A device half owns tensors and makes no decisions: the same orders give the same ids in any process. The one
 of a CPU, and of plain PyTorch on any device, is in torch_device.py; the one of a GPU in gpu/device.py.
@@ -43,7 +43,7 @@ class StateShape(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step produced, row by row of its order."""
+    """The results of a step, row by row of its order."""
 
     ids: list[tuple[int, ...]]  # the sampled ids; empty where the row samples nothing
     logprobs: list[tuple[RowLogprobs | None, ...]]
@@ -71,7 +71,7 @@ class ReadyResult(NamedTuple):
 
 
 class PendingStep:
-    """A step under way. `sample` comes before `wait` where the order awaits masks, and is not called else.
+    """A step under way. `sample` comes before `wait` if the order awaits masks, and is not called otherwise.
 
     `launch` samples the step under the masks that it is given: at once, where the order awaits none. `memory`
     has room for masks.
@@ -142,7 +142,7 @@ class SyncDevice(ABC):
 
     can_embed = False
     window_tokens = 0
-    vocab_size: int = 0  # the number of logits of a row; to be given where sequences are constrained
+    vocab_size: int = 0  # number of logits of a row; needed where sequences are constrained
 
     @abstractmethod
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:

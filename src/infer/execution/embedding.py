@@ -1,14 +1,14 @@
 """The embedding of a prompt: the hidden states of its tokens, pooled chunk by chunk.
 
-An embedding is a request like any other up to its last prompt token: its chunks share steps with what
-decodes. Where a token would be drawn, the final hidden states are pooled instead:
+An embedding is a request like any other up to its last prompt token: its chunks share steps with rows that
+decode. Where a token would be drawn, the final hidden states are pooled instead:
 
     last   the state of the prompt's last token, from its last chunk
     mean   the sum over the tokens of each chunk; the engine adds the sums of all chunks up
 
-What a chunk gives depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are
-made in float64 and rounded to float32 once, by the engine: the order of additions, which follows from how a
-prompt is cut into chunks, then moves a digit that the rounding drops.
+The result of a chunk depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are
+made in float64 and rounded to float32 once, by the engine: the order of additions depends on how a prompt is
+cut into chunks, but it moves only digits that the rounding drops.
 
 Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 """
@@ -36,7 +36,7 @@ class Pooled(NamedTuple):
 
 
 def pool_hidden(order: StepOrder, book: RowBook, last_rows: list[int], hidden_TD: torch.Tensor) -> Pooled:
-    """Pool the rows of embeddings, given the hidden states of all tokens and where each row's last one is."""
+    """Pool the rows of embeddings, given the hidden states of all tokens and the place of each row's last."""
     numbers: list[int] = []
     states: list[torch.Tensor] = []
     columns = book.entries(order.rows), order.counts.tolist(), order.stops.tolist(), last_rows

@@ -9,8 +9,8 @@ finds no memory is halved again, until a token is left, which is tried twice. Th
 other and write what the whole step would have written, where it would have written it.
 
 A device half promises that an order which raises has changed nothing that a second one of the same tokens
-does not write again; transfers of blocks, which are not like that, have been made before. Of layers with a
-state that is not so: a token that has gone into a state cannot go into it again, so such a step fails.
+does not write again; transfers of blocks, which are not like that, have been made before. Layers with a state
+cannot promise that: a token that has gone into a state cannot go into it again, so their step fails.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SmallerSteps:
         self._tries_again = False  # a step that cannot be halved
 
     def run(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
-        """The result of the whole order, but for its transfers, which were made before.
+        """The result of the whole order, except for its transfers, which were made before.
 
-        `error` is why it did not run at once. It is raised if a step that cannot be halved fails twice.
+        `error` says why it did not run at once. It is raised if a step that cannot be halved fails twice.
         """
         error = error.with_traceback(None)  # its frames hold the tensors of the step
         if not self._can_repeat:
@@ -86,7 +86,7 @@ class SmallerSteps:
 
 
 def where_to_cut(order: StepOrder) -> tuple[int, int] | None:
-    """Where a step is halved: a row's number, and how many of its tokens come first; None: it cannot be."""
+    """The cut that halves a step: a row's number, and how many of its tokens come first; None: no cut."""
     before = order.counts.cumsum() - order.counts
     half = order.num_tokens // 2
     if not half:

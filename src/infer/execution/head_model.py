@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside the steps of its model: what it must see of each, and how it drafts from there.
+"""An EAGLE-3 head that follows its model's steps: what it must see of each, and how it drafts from there.
 
 A row of the head at position p takes g of p, which the model has made of the tokens up to p, and token p + 1;
 it guesses token p + 2 (models/eagle3.py). So the head is one position behind the token it is given, and the
@@ -17,11 +17,11 @@ The head follows every step of the model as soon as it is sampled, prompts and w
 values are always as far as the model's. On a GPU it does so in the graph that samples (gpu/device.py). Its
 keys and values lie in a store of their own with the same block numbers, and what moves a block of the model
 moves the head's: prefix hits, swaps, forks and preemption need nothing else.
-What is behind a refused draft was given a wrong token; the next step overwrites it, as it does the model's.
+Entries after a refused draft were given a wrong token; the next step overwrites them, as it does the model's.
 
 One entry may be of another text: that of the last position of a prefix that was found in the cache. It was
-given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer; to
-compute it again would take g of that position, which nothing keeps.
+given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer;
+computing it again would take g of that position, which nothing keeps.
 
 g is kept for the positions that a step draws at, since one of them is where drafts begin: in a ring for each
 row, in which position p has the place p mod P. A turn reads its state there and leaves y for the next one.
@@ -45,7 +45,7 @@ from infer.models.eagle3 import Eagle3
 class HeadModel(nn.Module):
     """A head as a device half runs it: tokens in, hidden states out, logits of the model's vocabulary.
 
-    A turn says of which row of state each of its tokens is (`step.rows`); padding is of row -1.
+    A turn gives the row of state of each of its tokens (`step.rows`); padding has row -1.
     """
 
     ring_RPD: torch.Tensor
@@ -54,7 +54,7 @@ class HeadModel(nn.Module):
         super().__init__()
         self.config: ModelConfig = head.config.block
         self.head, self.captured_layers = head, head.config.captured_layers
-        shape = num_rows + 1, num_drafts + 1, head.config.block.hidden_size  # the last row is padding's
+        shape = num_rows + 1, num_drafts + 1, head.config.block.hidden_size  # the last row is for padding
         weight = head.norm.weight
         ring_RPD = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.register_buffer("ring_RPD", ring_RPD, persistent=False)
@@ -79,11 +79,11 @@ class HeadModel(nn.Module):
         """See what a step of the model has computed; it has drawn at `places_S` for these rows of state."""
         g_TD = self.head.combine(states_TF)
         self.ring_RPD[rows_S.long(), step.positions[places_S] % self.ring_RPD.shape[1]] = g_TD[places_S]
-        # what is no token has no embedding
+        # an id that is not a token has no embedding
         self.head.remember(next_tokens_T.clamp(0, self.config.vocab_size - 1), g_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Return [S, V]: what the head cannot guess has no chance."""
+        """Return [S, V]; tokens that the head cannot guess have no chance."""
         logits_SW = self.head.logits(hidden_SD)
         if logits_SW.shape[1] == self.config.vocab_size:
             return logits_SW
@@ -92,7 +92,7 @@ class HeadModel(nn.Module):
 
 
 def drawn_places(order: StepOrder) -> np.ndarray:
-    """Where a step draws ids among the order's tokens."""
+    """The places among the order's tokens at which a step draws ids."""
     sampled = order.num_sampled.astype(np.int64)
     ends = order.counts.cumsum(dtype=np.int64)
     places: np.ndarray = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)
@@ -103,7 +103,7 @@ def following_tokens(order: StepOrder, numbers: np.ndarray | None = None) -> np.
     """The token after each of an order's tokens; -1 - s: the id with the number s of those that are drawn.
 
     Every place of a window is followed by the id that is drawn there: it is the draft, or it refuses it.
-    `numbers` are those of the drawn ids, place by place; None: they are counted through.
+    `numbers` are those of the drawn ids, place by place; None: they are numbered through.
     """
     ends = order.counts.cumsum(dtype=np.int64)
     tokens = np.zeros(int(ends[-1]) + 1, dtype=np.int64)
@@ -123,7 +123,7 @@ def with_drawn(following_T: torch.Tensor, ids_S: torch.Tensor) -> torch.Tensor:
 
 
 def kept_ids(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
-    """The id at each place where a step draws, given those that it has kept; 0: behind a refused draft.
+    """The id at each place where a step draws, given those that it has kept; 0: after a refused draft.
 
     A row goes on from the first of several ids that are drawn at one place.
     """

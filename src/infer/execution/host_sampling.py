@@ -3,8 +3,8 @@
     hidden [T]  ──►  positions that are sampled  ──►  logits  ──►  one id each, several before a fork
                 └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
 
-A part that device halves are given. The one of a CPU samples every step with it; a GPU's those whose ids
-decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
+Device halves use it as a part. The one of a CPU samples every step with it; the one of a GPU only steps whose
+ids decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
 
 A row that *verifies* drafts is sampled at all of its positions at once, each as if the drafts before it were
 right. The noise is a hash of (seed, position), so the id at a position is the one that the row would have
@@ -89,7 +89,7 @@ class HostSampler:
     def _rows_to_sample(
         self, order: StepOrder, last_rows: list[int], drafts: Mapping[int, list[int]], masks: StepMasks
     ) -> tuple[list[int], list[SampleRow], list[int]]:
-        """The rows of hidden states that are sampled, how each is, and how many ids each row draws."""
+        """The rows of hidden states that are sampled, the way each is, and how many ids each row draws."""
         places, rows, counts = list[int](), list[SampleRow](), list[int]()
         mask_of = masks.by_place() if len(masks.numbers) else {}
         columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()
@@ -178,7 +178,7 @@ def drafts_of(order: StepOrder) -> dict[int, list[int]]:
 
 
 def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many of the ids drawn next to drafts are kept: those that equal them, and one more."""
+    """The number of ids drawn next to drafts that are kept: those that equal them, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
 
@@ -190,7 +190,7 @@ class SyntheticJudge:
         self._acceptance, self._rng = acceptance, random.Random(0)
 
     def __call__(self, drawn: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many ids are kept: those next to drafts that were accepted, and one more."""
+        """The number of ids that are kept: those next to accepted drafts, and one more."""
         refused = (place for place in range(len(drafts)) if self._rng.random() >= self._acceptance)
         return next(refused, len(drafts)) + 1
 

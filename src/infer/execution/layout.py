@@ -3,7 +3,7 @@
     rows        A[5:6]   B[17:18]   C[0:4]
     tokens_T    a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
-    slots       where the block tables of each row put these positions: a line for each table
+    slots       the slots that each row's block tables give these positions: a line for each table
 
 A device half that computes on the host keeps the rows' block tables and last tokens itself (`HostRows`), as
 a GPU keeps them on the device: orders bring the differences.
@@ -44,10 +44,10 @@ class HostRows:
         self.block_size = shape.block_size
         self.tables = np.zeros((shape.num_tables, shape.num_rows, shape.max_blocks), dtype=np.int64)
         self.last_token = np.zeros(shape.num_rows, dtype=np.int64)
-        self._lines = self.tables.reshape(-1, shape.max_blocks)  # rows of all tables, counted through
+        self._lines = self.tables.reshape(-1, shape.max_blocks)  # rows of all tables, numbered through
 
     def apply(self, order: StepOrder) -> None:
-        """Take over what an order says has changed."""
+        """Take over the changes that an order brings."""
         if len(order.table_changes):
             rows, indices, blocks = order.table_changes[order.table_changes[:, 0] != PADDING].T
             self._lines[rows, indices] = blocks
@@ -130,7 +130,7 @@ class _TokenGroup(NamedTuple):
 
 
 def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
-    """Each row by itself, but those that decode together: the longest at most about twice the shortest."""
+    """Each row by itself, except those that decode together: the longest at most about twice the shortest."""
     firsts, stops, is_decode = layout.ends - order.counts, order.stops, order.kinds == DECODE
     made = []
     for number in (~is_decode).nonzero()[0].tolist():
@@ -163,7 +163,7 @@ class PagedStep(StepContext):
         self.last_places: list[int] = (layout.ends - 1).tolist()  # place of each row's last token
         self.groups = _group(layout, order, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._spans: dict[int, list[StateSpan]] = {}  # by table
+        self._spans: dict[int, list[StateSpan]] = {}  # spans by table
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a device is told in one step: arrays of numbers, and nothing else.
+"""The order that a device gets for one step: arrays of numbers, and nothing else.
 
 The host half (engine/host_half.py) turns a plan and its sequences into one `StepOrder`; a device half
 (device.py) executes it. A device knows rows, blocks and ids. It has never heard of requests or sequences.
@@ -15,13 +15,13 @@ The host half (engine/host_half.py) turns a plan and its sequences into one `Ste
 A row that *decodes* computes its last token, which the device knows: it drew it itself, or `known` says it.
 The tokens of all other rows are in the order, and so are the slots that their keys and values go to.
 A row that *verifies* draws an id at each of its positions, and keeps them up to the first that differs from
-the draft it was drawn next to: 1 to `count` ids come back. One that samples a single position has no drafts:
-it is a short stretch of text that is computed with others that have.
+the draft it was drawn next to: 1 to `count` ids come back. A row that samples a single position has no
+drafts: it is a short stretch of text that is computed with rows that have some.
 
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 
     lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
-    table_changes           blocks that tables have got: row (of all tables, counted through), index, block
+    table_changes           blocks that tables have got: row (of all tables, numbered through), index, block
     known                   last tokens that the device has not drawn: row, id, position
     transfers               blocks to move before anything else: kind, source, destination
 
@@ -79,17 +79,17 @@ class StepOrder(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows compute something."""
+        """The number of rows that compute something."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model sees."""
+        """The number of tokens that the model sees."""
         return int(self.counts.sum())
 
     @property
     def stops(self) -> np.ndarray:
-        """The position after each row's last token, which is where its last drawn id will stand."""
+        """The position after each row's last token, where its last drawn id will stand."""
         stops: np.ndarray = self.starts + self.counts
         return stops
 
@@ -153,7 +153,7 @@ class StepOrder(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    """What a device knows about a row besides its `SampleLine`, in the order of `StepOrder.facts`."""
+    """The facts that a device knows about a row besides its `SampleLine`, ordered as `StepOrder.facts`."""
 
     num_prompt: int
     num_logprobs: int = NONE  # alternatives reported with each drawn id

@@ -1,4 +1,4 @@
-"""How rank 0 sends messages to the other ranks: a ring of slots in memory that all of them have mapped.
+"""Messages from rank 0 to the other ranks: a ring of slots in memory that all of them have mapped.
 
     words    sent · taken by rank 1 · taken by rank 2 · ...     numbers of messages' pieces, which only grow
     slots    piece 5   piece 6   piece 7   piece 4              a long message is several pieces
@@ -37,7 +37,7 @@ def link_bytes(size: int) -> int:
 
 
 class RankLink:
-    """One rank's end of what joins the ranks of a model: its exchanges, and the messages of rank 0."""
+    """One rank's end of the link between the ranks of a model: its exchanges, and the messages of rank 0."""
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
         assert len(memory) >= link_bytes(size), (len(memory), size)
@@ -46,7 +46,7 @@ class RankLink:
         self._start = region_bytes(size)
         self._words = address_of(memory, self._start)
         self._aborted = address_of(memory)
-        self._number = 0  # of the last piece that was sent, or taken
+        self._number = 0  # number of the last piece that was sent, or taken
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
         """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last eight."""
@@ -76,7 +76,7 @@ class RankLink:
         return kind, body
 
     def arrived(self) -> tuple[int, ...]:
-        """How many exchanges each rank has come to."""
+        """The number of exchanges that each rank has come to."""
         words = range(1, 1 + self._size)
         return tuple(self._library.word_get(self._aborted + WORD_BYTES * word) for word in words)
 

@@ -1,7 +1,7 @@
-"""What a device half remembers on the host about the rows of its state.
+"""A device half's book on the host about the rows of its state.
 
-A row is told once, in the order with which it begins (`order.py`): how it is sampled, what else is read of
-it, and lists of ids where it has any. A GPU keeps the numbers that its sampler needs on the device
+A row is described once, in the order with which it begins (`order.py`): how it is sampled, what else is read
+of it, and lists of ids where it has any. A GPU keeps the numbers that its sampler needs on the device
 (gpu/rows.py); this book has the same facts for whatever the host does itself: sampling, logprobs of prompts,
 pooling.
 """
@@ -33,12 +33,12 @@ class RowEntry:
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many alternatives are reported with each drawn id; None: no logprobs at all."""
+        """The number of alternatives reported with each drawn id; None: no logprobs at all."""
         return None if self.facts.num_logprobs == NONE else self.facts.num_logprobs
 
     @property
     def pooling(self) -> str | None:
-        """What is pooled of its hidden states, if it is an embedding's."""
+        """The pooling of its hidden states, if it is an embedding's."""
         return POOLINGS[self.facts.pooling]
 
     @cached_property
@@ -57,7 +57,7 @@ class RowEntry:
         )
 
     def sample_row(self, position: int, index: int = 0, mask_W: np.ndarray | None = None) -> SampleRow:
-        """How the id at a position is drawn: the row's own, or that of the `index`-th row it forks into."""
+        """The facts for drawing the id at a position: for the row itself, or for its `index`-th fork."""
         return SampleRow(
             params=self.params,
             seed=sequence_seed(self.line.seed, index),

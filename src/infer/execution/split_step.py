@@ -1,4 +1,4 @@
-"""A step whose rows that decode and whose prompts are attended by different backends.
+"""A step whose decoding rows and prompts are attended by different backends.
 
     tokens      A B | C C C C | D D            A and B decode, C and D do not
     contexts    decode_attention_backend for A and B, attention_backend for C and D

@@ -108,7 +108,7 @@ class TorchDevice(SyncDevice):
 
     @property
     def attention(self) -> tuple[str, str]:
-        """What computes attention of prompts, and of rows that decode."""
+        """The backends that compute attention of prompts, and of rows that decode."""
         return self._backend, self._decode_backend
 
     def path_of(self, order: StepOrder) -> str:
@@ -165,7 +165,7 @@ class TorchDevice(SyncDevice):
         return order._replace(known=known, flags=order.flags & ~REPEATS)
 
     def compute_part(self, order: StepOrder) -> None:
-        """Execute an order as another rank than 0: compute the parts of this rank, and sample nothing."""
+        """Execute an order as a rank other than 0: compute the parts of this rank, and sample nothing."""
         with torch.inference_mode():
             self._enter(order)
             if order.num_rows:
@@ -189,7 +189,7 @@ class TorchDevice(SyncDevice):
         return result if pooled is None else result._replace(pooled=pooled)
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
-        """Hidden states of the needed tokens, where each row's last one is, and the inputs of layers."""
+        """Hidden states of the needed tokens, the place of each row's last one, and the inputs of layers."""
         on_select = None
         if self._adapters is not None:
             self._adapters.begin(self._slots(order))
@@ -230,7 +230,7 @@ class TorchHead(TorchDevice):
     can_embed = False
 
     def __init__(self, model: HeadModel, store: KVStore, shape: StateShape, **choices: Any) -> None:
-        """`choices` as of `TorchDevice`; no turn is recorded."""
+        """`choices`: as in `TorchDevice`; no turn is recorded."""
         super().__init__(model, store, shape, **(choices | {"record_cpu_step": False}))
         self.captured_layers, self._head_model = model.captured_layers, model
 

@@ -101,7 +101,7 @@ def _interleaved(vector: np.ndarray, position: int) -> np.ndarray:
 
 
 def _attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """What the engine's reference attention makes of one query of one head."""
+    """The result of the engine's reference attention for one query of one head."""
     q, k, v = (torch.from_numpy(part.astype(np.float32)) for part in (query[None], keys, values))
     out = attend_naive(q[:, None], k[:, None], v[:, None], scale=HEAD_DIM**-0.5, window=None)
     result: np.ndarray = out[0, 0].numpy()

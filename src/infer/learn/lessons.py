@@ -28,10 +28,10 @@ RIGHT: Final = "right\n"  # last line of a check that found nothing
 
 
 class CheckResult(NamedTuple):
-    """How a check ended."""
+    """The result of a check."""
 
     is_right: bool
-    message: str  # what is wrong, where something is
+    message: str  # the fault, where there is one
 
 
 def find_lesson(text: str) -> str:

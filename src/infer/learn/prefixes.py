@@ -27,7 +27,7 @@ def victim(idle):
     raise NotImplementedError
 '''
 
-GOOD_ENOUGH = 0.9  # of the tokens that the engine's own rule finds
+GOOD_ENOUGH = 0.9  # share of the tokens that the engine's own rule finds
 
 
 class IdleBlock(NamedTuple):

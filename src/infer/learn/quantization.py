@@ -25,7 +25,7 @@ def dequantize(codes, scales, group_size):
     raise NotImplementedError
 '''
 
-LOOSEST = 1.1  # of the step between two codes that symmetric rounding needs
+LOOSEST = 1.1  # multiple of the step between two codes that symmetric rounding needs
 
 
 def check(student: Student) -> None:

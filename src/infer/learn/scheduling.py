@@ -25,7 +25,7 @@ def urgency(seq):
     raise NotImplementedError
 '''
 
-MUCH_BETTER = 0.7  # of the mean wait in order of arrival
+MUCH_BETTER = 0.7  # share of the mean wait in order of arrival
 
 
 def check(student: Student) -> None:

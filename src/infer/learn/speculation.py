@@ -34,7 +34,7 @@ class Guesses:
         """Forget a sequence that has ended."""
 '''
 
-ENOUGH = 0.5  # of the guesses must be right, where a text repeats itself
+ENOUGH = 0.5  # share of the guesses that must be right, where a text repeats itself
 PERIOD = 6
 
 

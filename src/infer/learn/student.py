@@ -1,4 +1,4 @@
-"""The file of a student: loaded, asked for what it defines, and what goes wrong in it said in words."""
+"""The file of a student: loads it, asks for what it defines, and says in words what goes wrong in it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infer.errors import InferError
 
 
 class Wrong(Exception):
-    """What is wrong with a student's file, in words that say what to change."""
+    """A fault of a student's file, in words that say what to change."""
 
 
 class Student:
-    """What a student's file defines. `doing` says what a check is about to ask of it."""
+    """The definitions of a student's file. `doing` says what a check is about to ask of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

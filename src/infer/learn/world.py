@@ -45,7 +45,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 def text_after(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashed) -> list[int]:
-    """What a request must get, made without a cache."""
+    """The tokens that a request must get, made without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -62,7 +62,7 @@ class HashModel(SyncDevice):
         self._rows, self._next_token = HostRows(shape_of(scheduler.state)), next_token
         self._slots = np.full(pool.num_blocks * pool.block_size, NEVER_WRITTEN, dtype=np.int64)
         self._block_size = pool.block_size
-        self.fault = ""  # what was wrong with the memory that was read
+        self.fault = ""  # the fault of the memory that was read
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Copy blocks, write tokens, read everything back, say what comes next."""

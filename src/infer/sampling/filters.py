@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p leave to be drawn.
+"""The filters top-k, top-p and min-p, which decide the tokens that may be drawn.
 
 Each filter is a *floor*: the smallest logit that stays. Tokens with equal logits stay or go together.
 
@@ -13,7 +13,7 @@ logits only, the *candidates*. If the floor lies above the last of them, nothing
 the row is complete; otherwise `filter_rows` looks at every token. Neither sorts the vocabulary.
 
 Mass is counted in integers, exp(logit) * 2^44 rounded down: integers add up to the same sum in any
-order, on any device and beside any neighbours, so the edge of top-p cannot wander.
+order, on any device and with any neighbours, so the edge of top-p cannot wander.
 
 Both functions want tempered rows whose largest logit is 0. A row of NaN counts as complete.
 
@@ -32,7 +32,7 @@ from infer.sampling.params import SamplingParams
 
 FIRST_CANDIDATES = 256
 _MASS_OF_LARGEST = 2.0**44  # 2^19 tokens as likely as the largest still fit into 63 bits
-_NUM_BUCKETS = 1 << 15  # what the upper half of a float without its sign can be
+_NUM_BUCKETS = 1 << 15  # values of the upper half of a float without its sign
 
 
 def filter_candidates(

@@ -1,8 +1,8 @@
-"""How likely the model thought a token was, and what it thought of the alternatives.
+"""The log-probabilities that the model gave to a token and to its alternatives.
 
 Logprobs are taken from the model's own logits, before bias, penalties, temperature and filters: they
-describe the model, not the request. The chosen token is reported beside the k likeliest, so a client sees
-k or k + 1 different tokens.
+describe the model, not the request. The chosen token is reported along with the k likeliest, so a client
+sees k or k + 1 different tokens.
 
 A *table* holds all of that for some rows. It is made where the logits are
 (kernels/sampling/logprob_table.py), and read on the host when it has arrived.

@@ -1,4 +1,4 @@
-"""How the next token is chosen from a model's logits, for one request.
+"""Sampling parameters: how the next token of one request is chosen from a model's logits.
 
 The order is fixed and documented in docs/features/sampling.md:
 
@@ -30,10 +30,10 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BANNED_IDS = 1024  # ids of one banned word
-MAX_INT = 2**63 - 1  # of any parameter: what a tensor and every wire format can hold
+MAX_INT = 2**63 - 1  # largest value of any parameter: what a tensor and every wire format can hold
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
-NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it: to forget it fails loudly
+NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it, so forgetting it fails loudly
 
 
 class _CheckedNames(type):
@@ -84,12 +84,12 @@ class SamplingParams(metaclass=_CheckedNames):
     allowed_token_ids: tuple[int, ...] = ()  # no other ids may appear; none: all may
     logprobs: int | None = None  # report each output token's logprob and this many alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    n: int = 1  # how many outputs
+    n: int = 1  # number of outputs
     best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
     num_speculative_tokens: int | None = None  # drafts of a step, at most; 0: none; None: the engine's
-    structured: Structured | None = None  # what the text must match; a mapping will do: {"regex": "[0-9]+"}
-    reasoning: Reasoning | None = None  # how the reasoning that the output begins with ends
+    structured: Structured | None = None  # pattern of the text; a mapping will do: {"regex": "[0-9]+"}
+    reasoning: Reasoning | None = None  # the end of the reasoning that the output begins with
 
     def __post_init__(self) -> None:
         self._own_collections()
@@ -204,7 +204,7 @@ class SamplingParams(metaclass=_CheckedNames):
         if self.structured is None:
             return
         given: object = self.structured
-        is_class = isinstance(given, type) and hasattr(given, "model_json_schema")  # of pydantic
+        is_class = isinstance(given, type) and hasattr(given, "model_json_schema")  # a class of pydantic
         structured = Structured.of({"json_schema": given} if is_class else given)
         object.__setattr__(self, "structured", structured)
         for name in ("use_beam_search", "ignore_eos"):
@@ -217,38 +217,38 @@ class SamplingParams(metaclass=_CheckedNames):
 
     @property
     def has_bans(self) -> bool:
-        """Whether ids are forbidden by name."""
+        """True if ids are forbidden by name."""
         return bool(self.bad_words or self.banned_ids or self.allowed_token_ids)
 
     @property
     def is_guided(self) -> bool:
-        """Whether a mask says what may come next: a constraint, an end of the reasoning, banned ids."""
+        """True if a mask says what may come next: a constraint, an end of the reasoning, banned ids."""
         has_limit = self.reasoning is not None and self.reasoning.max_tokens is not None
         return self.structured is not None or has_limit or self.has_bans
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are generated, of which `n` are returned."""
+        """The number of sequences that are generated, of which `n` are returned."""
         return self.best_of if self.best_of is not None else self.n
 
     @property
     def num_reported(self) -> int:
-        """How many outputs an engine reports: all that are drawn, but only the n best of a beam search."""
+        """The number of outputs reported: all that are drawn, but only the n best of a beam search."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit is taken, with no draw."""
+        """True if the largest logit is taken, with no draw."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p can remove a token."""
+        """True if top-k, top-p or min-p can remove a token."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens already used are treated differently."""
+        """True if tokens already used are treated differently."""
         return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
     @classmethod
@@ -285,7 +285,7 @@ def check_num_sequences(name: str, value: int, limit: int = MAX_SEQUENCES) -> No
 
 
 def check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:
-    """Refuse what is no integer from `low` to `high`."""
+    """Refuse a value that is not an integer from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         spelled = {MAX_INT: "2^63 - 1", -MAX_INT: "-2^63 + 1"}
         allowed = f"[{spelled.get(low, low)}, {spelled.get(high, high)}]"

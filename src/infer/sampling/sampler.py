@@ -1,4 +1,4 @@
-"""From logits to the next token of every row of a batch.
+"""Draws the next token of every row of a batch from its logits.
 
 Rows are independent: a row's token depends only on its own logits, parameters, seed and position, to
 the last bit, whatever its neighbours are. Noise is a hash (kernels/sampling/gumbel.py), and whatever decides
@@ -42,7 +42,7 @@ _SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # below, float32 would 
 
 
 class SampleRow(NamedTuple):
-    """One token to be sampled: whose, with which parameters, after which tokens."""
+    """One token to be sampled: its parameters, seed and position, and the tokens before it."""
 
     params: SamplingParams
     seed: int
@@ -50,13 +50,13 @@ class SampleRow(NamedTuple):
     num_prompt: int
     tokens: Sequence[int]  # prompt and output so far; read only where a penalty needs it
     banned: tuple[int, ...] = ()  # ids that must not come now: the stops, before min_tokens
-    num_logprobs: int | None = None  # how many alternatives to report; None: no logprobs at all
+    num_logprobs: int | None = None  # number of alternatives to report; None: no logprobs at all
     mask_W: torch.Tensor | None = None  # int32 words, a bit for every id: 1 where it may come
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What came out: one id per row (or NO_TOKEN), and the logprobs of the rows that asked."""
+    """The result: one id per row (or NO_TOKEN), and the logprobs of the rows that asked."""
 
     ids: list[int]
     logprobs: list[RowLogprobs | None]
@@ -86,7 +86,7 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bo
 
 
 def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """The rows at `indices`, in order; all of them are no reason for a copy."""
+    """The rows at `indices`, in order; not copied if they are all of them."""
     return x if len(indices) == x.shape[0] else x[indices]
 
 
@@ -123,7 +123,7 @@ def _apply_mask(logits_V: torch.Tensor, mask_W: torch.Tensor) -> None:
         return
     bits = np.unpackbits(words_W[places].view(np.uint8), bitorder="little").reshape(-1, 32).nonzero()
     ids = places[bits[0]] * 32 + bits[1]
-    ids = ids[ids < len(row_V)]  # bits behind the vocabulary mean nothing
+    ids = ids[ids < len(row_V)]  # bits after the vocabulary mean nothing
     allowed = row_V[ids]
     row_V.fill(-np.inf)
     row_V[ids] = allowed

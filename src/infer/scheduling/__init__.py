@@ -1,4 +1,4 @@
-"""Which tokens of which sequences run in the next step: integers only, no tensor, no clock.
+"""The scheduler: which tokens of which sequences run in the next step. Integers only, no tensor, no clock.
 
 request.py, sequence.py    what a client asked for; one line of tokens being made
 plan.py, scheduler.py      what a step computes, and the rule that decides it

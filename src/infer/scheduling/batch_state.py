@@ -84,7 +84,7 @@ class BatchState:
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
-        self._table_cells = self.tables.reshape(-1, max_blocks).data  # the rows of all tables counted through
+        self._table_cells = self.tables.reshape(-1, max_blocks).data  # rows of all tables, numbered through
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
         self._cells = cells_of(self._columns)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
@@ -128,7 +128,7 @@ class BatchState:
         self._name_lines()
 
     def _name_lines(self) -> None:
-        """Point the lines at the columns in use; what was known of the next plan is not true any more."""
+        """Point the lines at the columns in use; what was known of the next plan no longer holds."""
         num_running = len(self.sequences)
         for name, line in zip(LINES, self._columns, strict=True):
             setattr(self, name, line[:num_running])
@@ -137,10 +137,10 @@ class BatchState:
         self._layout = None
 
     def write_tables(self, seq: Sequence, tables: Seq[Seq[int]], changes: list[int]) -> None:
-        """Copy a sequence's blocks to its row, but those that it may write already; it may write them all.
+        """Copy the blocks that a sequence may not write yet to its row; then it may write all of them.
 
-        That is, up to the end of its shortest table. What has changed is added to `changes`, for a mirror: a
-        row, an index and a block for each, the rows of all tables counted through.
+        That is, up to the end of its shortest table. Each change is added to `changes`, for a mirror: a row
+        (rows of all tables are numbered through), an index and a block.
         """
         cells, table_cells, place, size = self._cells, self._table_cells, seq.place, self.block_size
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
@@ -155,8 +155,8 @@ class BatchState:
     def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:
         """Copy the tables of a sequence that has just entered to its row; it may write all of them.
 
-        Where there is no block, because it would lie behind a window, the first one stands instead: a kernel
-        may read it beside those it needs, and gives what it reads no weight.
+        An entry whose block has left a window repeats the first block that the table has: a kernel may read
+        it along with the blocks it needs, and gives what it reads no weight.
         """
         stop = min(map(len, tables))
         for number, blocks in enumerate(tables):
@@ -169,7 +169,7 @@ class BatchState:
     # -- one step ---------------------------------------------------------------------------------
 
     def begin_plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Clear the plan; of each column the tokens it is behind, and whether one decode step is enough."""
+        """Clear the plan; return the tokens each column is behind, and whether one decode step is enough."""
         self.num_planned.fill(0)
         self.num_steady = 0
         pending = self._pending()
@@ -180,7 +180,7 @@ class BatchState:
         return pending
 
     def count_left_out(self) -> bool:
-        """Count this step for the columns that could decode and are not planned; returns if there are any."""
+        """Count this step for columns that could decode and are not planned; return True if there are any."""
         is_left_out = (self._pending() == self.decode_len) & (self.num_planned == 0)
         self.left_out += 1
         self.left_out *= is_left_out
@@ -225,7 +225,7 @@ class BatchState:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
-        """Which of these columns, or of all, have no slot for their last token."""
+        """Those of these columns, or of all, that have no slot for their last token."""
         is_short: np.ndarray = self.num_tokens > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
@@ -244,7 +244,7 @@ class BatchState:
             self.decode_len[places] = 1
 
     def filled(self, chunks: Chunks) -> np.ndarray:
-        """Which chunks of a step that has run complete a block, of sequences that still run."""
+        """The chunks that complete a block in a step that has run, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
             is_full: np.ndarray = chunks.ends >= self.next_commit
             return is_full.nonzero()[0]
@@ -253,11 +253,11 @@ class BatchState:
         return np.compress(is_due, running)
 
     def places_of(self, sequences: Seq[Sequence]) -> np.ndarray:
-        """The columns of those of the sequences that run."""
+        """The columns of those sequences that run."""
         return np.array([seq.place for seq in sequences if seq.is_running], dtype=np.int64)
 
     def grow(self, seq: Sequence, count: int) -> None:
-        """Give a running sequence so many more tokens, which came from no step: it is that much behind.
+        """Give a running sequence `count` more tokens that came from no step: it falls behind by that many.
 
         Its row counts as given out anew, for a device may have drawn another token in their place.
         """

@@ -34,12 +34,12 @@ class Continuation:
 
 
 def num_offers(group: SequenceGroup) -> int:
-    """How many next tokens each beam must offer, so that stops never take a continuation's place."""
+    """The number of next tokens each beam must offer, so that stops never take a continuation's place."""
     return group.request.params.num_sequences + len(group.stop_ids)
 
 
 def num_logprobs(group: SequenceGroup) -> int | None:
-    """How many alternatives to each token the engine wants to know; None: no logprobs at all."""
+    """The number of alternatives to each token that the engine asks for; None: no logprobs at all."""
     params = group.request.params
     if params.use_beam_search:
         return num_offers(group)
@@ -57,7 +57,7 @@ def advance_beams(
 ) -> bool:
     """Replace the beams of a search by the next ones; False: it has ended, with `finished_beams` found.
 
-    `fork` makes a second sequence beside a beam that is continued twice, `drop` ends one that is not.
+    `fork` makes a second sequence for a beam that is continued twice, `drop` ends one that is not continued.
     """
     chosen = next_beams(group, offers)
     if not chosen:

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step: integers only.
+"""The plan of one step, made by the scheduler: integers only.
 
     transfers   blocks to move first, in this order: a shared block about to be written is copied, a
                 preempted sequence leaves for host memory, a swapped one comes back
@@ -61,17 +61,17 @@ class Chunks(Sequence[Chunk]):
         version: int = 0,
     ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
-        self.ends = stops  # where the tokens end that were not refused
-        self.rows = rows  # of the block tables
+        self.ends = stops  # ends of the tokens that were not refused
+        self.rows = rows  # rows of the block tables
         self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
         self.draws: np.ndarray = num_samples > 0
-        self.is_repeated = False  # True: those of an earlier plan, which decodes a token of each column
+        self.is_repeated = False  # True: chunks of an earlier plan, which decodes a token of each column
         self.num_drafts = 0  # tokens of all chunks that were proposed and may be refused
         self._made: tuple[Chunk, ...] | None = None
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
-        """A copy of these chunks at other positions, of which nothing has been refused yet."""
+        """A copy of these chunks at other positions, with nothing refused yet."""
         moved = Chunks.__new__(Chunks)
         moved.__dict__.update(self.__dict__)  # several times faster than a copy
         moved.starts, moved.stops, moved.ends = starts, stops, stops
@@ -90,7 +90,7 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model will see."""
+        """The number of tokens that the model will see."""
         return int((self.stops - self.starts).sum())
 
     def __len__(self) -> int:
@@ -138,17 +138,17 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the model will see."""
+        """The number of tokens that the model will see."""
         return self.chunks.num_tokens
 
 
 class PlanDraft:
-    """A plan in the making: what may still be spent, and what has been decided beside the chunks."""
+    """A plan in the making: what may still be spent, and what has been decided besides the chunks."""
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added
-        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # chunks of prompts, likewise
-        self.num_tokens = 0  # added
+        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # prompt chunks, likewise
+        self.num_tokens = 0  # tokens that were added
         self.num_turns = 0  # places in the order of chunks that have been given
         self.preempted: list[int] = []
         self.table_changes: list[int] = []

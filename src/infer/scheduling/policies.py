@@ -1,4 +1,4 @@
-"""Which sequence goes first: the scheduling policies, each a few lines.
+"""The scheduling policies, which decide which sequence goes first: each a few lines.
 
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
@@ -9,8 +9,8 @@
 A policy of your own is a `Policy`, or a function from a sequence to its urgency, named by its module or file
 (config/own_code.py).
 
-Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and lets
-one go first that has been left out of too many steps.
+Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and a
+sequence that has been left out of too many steps goes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infer.scheduling.sequence import Sequence
 
 
 class Policy(NamedTuple):
-    """What a scheduling policy decides: how urgent a sequence is, and two yes-or-no questions."""
+    """A scheduling policy: how urgent a sequence is, and two yes-or-no questions."""
 
     urgency: Callable[[Sequence], float] = lambda seq: 0.0  # smaller: admitted sooner and preempted later
     prompts_first: bool = False  # prompts get the step's budget before the sequences that decode

@@ -20,7 +20,7 @@ class PreemptionCost:
     recompute_seconds: float = 1.0
 
     def prefers_swap(self, mode: str, num_computed: int) -> bool:
-        """Whether a sequence with this many computed tokens should be swapped, under a preemption mode."""
+        """Return True if this mode swaps a sequence with this many computed tokens."""
         if mode == "auto":
             return num_computed > 0 and 2 * self.swap_seconds < self.recompute_seconds
         return mode == "swap"

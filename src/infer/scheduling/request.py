@@ -1,4 +1,4 @@
-"""What a client asked for, and what it gets back, in token ids.
+"""A client's request and the outputs it gets back, in token ids.
 
 A `Request` is frozen when it arrives; everything that changes while it is served lives in its
 `Sequence`s. Each step that makes tokens for it yields one `StepOutput` per sequence. An embedding is a
@@ -14,7 +14,7 @@ import msgspec
 
 from infer.sampling.params import RowLogprobs, SamplingParams
 
-POOLINGS = ("last", "mean")  # which hidden states of a prompt make its embedding
+POOLINGS = ("last", "mean")  # the hidden states of a prompt that make its embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Request:
 
 
 class DraftCounts(NamedTuple):
-    """What became of the drafts of one sequence."""
+    """The outcome of the drafts of one sequence."""
 
     num_drafts: int
     by_length: tuple[int, ...]  # windows by the number of drafts kept, from 0
@@ -64,18 +64,18 @@ class DraftCounts(NamedTuple):
 
 
 class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one step made for one sequence of a request; made and sent by the thousand, so no dataclass.
+    """The output of one step for one sequence of a request; made by the thousand, so not a dataclass.
 
-    Between its first and its last a sequence has outputs that say their token and nothing else.
+    Between its first and its last output, a sequence has outputs that hold their token and nothing else.
     """
 
     request_id: str
-    index: int  # which of the request's sequences
+    index: int  # number of the sequence within the request
     token_ids: tuple[int, ...]
     logprobs: tuple[RowLogprobs, ...] = ()  # one per token, where the request asked
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
     stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
-    cumulative_logprob: float = 0.0  # of the whole output; 0 unless logprobs, best_of or beams ask for it
+    cumulative_logprob: float = 0.0  # logprob of the whole output; 0 unless logprobs, best_of or beams ask
     added_at: float = 0.0  # perf_counter seconds when the engine took the request; in the first and the last
     queue_s: float = 0.0  # seconds the request waited before its first step; in the first and the last
     made_at: float = 0.0  # perf_counter seconds when this output was made; in the first and the last
@@ -83,5 +83,5 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # once, with the first token
     error: str | None = None  # what went wrong, with finish_reason "error"
     param: str | None = None  # the field of the request that is to blame for it; None: the engine is
-    drafts: DraftCounts | None = None  # all so far, with each step that judged some, and with the last
+    drafts: DraftCounts | None = None  # totals so far, with each step that judged some, and with the last
     embedding: tuple[float, ...] = ()  # pooled hidden states of a prompt, where the request asked for them

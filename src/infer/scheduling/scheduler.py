@@ -74,7 +74,7 @@ class Scheduler:
             num_tables=len(pool.windows),
         )
         self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
-        self.running = self.state.sequences  # by sort_key: the first is the most urgent
+        self.running = self.state.sequences  # sequences by sort_key: the first is the most urgent
         self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
         self.all_decode = False  # the last plan: with every running sequence, without a prompt
         self.num_preemptions = 0
@@ -83,15 +83,15 @@ class Scheduler:
         self.num_forks = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
-        self._num_beams = 0  # running
+        self._num_beams = 0  # beams that run
         self._slots_used = 0  # running sequences, counting those a running one will fork into
         self._has_left_out = False  # a sequence that could decode was not in the last plan
         self._due_after = 0  # steps after which a sequence that was left out goes first
         self._without_prompts = 0  # steps in a row in which prompts got nothing, though one was there
-        self._prompts_take_turns = False  # that has been too many, and decoding still fills every step
+        self._prompts_take_turns = False  # prompts got nothing too often, and decoding still fills every step
         self._rotation = 0
         self._goes_round = False  # sequences take turns to decode in the step being planned
-        self._recent_tokens, self._counted_at = 0.0, 0  # of prompts in the last steps, as of that step
+        self._recent_tokens, self._counted_at = 0.0, 0  # prompt tokens of the last steps, as of that step
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
     # -- the queues -------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Scheduler:
         self._waiting.push(seq, self.step)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child run beside its parent on shared blocks; the first to write the last one gets a copy."""
+        """Let a child share its parent's blocks and run too; the first to write the last one gets a copy."""
         if self.keeps_cache:
             self.pool.commit(parent.seq_id, parent.tokens, parent.num_computed)
             self.pool.fork(parent.seq_id, child.seq_id, parent.num_computed)
@@ -133,7 +133,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence still has tokens to make."""
+        """True if any sequence still has tokens to make."""
         return bool(self._by_id)
 
     @property
@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """Sequences that the batch has room for beside those that run."""
+        """The number of further sequences that the batch has room for."""
         return self.config.max_batch_size - self._slots_used
 
     def sequences(self) -> list[Sequence]:
@@ -266,11 +266,11 @@ class Scheduler:
         self.state.propose(seq, drafts[: self._max_drafts])
 
     def grow(self, seq: Sequence, count: int) -> None:
-        """Give a running sequence so many more tokens that came from no step."""
+        """Give a running sequence `count` more tokens that came from no step."""
         self.state.grow(seq, count)
 
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
-        """Take back the drafts that a step has refused: of each chunk, all but those followed by an id.
+        """Take back the drafts that a step has refused: all of a chunk but those followed by an id.
 
         To be called before `commit`, which lets only what is left enter the prefix tree.
         """
@@ -286,7 +286,7 @@ class Scheduler:
     def abandon(self, plan: StepPlan) -> None:
         """Undo a step that did not run and whose requests are gone; others it moved blocks for start over."""
         for seq in map(self._by_id.get, plan.preempted):
-            if seq is not None and seq.is_swapped:  # on its way out
+            if seq is not None and seq.is_swapped:  # it was on its way out
                 seq.is_swapped = False
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
@@ -331,12 +331,12 @@ class Scheduler:
         self._has_left_out = self._has_left_out or num_served < num_behind
         left_places = state.places_of(left_out)
         if draft.preempted and len(left_places) and state.decode_len[left_places[0]] <= draft.budget:
-            self._decode(left_places, num_behind - num_served, draft)  # with the tokens of a chunk taken back
+            self._decode(left_places, num_behind - num_served, draft)  # uses the tokens of a chunk taken back
 
     def _steps_of_round(self, num_decoding: int, turn_len: int) -> int:
-        """Steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
+        """The number of steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
 
-        A sequence that is due as many steps before its gap is full has its turn in time, even if all are due.
+        A sequence due this many steps before its gap is full has its turn in time, even if all are due.
         """
         state, budget = self.state, self._token_budget
         if num_decoding + state.num_drafts + turn_len <= budget:
@@ -356,17 +356,17 @@ class Scheduler:
         return min(first.num_pending, self._token_budget)
 
     def _take_turn(self, prompts: list[Sequence], turn_len: int, draft: PlanDraft) -> None:
-        """Give prompts some tokens before those that decode."""
+        """Give prompts some tokens before the sequences that decode."""
         kept, draft.budget = draft.budget - turn_len, turn_len
         self._plan_prompts(prompts, draft)
         draft.budget += kept
 
     def _is_one_due(self) -> bool:
-        """Whether a sequence that decodes has been left out for as long as it may be."""
+        """Return True if a sequence that decodes has been left out for as long as it may be."""
         return int(self.state.left_out.max(initial=0)) >= self._due_after
 
     def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
-        """These columns, but for beams that cannot all go on: a step chooses among the offers of all."""
+        """These columns, without beams that cannot all go on: a step chooses among the offers of all."""
         kept: list[int] = []
         for place in places.tolist():
             seq = self.running[place]
@@ -382,7 +382,7 @@ class Scheduler:
         return np.array(kept, dtype=np.int64)
 
     def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step that decodes short: few tokens of prompts, unless many wait behind them.
+        """Keep a step that decodes short: few prompt tokens, unless many more wait.
 
         Many short prompts are computed in steps that are launched at once, whether others decode or not.
         """
@@ -404,7 +404,7 @@ class Scheduler:
         draft.budget = min(draft.budget, limit)
 
     def _hurries_often(self) -> bool:
-        """Whether hurried steps would come often, but not so often that most of the time is theirs."""
+        """Return True if hurried steps would come often, but would not take most of the time."""
         tuned = self.config.profile
         self._recent_tokens *= (1.0 - 1.0 / tuned.recent_steps) ** (self.step - self._counted_at)
         self._counted_at = self.step
@@ -442,9 +442,9 @@ class Scheduler:
                 return
 
     def _is_next_due(self, first: Sequence, least: int) -> bool:
-        """Whether the queue moves on beside a first prompt: for one more urgent, or for one much shorter.
+        """Return True if the queue moves on past a first prompt: for one more urgent, or one much shorter.
 
-        Sequences come in strictly in order, so the next may be a long one that a short one waits behind.
+        Sequences come in strictly in order, so the next may be a long one that a short one waits for.
         """
         if not self._waiting:
             return False
@@ -477,11 +477,11 @@ class Scheduler:
             self.hold = CACHE_FULL if draft.preempted else NO_TOKENS
 
     def _admit_next(self, draft: PlanDraft) -> bool:
-        """Let the sequence in whose turn it is, or leave everything as it was."""
+        """Let in the sequence whose turn it is, or leave everything as it was."""
         seq = self._waiting.first(self.step)
         group = seq.group.unfinished if seq.is_beam else [seq]
         num_slots = self._slots_used + sum(member.num_slots for member in group)
-        is_on_its_way = seq.num_tokens > len(seq.tokens)  # its last id
+        is_on_its_way = seq.num_tokens > len(seq.tokens)  # True: its last id is still on the device
         if is_on_its_way or num_slots > self.config.max_batch_size:
             self.hold = CACHE_FULL if is_on_its_way else BATCH_FULL
             return False
@@ -542,7 +542,7 @@ class Scheduler:
     # -- small parts ------------------------------------------------------------------------------
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
-        """How many of its pending tokens fit this step; without chunking all of them or none."""
+        """The number of its pending tokens that fit this step; without chunking all of them or none."""
         pending = seq.num_tokens - seq.num_computed
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
             pending -= 1  # it was preempted, and its last token is computed with those of the other beams
@@ -565,7 +565,7 @@ class Scheduler:
         self._reserve(sequences, self.state.num_tokens[places].tolist(), draft)
 
     def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
-        """Make room for so many tokens of each, in order and if it still runs, preempting from the back."""
+        """Make room for `num_tokens` of each, in order and if it still runs, preempting from the back."""
         pool, write_tables = self.pool, self.state.write_tables
         for seq, count in zip(sequences, num_tokens, strict=True):
             while seq.is_running:
@@ -612,5 +612,5 @@ class Scheduler:
     # -- looking in from outside ------------------------------------------------------------------
 
     def usage(self) -> PoolUsage:
-        """How full the cache is, the unfilled slots of sequences included; walks over all of them."""
+        """The usage of the cache, with the unfilled slots of sequences; walks over all sequences."""
         return self.pool.usage({seq_id: seq.num_computed for seq_id, seq in self._by_id.items()})

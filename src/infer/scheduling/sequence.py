@@ -39,7 +39,7 @@ LINES: Final = (
     "num_planned",  # tokens the step being planned computes
     "turn",  # the chunks of a plan are laid out by this, then by column
     "num_samples",  # tokens drawn after the last pending one: n where the sequence is about to fork
-    "row",  # where its block tables lie, here and on the device
+    "row",  # the row of its block tables, here and on the device
     "seq_id",
     "left_out",  # steps in a row in which it was ready to decode and had no turn
 )
@@ -91,7 +91,7 @@ class Sequence:
         self.request_id = request.request_id
         self.group = group
         self.index = index
-        self.tokens = array("I", tokens)  # its own, 32 bits each: long prompts are read by whole blocks
+        self.tokens = array("I", tokens)  # a copy, 32 bits each: long prompts are read by whole blocks
         self.draft_counts: DraftCounts | None = None  # so far, if it has had drafts
         self.drafts: tuple[int, ...] = ()  # proposed ids that follow `tokens`, until a step has judged them
         self.num_prompt = len(request.prompt)
@@ -99,8 +99,8 @@ class Sequence:
         self.stop_ids = group.stop_ids
         self.column = np.zeros((len(LINES), 1), dtype=np.int64)  # its counts while it does not run
         self.column[:, 0] = (len(self.tokens), 0, 0, self.max_total - 1, 0, 1, 0, 0, 1, NO_ROW, seq_id, 0)
-        self.cells = cells_of(self.column)  # where its counts are now: its own column, or the batch's,
-        self.place = 0  # and the number of the column there
+        self.cells = cells_of(self.column)  # its counts now: in its own column, or in the batch's
+        self.place = 0  # the number of the column there
         self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
@@ -119,17 +119,17 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """How many tokens it is behind."""
+        """The number of tokens it is behind."""
         return self.num_tokens - self.num_computed
 
     @property
     def num_output(self) -> int:
-        """How many tokens it has made, those still on the device included."""
+        """The number of tokens it has made, those still on the device included."""
         return self.num_tokens - self.num_prompt
 
     @property
     def is_finished(self) -> bool:
-        """Whether it will make no more tokens, for whatever reason."""
+        """True if it will make no more tokens, for whatever reason."""
         return self.finish_reason is not None
 
     @property
@@ -156,7 +156,7 @@ class SequenceGroup:
         self.max_total = max_total  # prompt + output tokens of each sequence, at most
         self.stop_ids = stop_ids  # tokens that end a sequence: the model's EOS set and the request's own
         self.seed = seed
-        self.adapter_slot = 0  # where the model has the request's adapter; 0: it has none
+        self.adapter_slot = 0  # the model's slot of the request's adapter; 0: it has none
         self.sequences: list[Sequence] = []
         self.added_at = 0.0  # engine-clock seconds, for metrics only: nothing is decided by them
         self.queue_s: float | None = None  # None: no step has touched it yet
@@ -167,12 +167,12 @@ class SequenceGroup:
 
     @property
     def is_beam(self) -> bool:
-        """Whether its sequences advance together and replace each other."""
+        """True if its sequences advance together and replace each other."""
         return self.request.params.use_beam_search
 
     @property
     def has_joint_sequence(self) -> bool:
-        """Whether one sequence stands for several outputs: before the fork, or in a beam search."""
+        """True if one sequence stands for several outputs: before the fork, or in a beam search."""
         return self.is_beam or self.sequences[0].num_samples > 1
 
     @property
@@ -188,7 +188,7 @@ class SequenceGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no sequence of it will make another token."""
+        """True if none of its sequences will make another token."""
         return all(seq.is_finished for seq in self.sequences)
 
 

@@ -22,21 +22,21 @@ from typing import Any
 
 from infer.scheduling.sequence import Sequence
 
-RETRY_STEPS = 16  # a sequence that found no room looks again after so many steps even if no block came free
+RETRY_STEPS = 16  # steps after which a sequence that found no room looks again even if no block came free
 MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
 
-Heap = list[tuple[Any, int, Sequence]]  # of entries (what it is sorted by, ticket, sequence)
+Heap = list[tuple[Any, int, Sequence]]  # entries: (what it is sorted by, ticket, sequence)
 
 
 class WaitingQueue:
-    """Waiting sequences by key, age and length; to enter, to leave and to ask for the next cost O(log n)."""
+    """Waiting sequences by key, age and length; entering, leaving and asking for the next cost O(log n)."""
 
     def __init__(self, max_wait_steps: int) -> None:
-        self.num_tokens = 0  # of all that wait
+        self.num_tokens = 0  # tokens of all that wait
         self._max_wait_steps = max_wait_steps
-        self._by_key: Heap = []  # of sort_key
-        self._by_age: Heap = []  # of waiting_since
-        self._by_len: Heap = []  # of num_tokens
+        self._by_key: Heap = []  # heap of sort_key
+        self._by_age: Heap = []  # heap of waiting_since
+        self._by_len: Heap = []  # heap of num_tokens
         self._num_waiting = 0
         self._last_ticket = 0
         self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
@@ -69,19 +69,19 @@ class WaitingQueue:
                 heapq.heapify(heap)
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
-        """Remember that the sequence whose turn it was found no room among so many free blocks."""
+        """Remember that the sequence whose turn it was found no room among `num_free` blocks."""
         self._refusal = (seq.ticket, num_free, step)
 
     def is_refused(self, seq: Sequence, num_free: int, step: int) -> bool:
-        """Whether to look up the prefix of a long prompt again would be in vain, as far as one can tell.
+        """Return True if looking up the prefix of a long prompt again would probably find no room.
 
-        Those that run may have computed a part of it since, so now and then it is looked up all the same.
+        Running sequences may have computed a part of it since, so now and then it is looked up all the same.
         """
         ticket, num_free_then, refused_at = self._refusal
         return seq.ticket == ticket and num_free <= num_free_then and step - refused_at < RETRY_STEPS
 
     def backlog(self, begun: Seq[Sequence], step: int) -> int:
-        """How many tokens wait behind the prompt whose turn it is; those of prompts begun come first."""
+        """The number of tokens waiting after the prompt whose turn it is; prompts begun come first."""
         behind = sum([seq.num_tokens - seq.num_computed for seq in begun[1:]])
         is_next = not begun and self._num_waiting
         return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
@@ -95,7 +95,7 @@ class WaitingQueue:
         oldest = _top(self._by_age)
         if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
-            # its entry with the key it had stands far behind this one, and is stale when this one is
+            # its entry with the old key comes long after this one, and is stale when this one is
             heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
         return _top(self._by_key)
 

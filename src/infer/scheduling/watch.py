@@ -1,4 +1,4 @@
-"""What a scheduler tells, in integers: what became of a sequence, and why its queue stands still.
+"""Reports of a scheduler, in integers: what became of a sequence, and why its queue stands still.
 
     hold             the reason why the sequence whose turn it is was not let in by the last plan
     SequenceWatch    is called when a sequence is let in, when it gets a chunk, and when it is preempted

@@ -1,1 +1,1 @@
-"""What was measured on a device, as numbers: a file for each kind of device that has been measured."""
+"""Measurements of devices, as numbers: a file for each kind of device that has been measured."""

@@ -1,4 +1,4 @@
-"""For a model on a CPU: small steps, because 512 tokens of a prompt take nearly a second.
+"""The profile of a CPU: small steps, because 512 tokens of a prompt take nearly a second.
 
 Kernels of a GPU run on a CPU in tests only, under Triton's interpreter, with the tiles of the H200.
 """

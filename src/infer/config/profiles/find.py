@@ -1,4 +1,4 @@
-"""Which profile is a device's: the one measured on it, the nearest of its generation, or the generic one."""
+"""Finds a device's profile: the one measured on it, the nearest of its generation, or the generic one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For a GPU that nothing was measured on: the numbers of the H200, without those known to be wrong elsewhere.
+"""The profile of a GPU that was not measured: the H200's numbers, without those known to be wrong elsewhere.
 
 A number that was never measured here is better than one that was never measured anywhere. The sizes of steps
 follow the memory of the GPU, and kernels ask it for its SMs.

@@ -1,4 +1,4 @@
-"""What was measured on an H200 (132 SMs, 141 GB, compute capability 9.0); nearest for all of its kind."""
+"""Measurements of an H200 (132 SMs, 141 GB, compute capability 9.0); the nearest profile for its kind."""
 
 from __future__ import annotations
 

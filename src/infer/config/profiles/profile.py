@@ -1,7 +1,7 @@
 """A device profile: every number that was found by measuring, not by reasoning.
 
-How many prompt tokens fit next to rows that decode, which step sizes are captured, from how many rows another
-kernel is faster: such numbers are true of the GPU they were measured on. They live here and nowhere else:
+The number of prompt tokens that fit next to rows that decode, the step sizes that are captured, the rows from
+which another kernel is faster: these numbers are true of the GPU they were measured on. They live only here:
 
     hopper_h200.py   what was measured, on an H200
     generic.py       the same numbers, without those that are known to be wrong elsewhere
@@ -12,7 +12,7 @@ kernel is faster: such numbers are true of the GPU they were measured on. They l
 
 A profile is made of frozen sections, one for each part that reads it, and no part sees another's section but
 the few that say so. It changes what is fast, never what is computed: with any profile an engine gives right
-tokens. What a kernel cannot do at all (a head size, the width of an instruction) is not here but in its file.
+tokens. Limits of a kernel (a head size, the width of an instruction) are not here but in its file.
 
 docs/features/device-profile.md says how to measure one for another GPU.
 """
@@ -31,8 +31,8 @@ class StepDefaults(NamedTuple):
     """The size of a device's steps unless a knob says otherwise: long enough to be efficient.
 
     A sequence that decodes waits for the whole step. On a CPU 512 tokens of a prompt take nearly a second. On
-    a GPU they take a small model three milliseconds, and more tokens at once take less each: it computes all
-    prompts that are there. A large model takes twelve: it gets short chunks, unless many wait.
+    a GPU they take a small model three milliseconds, and more tokens at once take less time each, so it
+    computes all waiting prompts. A large model takes twelve: it gets short chunks, unless many wait.
     """
 
     batch_size: int
@@ -45,13 +45,13 @@ class StepDefaults(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """How large steps are, by the memory of the device and the size of the model.
+    """The size of steps, by the memory of the device and the size of the model.
 
     A step of a small model takes half a millisecond, and a host that another thread or the system delays by
     one or two of them would leave the GPU without work, so several steps are launched before one is read. The
     price: the first step of a new request is queued after those already launched, and a sequence that stops
-    at an id has as many tokens computed in vain. Where a step takes several milliseconds no host is that
-    late, and the price is felt: there one step is ahead.
+    at an id has as many tokens computed for nothing. Where a step takes several milliseconds no host is
+    that late, and the price is felt: there one step is ahead.
     """
 
     usual: StepDefaults
@@ -68,12 +68,12 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingProfile:
-    """When the scheduler lets prompts take longer steps."""
+    """The limits at which the scheduler lets prompts take longer steps."""
 
     backlog_tokens: int  # waiting prompt tokens; with more of them prompts are computed at full speed
     hurried_tokens: int  # prompt tokens of a step at full speed, for which decoding sequences wait longer
     recent_steps: int  # steps over which prompts are counted, to see how often a hurried one is needed
-    rare: int  # between one hurried step in `rare` and one in `often`,
+    rare: int  # one hurried step in this many is rare; between that and one in `often`,
     often: int  # short steps (`busy_tokens`) take the place of hurried ones
     short_prompt: int  # tokens of the mean prompt, up to which many are packed (`packed_tokens`)
     row_padding: int  # multiple to which decoding rows are padded: `GraphProfile.row_step`
@@ -124,7 +124,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProfile:
-    """Which attention kernel is faster for which step, and how its work is cut (kernels/attention).
+    """The limits at which one attention kernel is faster than another, and its tiles (kernels/attention).
 
     "Heads" are rows that decode times kv heads, the items of work before any row is split.
     """
@@ -147,18 +147,18 @@ class AttentionProfile:
     prefill_grouped: Mapping[int, PrefillConfig]  # the same where four query heads or more share a kv head
     prefill_split_len: int  # keys; a tile with no more is not split
     merge_programs: int  # programs per SM that put splits together
-    merge_rows: int  # rows that such a program merges at once
+    merge_rows: int  # rows that each of these programs merges at once
     merge_at_once: int  # parts that it waits for together
     cudnn_min_lens: Mapping[int, int]  # tokens from which cuDNN is faster, by head size; empty: never
     cudnn_few_heads: int  # query heads up to which a call for each prompt and layer takes the host longer,
-    cudnn_few_heads_min_lens: Mapping[int, int]  # and these lengths hold
+    cudnn_few_heads_min_lens: Mapping[int, int]  # tokens from which it is faster then
     cudnn_pad_len: int  # tokens between the lengths of shapes; twice that above 16 times as many, and so on
     cudnn_batches: tuple[int, ...]  # prompts of a batch, the most first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearProfile:
-    """Which kernel multiplies how many tokens, and how matrices are cut (kernels/linear)."""
+    """The kernels that multiply matrices, by the number of tokens, and their tiles (kernels/linear)."""
 
     gemv: TileTable  # measured tiles of dot products
     skinny: TileTable  # measured tiles of Triton's kernel for tensor cores

@@ -12,11 +12,11 @@
 
 No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
 tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams) a
-step is sampled on the host; the engine does not overlap steps while there is such a request. Drafts are drawn
-next to on the device and judged on the host. How many are kept decides what the next step computes, so a row
-that verifies does not go on from what the device knows.
+step is sampled on the host; while there is a request of this kind, the engine does not overlap steps. Ids are
+drawn next to drafts on the device and judged on the host. The number of ids kept decides what the next step
+computes, so a row that verifies does not go on from what the device knows.
 
-What has to be there before the first step is made by warm_up.py: compiled kernels, captured graphs.
+warm_up.py prepares what the first step needs: compiled kernels, captured graphs.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -78,11 +78,11 @@ Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part
 
 
 class Followed(NamedTuple):
-    """What a head is told of a step that was sampled."""
+    """The facts about a sampled step that its head gets."""
 
     next_tokens_T: torch.Tensor  # the token after each
-    places_C: torch.Tensor | slice  # of the tokens at which ids were drawn
-    rows_C: torch.Tensor  # of state, to which those belong; -1: padding
+    places_C: torch.Tensor | slice  # places of the tokens at which ids were drawn
+    rows_C: torch.Tensor  # rows of state to which those belong; -1: padding
 
 
 class DecodedRows(NamedTuple):
@@ -132,7 +132,7 @@ class GpuDevice:
         self.window_tokens = window_tokens
         self.head = head
         self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
-        self._layer_inputs = LayerInputs(())  # of a step that its head has not seen
+        self._layer_inputs = LayerInputs(())  # inputs of a step that its head has not seen
         self.rows: DeviceRows = DeviceRows(
             shape.num_rows,
             max_blocks,
@@ -192,8 +192,8 @@ class GpuDevice:
                 max_len=max_seq_len,
             )
         self._smaller = SmallerSteps(self._run_half, can_repeat=config.delta is None)
-        self.arena: object = None  # what holds the memory of its steps, if anything does
-        self._host_chunks: tuple[PrefillChunk, ...] = ()  # for the reference of prefill attention alone
+        self.arena: object = None  # the owner of the memory of its steps, if there is one
+        self._host_chunks: tuple[PrefillChunk, ...] = ()  # chunks for the reference of prefill attention
         self.graphs = StepGraphs(
             partial(self.compute_logits, model),
             self.sample_logits,
@@ -209,12 +209,12 @@ class GpuDevice:
         )
 
     def wait_for_compilers(self) -> None:
-        """Wait for what is being compiled; ConfigError where attention that was asked for cannot be."""
+        """Wait for the compilers; ConfigError if attention that was asked for cannot be compiled."""
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
 
     def expect(self, late: LateDrafts | None) -> None:
-        """Let the drafts of the next order be these, whatever it says; None: those that it says."""
+        """Set the drafts of the next order, whatever it says; None: those that it says."""
         self._late = late
 
     def newest(self, rows: np.ndarray, *, is_same: bool) -> torch.Tensor:
@@ -229,7 +229,7 @@ class GpuDevice:
 
     @property
     def attention(self) -> tuple[str, str]:
-        """What computes attention of prompts, and of rows that decode."""
+        """The backends that compute attention of prompts, and of rows that decode."""
         prompts = "cudnn+triton" if self.dense is not None else self.backend.replace("auto", "triton")
         return prompts, self.work.backend.replace("auto", "cuda+triton")
 
@@ -237,7 +237,7 @@ class GpuDevice:
 
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; see the module's docstring for the order of things."""
-        late, self._late = self._late, None  # whatever comes of this order, they are for no other
+        late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
         self.graphs.is_replaying = False
         try:
             if len(order.transfers):
@@ -246,7 +246,7 @@ class GpuDevice:
                     self.head.store.transfer(order.moves())
             try:
                 sample = self._start(order, late)
-            except torch.OutOfMemoryError as error:  # it is run in halves when all is there that these need
+            except torch.OutOfMemoryError as error:  # run in halves once everything that halves need is there
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
             raise DeviceLost(f"the device failed in step {order.step}") from error
@@ -294,7 +294,7 @@ class GpuDevice:
         return step.wait()
 
     def _mask_memory(self, count: int) -> np.ndarray:
-        """Pinned memory for masks. The steps before are waited for, whose sampler fetches the same lines."""
+        """Pinned memory for masks; waits for the steps before, whose samplers fetch the same lines."""
         try:
             self._readback.arrive()
         except torch.AcceleratorError as error:
@@ -306,7 +306,7 @@ class GpuDevice:
         return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
     def _start(self, order: StepOrder, late: LateDrafts | None) -> Sampler:
-        """Launch a step up to its logits; returns what launches the rest."""
+        """Launch a step up to its logits; return the function that launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
             self.rows.apply_tables(order)
@@ -367,7 +367,7 @@ class GpuDevice:
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
     def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
-        """Launch rows that decode and nothing else, which is what most steps are."""
+        """Launch rows that decode and nothing else, as in most steps."""
         rows, size, ids_S, has_logprobs = decoded
         if self.graphs.ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
@@ -446,7 +446,7 @@ class GpuDevice:
         if late is not None:
             late.write(order, self.inputs.window(size.num_rows)[4])
         self.graphs.forward(size)
-        windows = partial(_windows_of, order, ends - 1)  # when the ids are there, for drafts may be late
+        windows = partial(_windows_of, order, ends - 1)  # made when the ids are there, for drafts may be late
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
             if order.flags & AWAITS_MASKS:
@@ -492,7 +492,7 @@ class GpuDevice:
             )
             return
         rows_S, positions_S = inputs.rows_S[:num_rows], inputs.table_XT[1, :num_rows]
-        if size.has_windows:  # how those with drafts go on is the host's to say
+        if size.has_windows:  # the host says how rows with drafts go on
             sampled_S, advanced_S = inputs.window(num_rows)[2:4].int()
             ids_S = self.sample_rows(logits_SV, sampled_S, positions_S + 1, advanced_S)
         else:  # the sampled token's place is the one after its input's
@@ -639,9 +639,9 @@ class GpuDevice:
         return sample
 
     def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
-        """What a head is told of a ragged step, given all ids that were drawn, row by row."""
+        """The facts that a head gets about a ragged step, given all drawn ids, row by row."""
         places, drawn = prompts.places, drawn_places(order)
-        following = np.zeros(prompts.end, dtype=np.int64)  # of padding, too
+        following = np.zeros(prompts.end, dtype=np.int64)  # tokens that follow, padding included
         following[places] = following_tokens(order)
         packed = np.concatenate([following, places[drawn], order.rows.repeat(order.num_sampled)])
         sent = send(torch.from_numpy(packed), self.device)

@@ -3,14 +3,14 @@
 Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more;
 a *graph* is the recorded list of all launches of a step, and replaying it is a single call. What was
 recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *size*, rounded
-up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and what
-a step does not fill is padding, for which every kernel does nothing.
+up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and the room
+that a step does not fill is padding, for which every kernel does nothing.
 
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     3 rows that verify 4 drafts   ──► size (16, 0, windows): each of their 15 tokens is a row of its own
-    20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; of a large one, no graph
+    20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; no graph of a large one
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
@@ -27,12 +27,12 @@ launching one costs the CPU half a millisecond, and a thousand tokens in a layer
 GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
 `prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
 
-Of a large model the *short steps* are captured too, in which a busy server computes its prompts
-(scheduling/scheduler.py). All of them have the same number of tokens, rows included, and one follows the
-other: where the host launches a layer hardly faster than the GPU computes it, streams wait for the host.
+The *short steps* of a large model, in which a busy server computes its prompts (scheduling/scheduler.py), are
+captured too. All of them have the same number of tokens, rows included, and one follows the other: where the
+host launches a layer hardly faster than the GPU computes it, streams wait for the host.
 
 PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
-host's pinned one, and the steps behind it wait a quarter of a second to get it again. Here it is given back
+host's pinned one, and the steps after it wait a quarter of a second to get it again. Here it is given back
 only where a capture has found too little.
 """
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepSize(NamedTuple):
-    """How much a captured step has room for."""
+    """The room of a captured step."""
 
     num_rows: int  # rows that decode; with `has_windows`, tokens of rows that verify drafts
     num_tokens: int  # tokens of prompts
@@ -65,7 +65,7 @@ class StepSize(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """A step to be replayed, and where its forward writes the logits."""
+    """A step to be replayed, and the memory to which its forward writes the logits."""
 
     forward: torch.cuda.CUDAGraph
     sampler: torch.cuda.CUDAGraph
@@ -82,7 +82,7 @@ def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
 def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> int:
     """The most tokens of prompts for which a graph of this model is worth it.
 
-    Not more than half of what a step may have: memory for activations is twice that of the largest step.
+    At most half of what a step may have: the memory for activations is twice that of the largest step.
     A head that drafts computes no prompts.
     """
     if not max_tokens:
@@ -94,7 +94,7 @@ def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> 
 
 
 def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """`num_tokens` of a short step, where no other size would do for it; 0: it has no sizes of its own.
+    """`num_tokens` of a short step if no other size would do for it; 0: it has no sizes of its own.
 
     On a small GPU it has none: that many streams would not fit, and graphs take memory from the cache.
     """
@@ -103,7 +103,7 @@ def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: G
 
 
 def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """The tokens of prompts of the largest captured step; a short one has `num_tokens` in all."""
+    """The prompt tokens of the largest captured step; a short one has `num_tokens` in all."""
     short = short_step(config, max_tokens, num_tokens, profile)
     return max(most_tokens(config, max_tokens, profile), short - profile.row_step)
 
@@ -221,7 +221,7 @@ class StepGraphs:
     def forward(self, size: StepSize) -> None:
         """Launch a step of this size over the inputs that are there, up to its logits; `ensure` comes before.
 
-        `sample` comes behind it, and no other step between the two.
+        `sample` comes after it, with no other step between the two.
         """
         captured = self._graphs.get(size)
         self.is_replaying = captured is not None
@@ -265,7 +265,7 @@ class StepGraphs:
             with self._recording() as forward:
                 self._take_block()
                 logits_SV = self._forward(size)
-            with self._recording() as sampler:  # while the logits are held: their memory is no other tensor's
+            with self._recording() as sampler:  # the logits are held, so no other tensor gets their memory
                 self._sample(size, logits_SV)
             return CapturedStep(forward, sampler, borrow(logits_SV))
 
@@ -273,7 +273,7 @@ class StepGraphs:
         """Let the pool begin as one block; without room for it, it grows piece by piece."""
         if self._has_block or not self._pool_bytes:
             return
-        num_bytes, self._pool_bytes = self._pool_bytes, 0  # where there is no room, it is tried once
+        num_bytes, self._pool_bytes = self._pool_bytes, 0  # tried only once where there is no room
         torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
         self._pool_bytes, self._has_block = num_bytes, True
 
@@ -295,7 +295,7 @@ class StepGraphs:
 
 
 def borrow(x: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of another on a GPU that does not keep it: other graphs may use it in turn."""
+    """A tensor over another's memory on a GPU that does not hold it: other graphs may use it in turn."""
     itemsize = x.element_size()
     memory = SimpleNamespace(
         __cuda_array_interface__={
@@ -311,13 +311,13 @@ def borrow(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """One for all captures: the matrix library keeps memory for every stream that it has seen."""
+    """The one stream for all captures: the matrix library keeps memory for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage: their end would be recorded, which CUDA refuses."""
+    """Graphs of an engine that is gone may be garbage: freeing them would be recorded, which CUDA refuses."""
     collects = gc.isenabled()
     gc.disable()
     try:

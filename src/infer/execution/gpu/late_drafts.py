@@ -35,10 +35,10 @@ class LateDrafts:
     def read(self, order: StepOrder) -> None:
         """Wait for them and write them into the order, without memory on the device."""
         ids = np.concatenate([each.cpu().numpy() for each in self._ids])
-        order.tokens[self._places(order)] = np.maximum(ids, 0)  # what is no token is no draft
+        order.tokens[self._places(order)] = np.maximum(ids, 0)  # a place without a token gets id 0
 
     def _places(self, order: StepOrder) -> np.ndarray:
-        """Where each turn's drafts stand among the tokens of an order in which no row decodes."""
+        """The places of each turn's drafts among the tokens of an order in which no row decodes."""
         first = (order.counts.cumsum() - order.counts)[order.num_sampled > 1]
         return np.concatenate([first[each] + 1 + turn for turn, each in enumerate(self._numbers)]).astype(
             np.int64

@@ -4,8 +4,8 @@
     host                reads the last ids, fills, launches
 
 The host fills lines of pinned memory, one for each row that has a mask; the sampler, which is launched after
-that, fetches those of its rows (kernels/sampling/sample_state.py). What is sent is which line is whose, when
-that changes. A step without masks has none of it.
+that, fetches those of its rows (kernels/sampling/sample_state.py). Only the line number of each row is sent,
+when it changes. A step without masks does none of this.
 
 A line has 32 ids to a word, the lowest in the lowest bit, 1: allowed.
 
@@ -44,7 +44,7 @@ class DeviceMasks:
     def take(self, count: int) -> np.ndarray:
         """Lines for `count` masks of one step, all to be overwritten.
 
-        The steps before it must have been sampled: what samples them fetches the same lines.
+        The steps before it must have been sampled: their samplers fetch the same lines.
         """
         assert count <= len(self._masks_RW), f"{count} masks for {len(self._masks_RW)} rows"
         return self._masks_RW[:count]

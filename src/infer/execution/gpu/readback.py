@@ -1,13 +1,13 @@
-"""Where the ids that a GPU sampled arrive on the host, and what waits for them.
+"""Buffers on the host for the ids that a GPU sampled, and the results that wait for them.
 
 Steps are launched ahead of the one that is read, so there are several buffers, used in turn: none may be
 written again before it has been read. Their memory is pinned, which lets the device copy while the host
 does something else, and an event after each copy says when it is done.
 
-Logprobs come with the ids of the rows that ask for them. What needs the logits is done in the stream of the
+Logprobs come with the ids of the rows that ask for them. Work on the logits is done in the stream of the
 steps, before the next one overwrites them; the rest, and the copy, in a stream of its own during that step.
 
-The other way needs no such care: what the host sends goes through memory of its own each time, which
+The way to the device needs no such care: what the host sends goes through memory of its own each time, which
 torch's allocator keeps until the copy has run (`sending.send`), however many steps come before it.
 
 Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
@@ -35,7 +35,7 @@ from infer.sampling.params import NO_TOKEN, RowLogprobs
 class Asked(NamedTuple):
     """The rows of a step that ask for logprobs."""
 
-    places: list[int]  # among the ids
+    places: list[int]  # places among the ids
     counts: list[int]  # alternatives asked for
     logits_SV: torch.Tensor  # logits of the step: the next one may write to their memory
 
@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
     number: int  # number of the row in the order
     place: int  # place of the first
-    drafts: Sequence[int] = ()  # what they were drawn next to; there is one id more
+    drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
 
 
 class PendingIds:
@@ -87,7 +87,7 @@ class PendingIds:
 
     def attach(self, asked: Asked, table: PendingTensor) -> None:
         """Let the result have logprobs, from a table on its way."""
-        self._asked = asked.places, asked.counts, table  # and not the logits, which need not be kept
+        self._asked = asked.places, asked.counts, table  # the logits need not be kept
 
     def arrive(self) -> torch.Tensor:
         """Wait for the ids."""
@@ -181,11 +181,11 @@ class Readback:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
-        """The step has been sampled and cannot be repeated: without memory, this alone is tried again."""
+        """Begin to take logprobs; without memory try only this again: the sampled step cannot be repeated."""
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError:
-            pass  # and with it go the tensors of the attempt
+            pass  # the tensors of the attempt go with the error
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError as error:

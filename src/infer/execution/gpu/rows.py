@@ -40,15 +40,15 @@ class DeviceRows:
         num_lanes: int = 0,
         tables_KRB: torch.Tensor | None = None,
     ) -> None:
-        """`num_lanes`: rows of sampling state behind those of sequences (lanes.py).
+        """`num_lanes`: rows of sampling state after those of sequences (lanes.py).
 
-        `tables_KRB` are those of a head that drafts: it has the same.
+        `tables_KRB`: tables of the model, which a head that drafts shares.
         """
         self.device = device
         if tables_KRB is None:
             tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
         self.tables_KRB = tables_KRB
-        self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows counted through, as an order says them
+        self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows, numbered through, as in an order
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.first_lane = max_rows
@@ -59,9 +59,9 @@ class DeviceRows:
         self.has_uses, self.has_biases = np.zeros((2, max_rows), dtype=bool)
 
     def apply(self, order: StepOrder) -> None:
-        """Send what an order says has changed, in the order of the stream: after every step so far.
+        """Send the changes that an order brings, in the order of the stream: after every step so far.
 
-        Where there is no memory for it, the same order is applied again: it overwrites what has come.
+        If there is no memory for that, the same order is applied again: it overwrites what has come.
         """
         parcels = list[tuple[np.ndarray, Callable[[torch.Tensor], None]]]()
         if order.has_begun:
@@ -77,12 +77,12 @@ class DeviceRows:
             unpack(tensor)
 
     def apply_tables(self, order: StepOrder) -> None:
-        """Send the blocks alone that tables have got: the rows are those of the last step, a token on."""
+        """Send only the blocks that tables have got: the rows are those of the last step, a token on."""
         if len(order.table_changes):
             self._put_blocks(send(torch.from_numpy(order.table_changes), self.device))
 
     def send_padding(self) -> None:
-        """Send what changes nothing: the kernels that unpack it are then compiled and loaded."""
+        """Send changes that change nothing: the kernels that unpack them are then compiled and loaded."""
         entries_KF = torch.full((1, NUM_FIELDS), PADDING, dtype=torch.int64)
         enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
@@ -90,7 +90,7 @@ class DeviceRows:
         self.masks.send(np.empty(0, dtype=np.int64))
 
     def _begin(self, entry: RowEntry) -> None:
-        """Take over what of a row that begins is not in its line."""
+        """Take over the facts of a row that begins which are not in its line."""
         row, facts = entry.line.row, entry.facts
         self.masks.forget(row)
         self.num_logprobs[row] = facts.num_logprobs

@@ -1,7 +1,7 @@
 """Copies to the device for which the host does not wait.
 
-What the host sends goes through pinned memory of its own each time, which torch's allocator keeps until the
-copy has run, however many steps it stands behind.
+The host sends everything through pinned memory of its own, which torch's allocator keeps until the copy has
+run, however many steps come before it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ALIGNMENT = 16  # bytes
 
 
 def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of small arrays on the device that travel as one, for most of what sending costs is setting out.
+    """Copies of small arrays on the device that travel as one, because most of the cost is per copy.
 
     Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
-    would be compiled once more without.
+    would have to be compiled again without it.
     """
     if len(arrays) == 1:
         return [send(torch.from_numpy(arrays[0]), device)]

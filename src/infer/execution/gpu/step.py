@@ -8,10 +8,10 @@ is a row that decodes, the decode kernel takes the projection and writes them it
 Nothing here depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA
 graph and replayed while sequences grow.
 
-A step that has both has two kernels that do not need each other and that each leave most of the GPU idle: a
+A step with both has two kernels that do not need each other and that each leave most of the GPU idle: a
 chunk of 128 tokens is a handful of programs, and rows that decode wait for memory. In a graph they are two
-branches and run side by side. Only where the linear behind them is the library's, or in the last layer the
-picking of rows (models/model.py): either is launched the ordinary way, after both, and the rules of
+branches and run side by side, but only if the library computes the linear after them, or if the last layer
+picks rows next (models/model.py): either is launched the ordinary way, after both, and the rules of
 programmatic dependent launch (kernels/runtime/dispatch.py) need not know of branches.
 
     backend     rows that decode           chunks of prompts
@@ -22,9 +22,9 @@ programmatic dependent launch (kernels/runtime/dispatch.py) need not know of bra
     torch_ref   the specification
     invariant   Triton's kernel for prompts, for both: one order of additions, wherever a token is computed
 
-The one of rows that decode is `DecodeWork.backend` (config/backends.py has the values of the knobs).
+The backend of rows that decode is `DecodeWork.backend` (config/backends.py has the values of the knobs).
 
-Which kernel is faster for how many rows is in the device profile (config/profiles).
+The device profile (config/profiles) says which kernel is faster for how many rows.
 
 Shapes:  T tokens, S of them rows that decode, K block tables, N query heads, G kv heads, H head size.
 """
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceStep(StepContext):
-    """One step: where its tokens stand, where their keys and values go, and what each may see."""
+    """One step: the positions of its tokens, the slots of their keys and values, and what each may see."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class DeviceStep(StepContext):
     ) -> None:
         """`has_shared_rows`: several tokens are of one row of the tables, and see each other."""
         self._store, self._work = store, work
-        self._tables = tables_KRB.unbind()  # for each block table of the layout: [R, B]
+        self._tables = tables_KRB.unbind()  # tables [R, B], one per block table of the layout
         self._block_size = block_size
         self.positions, self._slots = positions_T, slots_KT.unbind()
         self._rows_S, self._lens_S = self._decoding = rows_S, lens_S
@@ -172,7 +172,7 @@ class DeviceStep(StepContext):
         )
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
-        """Where the chunks of prompts are computed beside the rows that decode; None: after them."""
+        """The stream for chunks of prompts, in parallel to the rows that decode; None: after them."""
         has_both = self._num_rows > 0 and self._chunks is not None
         if not has_both or len(q_TNH) <= self._work.profile.branch_from or not is_gpu(q_TNH.device):
             return None
@@ -192,14 +192,14 @@ class FollowedStep(StepContext):
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Return what nobody reads, in the shape that attention has."""
+        """Return a tensor that nobody reads, in the shape that attention has."""
         return q_TNH
 
 
 def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int) -> str:
-    """The backend of rows that decode, of those asked for prompts and for them; an error if it cannot be.
+    """The backend of rows that decode, from those asked for prompts and for them; an error if impossible.
 
-    `auto` does without CUDA C++ where the model, the cache or the GPU is not for it.
+    `auto` does without CUDA C++ if the model, the cache or the GPU does not suit it.
     """
     prompts, asked = backends
     if prompts == "flash":
@@ -218,7 +218,7 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
 
 
 def _check_plain_scores(asked: str, config: ModelConfig) -> None:
-    """ConfigError where a kernel was asked for that knows neither caps of scores nor sinks."""
+    """ConfigError if a kernel was asked for that knows neither caps of scores nor sinks."""
     if not config.has_plain_scores:
         raise ConfigError(
             f"{asked} cannot be had with {config.family}, whose scores have a soft cap or sinks; "
@@ -227,9 +227,9 @@ def _check_plain_scores(asked: str, config: ModelConfig) -> None:
 
 
 def compile_backend(chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_rows: int) -> str:
-    """Compile what was chosen, and return it; `auto` does without CUDA C++ where there is no compiler.
+    """Compile the chosen backend, and return it; `auto` does without CUDA C++ if there is no compiler.
 
-    `max_rows`: of a step that decodes or verifies drafts, whose tokens are rows.
+    `max_rows`: rows of a step that decodes or verifies drafts, whose tokens are rows.
     """
     if chosen not in ("auto", "cuda"):
         return chosen
@@ -253,7 +253,7 @@ def _cached_heads(config: ModelConfig, store: KVStore, block_size: int) -> Cache
 
 
 def _or_triton(asked: str, work: Callable[[], None]) -> str:
-    """What was asked for, if `work` succeeds; Triton where it does not and `auto` leaves the choice."""
+    """The backend that was asked for if `work` succeeds; Triton if it fails and `auto` leaves the choice."""
     try:
         work()
     except ConfigError as error:

@@ -1,9 +1,9 @@
-"""What a step on a GPU reads, at addresses that never change.
+"""The inputs of a step on a GPU, at addresses that never change.
 
     tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
     following                                                tokens after these, for a head  (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
-    tiles                       the work of prefill attention, and behind it whole chunks, which layers with a
+    tiles                       the work of prefill attention, and after it whole chunks, which layers with a
                                 state go through; no tokens: padding
     adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come
@@ -45,7 +45,7 @@ class Prompts:
         self.last_places = np.empty(order.num_rows, dtype=np.int64)  # place of each row's last token
         self.last_places[self.decoding] = np.arange(len(self.decoding))
         self.last_places[self.numbers] = first + ends - 1
-        self.is_given = (~is_decode).repeat(order.counts)  # each token of the order that is of such a row
+        self.is_given = (~is_decode).repeat(order.counts)  # tokens of the order that belong to these rows
         columns = first + ends - counts, counts, order.rows[self.numbers], starts
         self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
         self.table_XP = np.empty((2 + len(order.slots), self.num_tokens), dtype=np.int64)
@@ -90,7 +90,7 @@ class DeviceInputs:
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
-        self.has_rows = False  # whether the device still has them
+        self.has_rows = False  # True: the device still has them
 
     def num_tiles(self, num_tokens: int) -> int:
         """The most tiles that rows with this many tokens make."""

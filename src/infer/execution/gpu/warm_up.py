@@ -1,4 +1,4 @@
-"""What has to be there before the first step: compiled kernels, loaded libraries, captured graphs.
+"""Preparations for the first step: compiled kernels, loaded libraries, captured graphs.
 
     compile   every kernel that a step of any size needs, unless it is in Triton's cache
     try       steps of padding that are never captured: libraries choose and load kernels by their size
@@ -53,7 +53,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do one piece of what steps need before they can run without waiting; False: all is done.
+        """Prepare one piece of what steps need to run without waiting; False: all is done.
 
         A server calls it until all is done before it says that it is ready. In a program that generates once,
         each step makes what it needs itself.
@@ -103,7 +103,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int) -> float:
-        """How long a step with this many prompt tokens and a few decoding rows takes, the best of three."""
+        """The seconds of a step with this many prompt tokens and a few decoding rows, the best of three."""
         device, graphs = self.device, self.device.graphs
         num_rows = graphs.decode_rows[min(7, len(graphs.decode_rows) - 1)]
         size, seconds = graphs.size_for(num_rows, num_tokens), []
@@ -141,7 +141,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile what steps of all sizes need, unless Triton's cache has it; no kernel runs."""
+        """Compile the kernels of steps of all sizes, unless Triton's cache has them; no kernel runs."""
         if self._pads:
             device = self.device
             kinds = sorted({str(kind) for kind in _kinds(_whole(device))})
@@ -153,7 +153,7 @@ class WarmUp:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
 
         False: a step could not be gone through, because it takes indices from what no kernel has computed.
-        It is compiled when it first runs.
+        That step is compiled when it first runs.
         """
         device = self.device
         try:
@@ -172,12 +172,12 @@ class WarmUp:
         return True
 
     def _warm_up(self, size: StepSize) -> None:
-        """Run a step of padding of this size: what it needs is loaded when it is captured."""
+        """Run a step of padding of this size, so that capturing it finds everything loaded."""
         self.device.inputs.blank()
         self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
 
     def _try(self, run: Callable[[], None]) -> None:
-        """Run something of padding; that it cannot be run is not an error."""
+        """Run some work on padding; it is not an error if it cannot run."""
         try:
             run()
         except torch.AcceleratorError:
@@ -231,7 +231,7 @@ def _whole(device: GpuDevice) -> Model:
 
 
 def _kinds(model: Model) -> list[tuple[object, ...]]:
-    """What tells layers apart that need other kernels: window, width, parts, how weights are kept."""
+    """The traits of each layer that decide its kernels: window, width, parts, how weights are kept."""
 
     def kept(stored: Any) -> tuple[object, ...]:
         if stored is None:
