@@ -13,13 +13,14 @@ Three kinds of batches:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.machine import parse, today, write
+from infer.bench.report import commit, machine, versions
 from infer.config.settings import EngineConfig
 from infer.engine.adapters import LoadedAdapter
 from infer.engine.build import build_engine
@@ -73,8 +74,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parse(parser)
 
     knobs = {"max_batch_size": args.rows, "max_seq_len": 1024, "use_prefix_caching": False}
     found: dict[str, list[float]] = {"without": [], "unused": [], "adapted": []}
@@ -98,8 +98,12 @@ def main() -> int:
     for kind, rate in medians.items():
         share = 100 * (1 - rate / medians["without"])
         print(f"{kind:8} {rate:10.0f} tok/s   {share:5.1f} % slower   of {[*map(round, found[kind])]}")
-    if args.out is not None:
-        args.out.write_text(json.dumps({"arguments": vars(args), "tok_s": found}, default=str, indent=1))
+    named = {name: value for name, value in vars(args).items() if name not in ("out", "allow_dirty")}
+    report = {"arguments": named | {"config": args.config.name}, "tok_s": found}
+    write(
+        {"created": today(), "commit": commit(), "versions": versions(), "machine": machine()} | report,
+        args.out,
+    )
     return 0
 
 

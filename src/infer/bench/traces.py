@@ -143,7 +143,7 @@ def _begin_at(start: float, item: TraceRequest) -> TraceRequest:
 
 
 def _check_header(line: bytes, path: Path) -> bool:
-    """Refuse a record that is no trace, because it holds the text; returns that it is one."""
+    """Return True for the header of a record without text; one with text is not a trace and is refused."""
     if read_json(line, msgspec.json.Decoder(dict[str, Any]), f"{path} line 1").get("text") is not False:
         raise ConfigError(
             f"{path} is a record of a whole run, for 'infer replay' and --cost; a trace is recorded by "

@@ -47,11 +47,11 @@ ALONE = Replica()
 
 
 class RecordOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine process writes its run down."""
+    """The record that an engine process writes of its run."""
 
     path: str
     has_text: bool
-    max_bytes: int  # of the file, and of the one that is set aside
+    max_bytes: int  # limit of the file and of the one set aside
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

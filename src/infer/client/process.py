@@ -224,7 +224,7 @@ def _poll_all(sockets: Sequence[zmq.Socket[bytes] | int]) -> Callable[[int | Non
 def open_recorder(orders: messages.RecordOrders) -> RecordFile | None:
     """Return what writes the run down, with the record of an engine before this one set aside.
 
-    None: the file cannot be written any more, which is no reason to serve nothing.
+    None: the file cannot be written any more, and the engine serves without it.
     """
     path = Path(orders.path)
     try:

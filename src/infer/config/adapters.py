@@ -23,7 +23,7 @@ MAX_RANK: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Which LoRA adapters are loaded, and the room for others."""
+    """LoRA adapters that are loaded, and room for others."""
 
     lora_modules: tuple[str, ...] = knob(
         (),

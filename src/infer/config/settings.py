@@ -5,13 +5,13 @@ A *knob* (`knobs.py`) is one field of a frozen section: its default, its help li
 no environment variables that change behaviour.
 
     EngineConfig
-    ├── load      LoadConfig      which model, from where, in which number format
-    ├── cache     CacheConfig     how keys and values are kept
-    ├── scheduler SchedulerConfig which sequences run in a step
-    ├── run       RunConfig       how steps are carried out
-    ├── speculation SpeculationConfig what proposes tokens that a step judges together (speculation.py)
-    └── adapters  AdapterConfig   which LoRA adapters are loaded, and the room for others (adapters.py)
-    ServerConfig                  how the server listens, which clients it takes, and how much work
+    ├── load      LoadConfig      the model, its source and its number format
+    ├── cache     CacheConfig     the cache of keys and values
+    ├── scheduler SchedulerConfig the choice of sequences that run in a step
+    ├── run       RunConfig       the execution of steps
+    ├── speculation SpeculationConfig the proposer of tokens that a step judges together (speculation.py)
+    └── adapters  AdapterConfig   LoRA adapters that are loaded, and room for others (adapters.py)
+    ServerConfig                  the server's address, its clients, and the amount of work
 
 Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
@@ -57,7 +57,7 @@ FAST_PRODUCTS_COST = "about +0.7 % (int4) to +0.8 % (int8) perplexity on the def
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """Which model, from where, in which number format."""
+    """The model, its source and its number format."""
 
     model: str | None = knob(
         None,
@@ -133,7 +133,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How keys and values are kept between steps."""
+    """The cache of keys and values between steps."""
 
     kv_cache_backend: str = knob(
         "paged",
@@ -243,7 +243,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Which sequences run in a step."""
+    """The choice of sequences that run in a step."""
 
     batching_mode: str = knob(
         "continuous",
@@ -338,7 +338,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """How steps are carried out."""
+    """The execution of steps."""
 
     use_cuda_graphs: bool | None = knob(
         None,
@@ -439,7 +439,7 @@ MIN_RECORD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the server listens, which clients it takes, and how much work."""
+    """The server's address, its clients, and the amount of work that it takes."""
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = knob(8000, "TCP port; 0: any free one")

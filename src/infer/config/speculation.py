@@ -31,7 +31,7 @@ ASKS_FOR: Final = {"prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """What proposes tokens that a step then judges together."""
+    """The proposer of tokens that a step then judges together."""
 
     speculative_decoding: bool | None = knob(
         None,

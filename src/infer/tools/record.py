@@ -77,7 +77,15 @@ VERSION = 2  # version with orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
 MAX_STEP_GAP = 1_000_000  # steps between two events; an idle engine does not step
-TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")  # parameters without text
+TOLD_PARAMS = (
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+)  # parameters without text
 MAX_TOLD = 1_000_000  # the largest priority that is written
 
 logger = logging.getLogger(__name__)
@@ -251,7 +259,7 @@ class TraceRecorder(RecordFile):
             "block_size": self._block_size,
             "blocks": self._hash_blocks(request),
         }
-        if request.deadline is not None:  # of the same clock
+        if request.deadline is not None:  # seconds of the same clock
             line["deadline"] = round(max(0.0, request.deadline - self._started), 6)
         for seq in group.sequences:
             if seq.finish_reason != "dropped":  # a beam that others took the place of

@@ -1,4 +1,4 @@
-"""Where records lie: which files may be written, and how the ones of a server's engines are named.
+"""The files of records: those that may be written, and the names of a server's.
 
 infer generate --record run.jsonl     run.jsonl
 infer serve --record run.jsonl        run.jsonl of the first engine, run-1.jsonl of the second, ...
@@ -16,7 +16,7 @@ from infer.errors import ConfigError
 
 
 def check_record(path: Path, *, may_replace: bool) -> None:
-    """Refuse what is no plain file, and a file that holds something, unless it may be replaced.
+    """Refuse what is not a plain file, and a file with contents unless it may be replaced.
 
     A run cannot be had again once its record is gone.
     """

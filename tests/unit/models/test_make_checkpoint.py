@@ -37,7 +37,8 @@ def load_reference(path: Path) -> Any:
 def test_the_reference_reads_the_same_network_out_of_it(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, num_shards=2)
     tokens = list(range(10, 40))  # past the window of 16
-    ours = load_model(resolve_model(str(tmp_path)), dtype="float32", device="cpu").model
+    # longrope has other factors for what is served beyond the trained length (phi3)
+    ours = load_model(resolve_model(str(tmp_path)), dtype="float32", device="cpu", max_seq_len=40).model
     with torch.no_grad():
         expected = load_reference(tmp_path)(input_ids=torch.tensor([tokens])).logits[0]
 

@@ -541,7 +541,7 @@ class Fleet:
         return encoder, list(engines)
 
     def _order_records(self, name: str, config: EngineConfig) -> list[RecordOrders | None]:
-        """How each engine of a model writes its run down; what cannot be written is refused."""
+        """The record of each engine of a model; a file that cannot be written is refused."""
         server = self.state.config
         if self._records is None:
             return [None] * server.replicas

@@ -1,0 +1,96 @@
+"""The rules of our sentences that a program can check: how docstrings and comments begin, and a few words.
+
+A docstring begins with a verb or with the noun that it returns, a trailing comment contains its noun, and
+some words are always a detour. `python -m tests.unit.test_sentences src/infer/cache` lists what breaks them.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = sorted(
+    path.name for path in (ROOT / "src/infer").iterdir() if path.is_dir() and path.name[0] != "_"
+)
+
+NO_FIRST_WORDS = {"Of", "Whether", "What", "How", "Which", "Where", "Who", "Whose", "When"}
+PREPOSITION = re.compile(
+    r"(of|in|on|at|by|for|from|to|with|without|between|among|behind|beside|under|over|until|as"
+    r"|which|whose|where|that|who|and)\b"
+)
+DETOURS = {
+    re.compile(r"\bso many\b"): "that many, n",
+    re.compile(r"\bin the mean\b"): "on average",
+    re.compile(r"\bbeside\b"): "next to, besides, with",
+    re.compile(r"(?<![Tt]here )\bis no (?!longer\b|more\b|less\b|one\b)"): "is not a",
+    re.compile(r"(^|[.:] )Of (?!course)"): "a sentence that begins with its subject",
+}
+
+
+def broken_rules(source: str) -> Iterator[tuple[int, str]]:
+    """The lines of a module that break a rule, and what they should be."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node, clean=True)
+            if text:
+                line = node.body[0].lineno
+                if text.split()[0] in NO_FIRST_WORDS:
+                    yield line, f"a docstring begins with a verb or its noun: {text.splitlines()[0]}"
+                yield from detours(text, line)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comment = token.string.lstrip("#: ").strip()
+            is_trailing = bool(lines[token.start[0] - 1][: token.start[1]].strip())
+            if is_trailing and PREPOSITION.match(comment):
+                yield token.start[0], f"a trailing comment contains its noun: {comment}"
+            yield from detours(comment, token.start[0])
+
+
+def detours(text: str, first_line: int) -> Iterator[tuple[int, str]]:
+    """The words of a text that are a detour, and what to write."""
+    for number, line in enumerate(text.splitlines()):
+        for pattern, better in DETOURS.items():
+            if found := pattern.search(line):
+                yield first_line + number, f"{found[0].strip()!r}; better {better}: {line.strip()}"
+
+
+def broken_in(path: Path) -> list[str]:
+    """Everything that breaks a rule in the modules under a path."""
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return [f"{file}:{line}: {why}" for file in files for line, why in broken_rules(file.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_and_comments_keep_the_rules(package: str) -> None:
+    assert not broken_in(ROOT / "src/infer" / package)
+
+
+def test_modules_beside_the_packages_keep_the_rules() -> None:
+    assert not [why for path in (ROOT / "src/infer").glob("*.py") for why in broken_in(path)]
+
+
+def test_every_rule_finds_what_it_forbids() -> None:
+    bad = '''def f(x):
+    """Whether so many are there, in the mean."""
+    y = 1  # of the block tables
+    return y  # it is no tensor beside it
+'''
+    assert [line for line, _ in broken_rules(bad)] == [2, 2, 2, 3, 4, 4]
+    good = '''def f(x):
+    """Returns the number of blocks, on average; there is no other."""
+    return 1  # rows of the block tables
+'''
+    assert not list(broken_rules(good))
+
+
+if __name__ == "__main__":
+    print("\n".join(line for name in sys.argv[1:] for line in broken_in(Path(name))))
