@@ -98,8 +98,9 @@ def main() -> int:
     for kind, rate in medians.items():
         share = 100 * (1 - rate / medians["without"])
         print(f"{kind:8} {rate:10.0f} tok/s   {share:5.1f} % slower   of {[*map(round, found[kind])]}")
+    rates = {name: {"median": statistics.median(all_), "all": all_} for name, all_ in found.items()}
     named = {name: value for name, value in vars(args).items() if name not in ("out", "allow_dirty")}
-    report = {"arguments": named | {"config": args.config.name}, "tok_s": found}
+    report = {"arguments": named | {"config": args.config.name}, "tok_s": rates}
     write(
         {"created": today(), "commit": commit(), "versions": versions(), "machine": machine()} | report,
         args.out,
