@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "qwen3-8b": "Qwen3-8B"}
+EXPERTS = "qwen3-30b-a3b"
 SERVED = ("qwen3-0.6b", "qwen3-8b")
 FORMS = {"bfloat16": "", "fp8": "-fp8", "int8": "-int8", "int4": "-int4"}
 PHASES = {
@@ -58,14 +59,18 @@ def measured() -> list[str]:
     for shape, name, load in (
         ("llama-3.2-1b", "b32_256_256", "decode, 32 sequences"),
         ("qwen3-8b", "b1_256_256", "decode, 1 sequence"),
+        (EXPERTS, "b1_256_256", "decode, 1 sequence"),
+        (EXPERTS, "b32_256_256", "decode, 32 sequences"),
     ):
         dense = read(f"gpu-{shape}.json")
         ours = f"{dense[name]['out_tok_s']:,.0f} tok/s"
-        if shape == "qwen3-8b":
-            rates = {form: read(f"gpu-{shape}-{form}.json")[name]["out_tok_s"] for form in ("fp8", "int4")}
+        forms = {"qwen3-8b": ("fp8", "int4"), EXPERTS: ("fp8",)}.get(shape, ())
+        rates = {form: read(f"gpu-{shape}-{form}.json")[name]["out_tok_s"] for form in forms}
+        if rates:
             ours += "; " + ", ".join(f"{rate:,.0f} in {form}" for form, rate in rates.items())
         theirs = f"{dense['peers'][0][name]['out_tok_s']:,.0f} in bfloat16 {peer}"
-        rows.append(["H200, engine alone", f"{SHAPES[shape]} shape, {load}", ours, theirs])
+        title = SHAPES.get(shape, "Qwen3-30B-A3B")
+        rows.append(["H200, engine alone", f"{title} shape, {load}", ours, theirs])
     cpu = read("cpu.json")
     rates = {engine: figures["http 8"]["per_s"] for engine, figures in cpu["threads"]["2"].items()}
     theirs = f"{rates['llama.cpp Q4_0']:,.0f} (llama-server, Q4_0, {cpu['of']['llama.cpp Q4_0']['version']})"
