@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-SHAPES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "qwen3-8b": "Qwen3-8B"}
 EXPERTS = "qwen3-30b-a3b"
+SHAPES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "qwen3-8b": "Qwen3-8B"}
+SHAPES |= {EXPERTS: "Qwen3-30B-A3B"}
 SERVED = ("qwen3-0.6b", "qwen3-8b")
 FORMS = {"bfloat16": "", "fp8": "-fp8", "int8": "-int8", "int4": "-int4"}
 PHASES = {
@@ -69,8 +70,7 @@ def measured() -> list[str]:
         if rates:
             ours += "; " + ", ".join(f"{rate:,.0f} in {form}" for form, rate in rates.items())
         theirs = f"{dense['peers'][0][name]['out_tok_s']:,.0f} in bfloat16 {peer}"
-        title = SHAPES.get(shape, "Qwen3-30B-A3B")
-        rows.append(["H200, engine alone", f"{title} shape, {load}", ours, theirs])
+        rows.append(["H200, engine alone", f"{SHAPES[shape]} shape, {load}", ours, theirs])
     cpu = read("cpu.json")
     rates = {engine: figures["http 8"]["per_s"] for engine, figures in cpu["threads"]["2"].items()}
     theirs = f"{rates['llama.cpp Q4_0']:,.0f} (llama-server, Q4_0, {cpu['of']['llama.cpp Q4_0']['version']})"
