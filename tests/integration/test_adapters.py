@@ -23,6 +23,7 @@ from infer.engine.engine import Engine
 from infer.errors import CheckpointError, ConfigError, InferError, NameTaken, RequestError, UnknownModel
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
+from infer.loader.adapter import LowRankPair
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.load import load_model
@@ -122,7 +123,9 @@ MIXED = [(name, number) for number in range(len(PROMPTS)) for name in ("", *SETU
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"]
+)
 def test_mixed_batch_says_what_merged_weights_say(family: str, on_gpu: bool) -> None:
     engine = make_engine(base(family), on_gpu=on_gpu, lora_modules=modules(family))
     made = serve(engine, MIXED)
@@ -199,6 +202,23 @@ def test_unloaded_adapter_serves_the_requests_that_began_with_it() -> None:
     assert ids == expected("llama", "all")[0]
     engine.set_adapter("y", str(adapter("llama", "few")))
     assert serve(engine, [("y", 0)])["y", 0] == expected("llama", "few")[0]
+
+
+def test_adapter_is_served_on_if_its_successor_cannot_be_read() -> None:
+    engine = make_engine(base("llama"), max_loras=1, enable_lora=True)
+    engine.set_adapter("x", str(adapter("llama", "all")))
+    reads, read = 0, LowRankPair.read
+
+    def fail_late(pair: LowRankPair, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal reads
+        reads += 1
+        if reads == 3:
+            raise OSError("the disk is gone")
+        return read(pair, dtype)
+
+    with mock.patch.object(LowRankPair, "read", fail_late), pytest.raises(OSError, match="the disk is gone"):
+        engine.set_adapter("x", str(adapter("llama", "few")), replaces=True)
+    assert serve(engine, [("x", 0)])["x", 0] == expected("llama", "all")[0]
 
 
 def test_names_and_room_are_checked() -> None:

@@ -96,5 +96,11 @@ class DeltaContract:
         chunks = [PrefillChunk(3, 2, 3, 14), PrefillChunk(5, 16, 4, 16), PrefillChunk(21, 3, 5, 30)]
         check(self.device, SHAPES[0], torch.float32, [5, 0, 18], chunks)
 
+    def test_two_tokens_on_both_sides_of_a_block_end(self) -> None:
+        """The tails of both blocks need inputs of the chunk before, which the first of them replaces."""
+        check(
+            self.device, SHAPES[0], torch.float32, [], [PrefillChunk(0, 2, 0, 15), PrefillChunk(2, 3, 1, 30)]
+        )
+
     def test_bfloat16(self) -> None:
         check(self.device, SHAPES[0], torch.bfloat16, [9, 16], [PrefillChunk(2, 19, 2, 5)])

@@ -166,3 +166,10 @@ def test_shapes_that_have_no_cut() -> None:
     for shape in SHAPES.values():
         few = FewExperts(shape._replace(num_experts=7), H200.linear)
         assert not few.variants() and not few.is_for(1)
+
+
+def test_codes_that_the_kernels_cannot_read_are_left_to_triton() -> None:
+    form = CodedForm("mxfp4", 32)
+    shape = ExpertShape(2048, 768, 128, 8, True, "silu", form, form)
+    assert FewExperts(shape, H200.linear).variants() == []
+    assert GroupedLinear(form, 768, 2048, "silu").variants() == []

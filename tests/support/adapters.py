@@ -14,7 +14,8 @@ import torch
 
 from infer.loader.formats.checkpoint import open_checkpoint, write_safetensors
 
-ALL = r"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|c_attn|c_proj|c_fc)$"
+FUSED = "qkv_proj|gate_up_proj|in_proj_qkv|in_proj_z|in_proj_b|in_proj_a|out_proj"
+ALL = rf"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|c_attn|c_proj|c_fc|{FUSED})$"
 ATTENTION = r"self_attn\.(q_proj|k_proj|v_proj|o_proj)$"
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
 from infer.errors import ConfigError, NameTaken, UnknownModel, closest
 from infer.layers.adapted import AdapterBank
 from infer.loader.adapter import LowRankPair, read_adapter
+from infer.models.model import Model
 from infer.models.weight_map import WeightMap
 from infer.scheduling.request import Request
 
@@ -43,9 +43,7 @@ class LoadedAdapter(NamedTuple):
 class Adapters:
     """The adapters of one model. The engine's thread owns it."""
 
-    def __init__(
-        self, bank: AdapterBank, model: nn.Module, weight_map: WeightMap, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, bank: AdapterBank, model: Model, weight_map: WeightMap, dtype: torch.dtype) -> None:
         self._bank, self._model, self._weight_map, self._dtype = bank, model, weight_map, dtype
         self.loaded: dict[str, LoadedAdapter] = {}
 
@@ -84,11 +82,11 @@ class Adapters:
     @torch.inference_mode()
     def _fill(self, slot: int, pairs: list[LowRankPair]) -> None:
         stacks = self._bank.stacks
+        found = [pair.read(self._dtype) for pair in pairs]  # before the slot's adapter, if any, is gone
         for stack in stacks.values():
             stack.clear(slot)
-        for pair in pairs:
+        for pair, (a_RK, b_NR) in zip(pairs, found, strict=True):
             stack = stacks[pair.module]
-            a_RK, b_NR = pair.read(self._dtype, stack.a.device)
             if pair.part is not None:
                 stack.fill(slot, pair.part, a_RK, b_NR)
                 continue
@@ -106,7 +104,7 @@ class Adapters:
         return UnknownModel(f"no adapter {name!r} is loaded{hint}", param="adapter")
 
 
-def largest_rank(config: AdapterConfig, model: nn.Module, weight_map: WeightMap) -> int:
+def largest_rank(config: AdapterConfig, model: Model, weight_map: WeightMap) -> int:
     """The rank that a bank has room for; the headers of all adapters of the config are read and checked."""
     found, most = LEAST_RANK, config.max_lora_rank or MAX_RANK
     for name, path in config.modules.items():

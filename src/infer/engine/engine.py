@@ -450,11 +450,16 @@ class Engine:
         for (group, tokens), result in self._compiling.take():
             if isinstance(result, Grammar):
                 group.seed = seed_of(group.request, self.scheduler, self._requests.num_added)
-                self._accept(group, tokens, result)
+                try:
+                    self._accept(group, tokens, result)
+                    continue
+                except RequestError as refused:  # by an observer: nobody but this request hears of it
+                    error = refused
             else:
-                outputs += unserved(group.request, "error", result)
-                if self._stories is not None:
-                    self._stories.end(group.request.request_id, "error", str(result))
+                error = result
+            outputs += unserved(group.request, "error", error)
+            if self._stories is not None:
+                self._stories.end(group.request.request_id, "error", str(error))
         return outputs
 
     @property

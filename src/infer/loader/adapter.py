@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from infer.errors import CheckpointError
 from infer.layers.linear import ExpertLinear, Linear
 from infer.loader.formats.checkpoint import StoredTensor, read_header
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
+from infer.loader.row_order import reordered, row_order
+from infer.models.model import Model
 from infer.models.weight_map import WeightMap, find_target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -61,15 +62,15 @@ class LowRankPair(NamedTuple):
         """The rank of the product."""
         return self.a.shape[0]
 
-    def read(self, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, in] and the scale times B [out, r]."""
+    def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [r, in] and the scale times B [out, r], in the memory of the host."""
         a_RK, b_NR = (torch.empty(each.shape, dtype=torch.float32) for each in (self.a, self.b))
         self.a.copy_to(a_RK)
         self.b.copy_to(b_NR)
-        return a_RK.to(device, dtype), (self.scale * b_NR).to(device, dtype)
+        return a_RK.to(dtype), (self.scale * b_NR).to(dtype)
 
 
-def read_adapter(directory: Path, model: nn.Module, weight_map: WeightMap) -> list[LowRankPair]:
+def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[LowRankPair]:
     """The pairs of an adapter, checked against the model, which need not have weights yet."""
     config = _read_config(directory)
     if not (directory / WEIGHTS).is_file() and (directory / "adapter_model.bin").is_file():
@@ -131,7 +132,7 @@ def _pair(
     name: str,
     found: Mapping[str, StoredTensor],
     config: Mapping[str, Any],
-    model: nn.Module,
+    model: Model,
     weight_map: WeightMap,
 ) -> LowRankPair:
     """The pair of one module of the base model, checked."""
@@ -166,6 +167,8 @@ def _pair(
         raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
     alpha = _by_pattern(name, _mapping(config, "alpha_pattern"), config["lora_alpha"])
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
+    if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):
+        b = reordered(b, order, name, model.config.head_dim)  # as the rows of the matrix are
     part = None if target.part is None else list(layer.spec.parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)
 

@@ -68,7 +68,7 @@ class Block(nn.Module):
         """Add attention's output to the stream, and that of the MLP for the same input."""
         normed_TD = self.norm(stream)
         stream.add(self.attention(normed_TD, step))
-        stream.add(self.mlp(normed_TD))
+        stream.add(self.mlp(step.needed(normed_TD)))
 
 
 class Cohere2(Model):

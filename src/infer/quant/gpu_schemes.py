@@ -97,7 +97,8 @@ class GPUWeights(Projection):
         few = device_profile(self.matrices[0].cells.device).linear.few_coded_tokens
         if spec.num_experts is not None:  # a token chooses one at least
             many = num_tokens > MAX_ROWS * spec.num_experts // _MOST_CHOICES
-            return spec.num_weights * spec.dtype.itemsize if many else 0
+            is_unpacked = many and self.bias is None and not self.batch_invariant
+            return spec.num_weights * spec.dtype.itemsize if is_unpacked else 0
         if num_tokens <= few:
             return 0
         sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0

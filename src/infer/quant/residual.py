@@ -100,26 +100,18 @@ class PendingUpdate(Deferred):
 class ResidualStream:
     """The sum of everything so far, and at most one update that has not been added to it."""
 
-    __slots__ = ("_selected", "on_sum", "residual_TD", "unread", "update")
+    __slots__ = ("on_sum", "residual_TD", "unread", "update")
 
     def __init__(self, x_TD: torch.Tensor) -> None:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingUpdate | None = None
         self.unread: NormedInput | None = None  # a norm of the current sum that nobody has read yet
-        self._selected: tuple[int, torch.Tensor] | None = None  # rows before `select`, and which are kept
         self.on_sum: Callable[[torch.Tensor], None] | None = None  # told the sum when it is next computed
 
     def add(self, update: torch.Tensor | PendingUpdate) -> None:
-        """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum.
-
-        An output whose input was read before rows were selected (a parallel block) keeps the same rows.
-        """
+        """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum."""
         if self.update is not None or self.unread is not None:
             self.settle()
-        if self._selected is not None:
-            rows = update.x if isinstance(update, PendingUpdate) else update
-            if len(rows) == self._selected[0]:
-                update = as_tensor(update).index_select(0, self._selected[1])
         self.update = update
 
     def settle(self) -> torch.Tensor:
@@ -140,10 +132,7 @@ class ResidualStream:
 
     def select(self, indices_S: torch.Tensor) -> None:
         """Keep the rows of some tokens, and their order."""
-        total_TD = self.settle()
-        self.residual_TD = total_TD.index_select(0, indices_S)
-        if len(indices_S) != len(total_TD):
-            self._selected = (len(total_TD), indices_S)
+        self.residual_TD = self.settle().index_select(0, indices_S)
 
 
 class NormedInput(Deferred):

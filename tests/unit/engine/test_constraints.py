@@ -56,6 +56,24 @@ def test_a_request_waits_beside_the_queue_while_it_is_compiled() -> None:
     assert sum(stats.grammar_times) == 1 and stats.grammar_s > 0 and not stats.num_grammar_failures
 
 
+def test_a_request_that_an_observer_refuses_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = Aside()
+
+    def refuse(step: int, request: Request) -> None:
+        if request.request_id == "a":
+            raise RequestError("it cannot be recorded", param="adapter")
+
+    monkeypatch.setattr(aside.engine._observer, "on_add", refuse)
+    for name in ("a", "b"):
+        aside.world.add(name, [5], structured=DIGITS, max_tokens=20)
+        aside.wait()
+    outputs = aside.engine.step()
+    assert [(each.request_id, each.error, each.param) for each in outputs if each.error] == [
+        ("a", "it cannot be recorded", "adapter")
+    ]
+    assert not aside.engine.is_serving("a") and aside.engine.is_serving("b")
+
+
 def test_while_it_is_compiled_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     compile_one = compiler_module._compile

@@ -25,6 +25,7 @@ from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.layers.bind import bind
+from infer.layers.linear import Linear
 from infer.models.model import Model
 from infer.models.registry import get_family
 from scripts.make_checkpoint import Sizes, raw_config
@@ -45,7 +46,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that can, and a driver that loads what it is given."""
     monkeypatch.setattr(compiled_linears, "is_for", lambda device: device.type == "cuda")
     for kernel in (pdl, wgmma):
-        monkeypatch.setattr(kernel, "_load", Mock())
+        monkeypatch.setattr(kernel, "load_variant" if kernel is pdl else "_load", Mock())
     cuda_linears.cubin.cache_clear()
     yield
     cuda_linears.cubin.cache_clear()
@@ -265,7 +266,15 @@ def test_the_matrices_of_a_model(family: str, adds: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_have_kernels_of_their_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wanted_of(make_model(family), monkeypatch) == ([], [])
+    """What all tokens share is asked for here: qkv, out, which writes a sum, and the router, which reads it."""
+    model, sizes = make_model(family), Sizes()
+    layers, heads = wanted_of(model, monkeypatch)
+    assert heads == [Matrix(sizes.vocab_size, sizes.hidden_size)]
+    router = model.get_submodule("layers.0.mlp.router")
+    assert isinstance(router, Linear)
+    assert Matrix(router.spec.num_rows, sizes.hidden_size, reads=True) in layers
+    assert len({(m.N, m.K) for m in layers}) == 3 and not any(m.activation for m in layers)
+    assert [m.N for m in layers if m.writes] == [sizes.hidden_size]
 
 
 def test_other_types_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

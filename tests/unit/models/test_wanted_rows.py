@@ -100,3 +100,11 @@ def test_a_model_of_one_layer_is_all_last(name: str) -> None:
     model = build(name, num_layers=1)
     whole, wanted = run(model, None)[0], run(model, [100])[0]
     torch.testing.assert_close(wanted, whole[[100]], rtol=1e-5, atol=1e-6)
+
+
+@all_families
+def test_all_rows_in_another_order(name: str) -> None:
+    model = build(name, num_layers=2)
+    order = list(reversed(range(sum(map(len, CHUNKS)))))
+    whole, wanted = run(model, None)[0], run(model, order)[0]
+    torch.testing.assert_close(wanted, whole[order], rtol=1e-5, atol=1e-6)

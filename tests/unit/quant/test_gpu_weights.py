@@ -41,7 +41,13 @@ def test_memory_is_counted_without_having_any() -> None:
     assert had.expert(1).tensors["cells"] is had.matrices[1].cells
 
 
-def test_more_tokens_unpack_the_matrix_and_experts_none() -> None:
+def test_more_tokens_unpack_the_matrix() -> None:
     matrix = GPUWeights(spec("meta"))
     assert [matrix.scratch_bytes(count) for count in (1, 64, 65, 8192)] == [0, 0, N * K * 4, N * K * 4]
-    assert GPUWeights(spec("meta", num_experts=3)).scratch_bytes(8192) == 0
+
+
+def test_experts_are_unpacked_for_many_tokens_where_they_have_no_biases() -> None:
+    experts = GPUWeights(spec("meta", num_experts=3))
+    assert [experts.scratch_bytes(count) for count in (6, 7)] == [0, 3 * N * K * 4]
+    experts.bias = torch.empty(3, N, device="meta")
+    assert experts.scratch_bytes(8192) == 0

@@ -68,16 +68,6 @@ def test_rows_of_the_stream_are_selected_with_what_was_added() -> None:
     torch.testing.assert_close(stream.settle(), (x + update)[[4, 0, 0]])
 
 
-def test_rows_that_were_read_before_a_selection_are_selected_when_they_are_added() -> None:
-    """As in a parallel block, whose MLP has the input of its attention."""
-    residual_TD, update_TD = torch.randn(4, 8), torch.randn(4, 8)
-    stream, kept_S = ResidualStream(residual_TD), torch.tensor([3, 1])
-    stream.select(kept_S)
-    stream.add(update_TD)
-    stream.add(torch.ones(2, 8))
-    torch.testing.assert_close(stream.settle(), (residual_TD + update_TD)[kept_S] + 1)
-
-
 def test_a_pending_product_is_computed_once_and_taken_by_any_operation() -> None:
     linear = Linear(8, 8, bias=False)
     torch.nn.init.normal_(linear.weight)

@@ -73,7 +73,8 @@ def _mix_kernel(
     tl.debug_barrier()  # the tail that was read may be written now
     first_block = start // BLOCK_SIZE
     num_blocks = tl.where(num > 0, (start + num - 1) // BLOCK_SIZE - first_block + 1, 0)
-    for number in range(num_blocks):
+    for later in range(num_blocks):
+        number = num_blocks - 1 - later  # the first block may be the one whose tail is read
         end = tl.minimum((first_block + number + 1) * BLOCK_SIZE - start, num)
         block = tl.load(table + first_block + number).to(tl.int64)
         slots = tl.arange(0, 4)

@@ -155,7 +155,7 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
     )
 
 
-_WEIGHTS = ("", "fp8", "int8", "int4")  # the numbers that codes.cuh gives them
+CODES = ("", "fp8", "int8", "int4")  # the numbers that codes.cuh gives them
 
 
 def form_defines(form: CodedForm | None) -> Defines:
@@ -163,7 +163,7 @@ def form_defines(form: CodedForm | None) -> Defines:
     if form is None:
         return ()
     return (
-        ("WEIGHTS", _WEIGHTS.index(form.codes)),
+        ("WEIGHTS", CODES.index(form.codes)),
         ("GROUP", form.group),
         ("MINIMA", int(form.has_minima)),
         ("SCALE_ROWS", form.scale_rows),
@@ -174,7 +174,7 @@ def form_of(known: dict[str, int]) -> CodedForm | None:
     """The form that constants were made for."""
     if "WEIGHTS" not in known:
         return None
-    return CodedForm(_WEIGHTS[known["WEIGHTS"]], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
+    return CodedForm(CODES[known["WEIGHTS"]], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
 
 
 class OuterArguments(NamedTuple):

@@ -42,6 +42,7 @@ from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import LinearProfile
 from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
+    CODES,
     CudaLinear,
     Defines,
     Matrix,
@@ -163,7 +164,7 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
     registers = registers_of(config, M, K, gated=gated)
     shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
     pairs, form = config.rows // 2, config.form
-    if form is not None and (form.has_minima or (gated and N % BAND)):
+    if form is not None and (form.codes not in CODES or form.has_minima or (gated and N % BAND)):
         return False
     return (
         0 < M <= MAX_TOKENS
