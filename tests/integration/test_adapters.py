@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,13 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type 'IA3'"),
     ({"lora_alpha": "much"}, "lora_alpha"),
     ({"target_parameters": ["experts"]}, "target_parameters"),
+    ({"lora_alpha": 10**400}, "lora_alpha"),
+    ({"alpha_pattern": {"q_proj": True}}, "alpha_pattern"),
+    ({"alpha_pattern": {"([a-z_.0-9]+)+!": 8.0}}, "too complex"),
+    ({"alpha_pattern": {"(a|a)(a|a)(a|a)(a|a)": 8.0}}, "too complex"),
+    ({"alpha_pattern": {r"(\w)\1{99999999999}": 8.0}}, "too complex|too large"),
+    ({"alpha_pattern": {"q_proj(": 8.0}}, "alpha_pattern has 'q_proj\\('"),
+    ({"alpha_pattern": dict.fromkeys(map(str, range(5000)), 8.0)}, "at most 4096"),
 ]
 
 
@@ -307,9 +315,19 @@ def test_experts_are_refused_by_name(tmp_path: Path) -> None:
         make_engine(base("qwen3_moe"), lora_modules={"x": tmp_path})
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    make_adapter(tmp_path, base("llama"), seed=0)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=name):
+        make_engine(base("llama"), lora_modules={"x": tmp_path})
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InferError, match="no directory"):
-        make_engine(base("llama"), lora_modules={"x": tmp_path / "nowhere"})
+    for nowhere in (tmp_path / "nowhere", tmp_path / ("x" * 300), "~nobody-of-this-name/x"):
+        with pytest.raises(InferError, match="no directory"):
+            make_engine(base("llama"), lora_modules={"x": nowhere})
     make_adapter(tmp_path, base("llama"), seed=0)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="pickles are not opened"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import infer.client.load  # noqa: F401  (before a test replaces what it imports)
@@ -20,7 +21,7 @@ from infer.engine import machine
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import headers_of_config, read_headers
-from infer.models.transformers_model import Seen, _read_mask, check_tokens_apart
+from infer.models.transformers_model import Seen, _check_config, _read_mask, check_tokens_apart
 from infer.tools.doctor import examine_machine
 from infer.tools.memory_plan import find_machine, plan_memory
 from scripts.make_checkpoint import make_checkpoint
@@ -226,6 +227,20 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot run it here"):
         headers_of_config(tmp_path / "config.json", "tiny")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_chooses_no_kernels_and_no_adapter(checkpoints: Any, tmp_path: Path) -> None:
+    """The name of an implementation may mean code from the hub; PEFT, if installed, would add an adapter."""
+    path, _, _ = checkpoints("granitemoe")
+    raw = json.loads((path / "config.json").read_text())
+    written = {"experts_implementation": "sonicmoe", "_experts_implementation": "sonicmoe"}
+    (tmp_path / "config.json").write_text(json.dumps(raw | written))
+    hf_config, _ = _check_config(transformers, tmp_path, raw)
+    assert hf_config._experts_implementation is None
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+            _check_config(transformers, source, raw)
 
 
 def test_a_checkpoint_that_lacks_weights_is_not_filled_with_random_ones(

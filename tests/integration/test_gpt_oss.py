@@ -169,6 +169,11 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"MXFP4 has bytes \[E, out, in / 32, 16\]"):
         load(path)
+    for name, shape in (("down_proj", []), ("gate_up_proj_bias", [5]), ("gate_up_proj", [5, 64, 129])):
+        odd = tensors | {f"model.layers.0.mlp.experts.{name}": torch.zeros(shape)}
+        save_file(odd, path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"experts\.{name} has the shape"):
+            load(path)
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"swiglu_limit": 5.0}))
     with pytest.raises(ConfigError, match=r"'swiglu_limit' in config.json is 5; only 7 is supported"):

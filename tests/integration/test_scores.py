@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from infer import LLM
-from infer.errors import RequestError
+from infer.errors import CheckpointError, RequestError
 from infer.frontend.scoring import AFTER, BEFORE, INSTRUCTION
 from infer.loader.find.source import resolve_model
 from infer.loader.pooling import Pooling
@@ -74,6 +74,15 @@ def test_a_classifiers_scores_are_those_of_transformers(tmp_path: Path, family: 
 def test_a_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     path = classifier("qwen3", tmp_path / "m", labels=3)
     with LLM(str(path), **KNOBS) as llm, pytest.raises(RequestError, match="3 labels"):
+        llm.score(QUERY, DOCUMENTS)
+
+
+@pytest.mark.parametrize("shape", [[], [1], [1, 7]])
+def test_a_score_head_of_another_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    path = classifier("qwen3", tmp_path / "m")
+    weights = load_file(path / "model.safetensors") | {"score.weight": torch.zeros(shape)}
+    save_file(weights, path / "model.safetensors")
+    with LLM(str(path), **KNOBS) as llm, pytest.raises(CheckpointError, match=r"score\.weight"):
         llm.score(QUERY, DOCUMENTS)
 
 

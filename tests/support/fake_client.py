@@ -11,7 +11,7 @@ import numpy as np
 from infer.engine.live import STEP_COLUMNS, LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
-from infer.errors import EngineError
+from infer.errors import EngineError, NameTaken
 from infer.scheduling.request import Request, StepOutput
 
 
@@ -39,6 +39,7 @@ class FakeClient:
         self.requests: list[Request] = []
         self.num_open = 0
         self.num_resets = 0
+        self.adapters: dict[str, str] = {}
         self.num_looks = 0
         self.sight: dict[str, Any] = {}  # fields of the snapshots it shows
         self.aborted: list[tuple[str, int | None]] = []
@@ -83,7 +84,13 @@ class FakeClient:
         return 3
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        return None
+        await asyncio.sleep(0)
+        if name in self.adapters and path is not None and not replaces:
+            raise NameTaken(f"an adapter {name!r} is loaded already")
+        if path is None:
+            self.adapters.pop(name)
+        else:
+            self.adapters[name] = path
 
     async def explain(self, request_id: str) -> EngineStory | None:
         return None

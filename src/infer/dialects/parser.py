@@ -51,6 +51,7 @@ KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter is free in JSON
 JSON, PYTHON = ("{[", "}]", '"'), ("([{", ")]}", "\"'")  # brackets that open, that close, and quotes
 HEADER = re.compile(r" ?[\w.:/=-]{0,160}( [\w.:/=-]{0,160}){0,2} ?", re.ASCII)  # words between markers
 HEADER_WORD = re.compile(r" ?(to=(?P<recipient>\S*)|(?P<channel>analysis|commentary|final)|assistant)(?= |$)")
+MAX_DEPTH = 64  # objects and lists of a Gemma call inside of each other
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -165,6 +166,9 @@ class AnswerParser:
 
     def _say(self, text: str) -> None:
         """Text of the answer, or of the reasoning; blanks wait until it is clear that more text follows."""
+        if text.isspace():
+            self._blank += text
+            return
         text = self._blank + text
         said = text.rstrip()
         self._blank = text[len(said) :]
@@ -513,8 +517,10 @@ class AnswerParser:
         yield from self._gemma_value("{")
         self._end_call()
 
-    def _gemma_value(self, char: str) -> Reader[None]:
+    def _gemma_value(self, char: str, depth: int = 1) -> Reader[None]:
         """Pass a value on as JSON, text as it comes; `char` is its first character."""
+        if depth > MAX_DEPTH:
+            raise _NotACall
         if char and char in "{[":
             close, separator = "}]"["{[".index(char)], ""
             self._argue(char)
@@ -529,7 +535,7 @@ class AnswerParser:
                     if not (yield from self._begins_with(":")):
                         raise _NotACall
                     char = yield from self._first()
-                yield from self._gemma_value(char)
+                yield from self._gemma_value(char, depth + 1)
                 if self._has_ended:
                     return
             self._argue(char)

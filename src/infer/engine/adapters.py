@@ -11,6 +11,7 @@ the same name loaded again with other weights, never share a cached prefix.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Collection
 from dataclasses import replace
@@ -70,7 +71,7 @@ class Adapters:
                 f"all {self._bank.num_slots} places for adapters are taken by {', '.join(self.loaded)} or by "
                 "requests that still run; unload one, or start with a higher max_loras"
             )
-        pairs = read_adapter(Path(path).expanduser(), self._model, self._weight_map)
+        pairs = read_adapter(Path(os.path.expanduser(path)), self._model, self._weight_map)
         if (rank := max(pair.rank for pair in pairs)) > self._bank.rank:
             raise ConfigError(
                 f"adapter {name!r} has rank {rank}, but max_lora_rank is {self._bank.rank}; start with more"
@@ -108,7 +109,7 @@ def largest_rank(config: AdapterConfig, model: Model, weight_map: WeightMap) -> 
     """The rank that a bank has room for; the headers of all adapters of the config are read and checked."""
     found, most = LEAST_RANK, config.max_lora_rank or MAX_RANK
     for name, path in config.modules.items():
-        rank = max(pair.rank for pair in read_adapter(Path(path).expanduser(), model, weight_map))
+        rank = max(pair.rank for pair in read_adapter(Path(os.path.expanduser(path)), model, weight_map))
         if rank > most:
             raise ConfigError(f"adapter {name!r} has rank {rank}, but max_lora_rank is {most}")
         found = max(found, rank)

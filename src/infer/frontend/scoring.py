@@ -24,6 +24,7 @@ BEFORE = (
     'only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+MAX_REPEATED = 1 << 25  # characters of queries and instructions, which stand in every prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,13 @@ def open_scores(
         texts = encoder.encode_all([*queries, *documents], "documents", most=most, keeps_end=False)
         pairs = [(i % len(queries), len(queries) + i) for i in range(count)]
     else:
+        num_chars = sum(map(len, queries)) * (count // len(queries)) + len(instruction or "") * count
+        if num_chars > MAX_REPEATED:
+            raise RequestError(
+                f"the query and the instruction are read with each of {count} documents, {num_chars} "
+                f"characters in all, and {MAX_REPEATED} are allowed; shorten them, or send fewer documents",
+                param="documents",
+            )
         queries = list(queries) * (count // len(queries))
         texts = _joined(encoder, queries, documents, instruction, most, is_judged=scorer.is_judged)
         pairs = [(i, i) for i in range(count)]

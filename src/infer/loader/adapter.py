@@ -16,8 +16,10 @@ Everything is checked before a weight is read.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from infer.models.weight_map import WeightMap, find_target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+MAX_PATTERNS = 4096
 _LEAF = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 # other things that a PEFT checkpoint may ask for: the key in the config, and the name of the feature
@@ -73,20 +76,23 @@ class LowRankPair(NamedTuple):
 def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[LowRankPair]:
     """The pairs of an adapter, checked against the model, which need not have weights yet."""
     config = _read_config(directory)
+    patterns = _read_patterns(directory, config)
     if not (directory / WEIGHTS).is_file() and (directory / "adapter_model.bin").is_file():
         raise CheckpointError(
             f"{directory} has adapter_model.bin and no {WEIGHTS}; pickles are not opened: convert it with "
             f"scripts/unpickle.py {directory / 'adapter_model.bin'} {directory}"
         )
     sides = _sides(directory, read_header(directory / WEIGHTS))
-    pairs = [_pair(directory, name, found, config, model, weight_map) for name, found in sides.items()]
+    pairs = [
+        _pair(directory, name, found, config, patterns, model, weight_map) for name, found in sides.items()
+    ]
     if not pairs:
         raise CheckpointError(f"{directory / WEIGHTS} holds no tensors; an adapter has lora_A and lora_B")
     return pairs
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # Path.is_dir raises where a name is too long
         raise CheckpointError(f"no directory {directory}; an adapter is one with {CONFIG} and {WEIGHTS}")
     config = read_json(directory / CONFIG, MAX_CONFIG_BYTES)
     kind = config.get("peft_type")
@@ -99,19 +105,49 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"the adapter in {directory} has bias={config['bias']!r}; only 'none' can be served"
         )
-    alphas = [config.get("lora_alpha"), *_mapping(config, "alpha_pattern").values()]
-    if not all(type(alpha) in (int, float) and math.isfinite(alpha) for alpha in alphas):
-        raise CheckpointError(
-            f"{directory / CONFIG} needs numbers for lora_alpha and alpha_pattern, got {alphas}"
-        )
+    _check_alpha(directory, config.get("lora_alpha"))
     return config
 
 
-def _mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{key} of an adapter must be an object, got {value!r}")
-    return value
+def _check_alpha(directory: Path, alpha: Any) -> None:
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not abs(alpha) <= sys.float_info.max:
+        raise CheckpointError(
+            f"{directory / CONFIG} needs numbers for lora_alpha and alpha_pattern, got {str(alpha)[:100]}"
+        )
+
+
+def _read_patterns(directory: Path, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:
+    """The exceptions to `lora_alpha`: patterns for the end of a module's name, as PEFT matches them.
+
+    Only patterns whose matching takes bounded time are compiled: no repeated groups, and few repetitions.
+    """
+    given = config.get("alpha_pattern") or {}
+    if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
+        raise CheckpointError(
+            f"{directory / CONFIG}: alpha_pattern must be an object of at most {MAX_PATTERNS} patterns"
+        )
+    patterns = []
+    for pattern, alpha in given.items():
+        _check_alpha(directory, alpha)
+        bare = re.sub(r"\\.|\[[^]]*\]", "x", pattern)
+        if (
+            len(pattern) > 500
+            or len(re.findall(r"[*+?{]", bare)) > 3
+            or bare.count("(") > 3
+            or re.search(r"\)[*+?{]|\(\?", bare)
+        ):
+            raise CheckpointError(
+                f"{directory / CONFIG}: alpha_pattern has {pattern[:100]!r}, which is too complex; name the "
+                "modules, or use at most 3 repetitions and 3 groups, none of them repeated"
+            )
+        try:
+            patterns.append((re.compile(rf"(.*\.)?({pattern})$"), alpha))
+        except (re.error, OverflowError) as error:
+            raise CheckpointError(
+                f"{directory / CONFIG}: alpha_pattern has {pattern[:100]!r}: {error}"
+            ) from None
+    return patterns
 
 
 def _sides(directory: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
@@ -132,6 +168,7 @@ def _pair(
     name: str,
     found: Mapping[str, StoredTensor],
     config: Mapping[str, Any],
+    patterns: Sequence[tuple[re.Pattern[str], float]],
     model: Model,
     weight_map: WeightMap,
 ) -> LowRankPair:
@@ -165,21 +202,9 @@ def _pair(
         )
     if not a.shape[0] or not (a.is_readable and b.is_readable):
         raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
-    alpha = _by_pattern(name, _mapping(config, "alpha_pattern"), config["lora_alpha"])
+    alpha = next((alpha for pattern, alpha in patterns if pattern.match(name)), config["lora_alpha"])
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):
         b = reordered(b, order, name, model.config.head_dim)  # as the rows of the matrix are
     part = None if target.part is None else list(layer.spec.parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)
-
-
-def _by_pattern(name: str, patterns: Mapping[str, float], default: float) -> float:
-    """The value of the first pattern that matches the end of a module's name, as PEFT matches it."""
-    for pattern, value in patterns.items():
-        try:
-            is_found = re.match(rf"(.*\.)?({pattern})$", name) is not None
-        except re.error as error:
-            raise CheckpointError(f"alpha_pattern of an adapter has {pattern!r}: {error}") from None
-        if is_found:
-            return value
-    return default

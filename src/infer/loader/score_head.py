@@ -34,7 +34,10 @@ def read_scorer(
     raw = {} if source.is_gguf else read_hf_config(source.path)
     is_judged = JUDGE in (template or "")
     if any(name.endswith("ForSequenceClassification") for name in read_architectures(raw)):
-        head = read_headers(source).tensors.get("score.weight")
+        headers = read_headers(source)
+        head, size = headers.tensors.get("score.weight"), headers.config.hidden_size
+        if head is not None and (len(head.shape) != 2 or head.shape[1] != size):
+            raise CheckpointError(f"score.weight has the shape {list(head.shape)}, and not [labels, {size}]")
         if head is None or head.shape[0] != 1:
             labels = "no `score` head" if head is None else f"{head.shape[0]} labels"
             raise RequestError(f"this classifier has {labels}; a relevance score needs one with 1 label")

@@ -12,6 +12,7 @@ A checkpoint's config is other people's input. Each family asks for the keys it 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ class RawConfig:
         """A positive finite number."""
         value = self._required(names, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if not is_number or not 0 < value <= sys.float_info.max:  # an integer may have 4,000 digits
             raise CheckpointError(f"{self._key(names)} must be a positive number, got {value!r}")
         return float(value)
 
@@ -210,7 +211,7 @@ def read_rotary_dim(raw: RawConfig, head_dim: int, *, default: float | None = No
             f"partial_rotary_factor in {section.where} is {share:g}, which is not supported: in this family "
             "the whole head turns"
         )
-    rotary_dim = int(head_dim * share)
+    rotary_dim = int(head_dim * min(share, 2.0))
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise CheckpointError(
             f"partial_rotary_factor in {raw.where} is {share:g}, so {rotary_dim} of {head_dim} channels "

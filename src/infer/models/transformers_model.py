@@ -205,6 +205,11 @@ def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tupl
         )
     except Exception as error:  # anything that its classes raise for a foreign file
         raise ConfigError(f"{_first_line(error)}") from None
+    if (path if path.is_dir() else path.parent).joinpath("adapter_config.json").exists():
+        raise ConfigError(
+            "it has an adapter_config.json beside it; move that away, and name it as an adapter"
+        )
+    hf_config._experts_implementation = None  # a name in the file may stand for code that is downloaded
     name = f"model_type {hf_config.model_type}"
     nested = [key for key in ("vision_config", "audio_config") if getattr(hf_config, key, None) is not None]
     if nested or getattr(hf_config, "is_encoder_decoder", False):

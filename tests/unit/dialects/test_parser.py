@@ -587,3 +587,9 @@ def test_ids_have_the_form_that_the_family_knows(name: str) -> None:
 )
 def test_arguments_are_an_object_that_can_be_written_or_none(text: str, expected: object) -> None:
     assert read_arguments(text) == expected
+
+
+def test_nesting_of_a_gemma_call_ends_somewhere() -> None:
+    events = read("gemma4", ["<|tool_call>call:now{a:", "[" * 5000, "<tool_call|> Ok."])
+    assert isinstance(events[0], CallStart)
+    assert "".join(event.text for event in events if isinstance(event, ContentDelta)).endswith("Ok.")

@@ -66,6 +66,7 @@ def test_generation_defaults_are_what_the_authors_sample_with(
         '{"eos_token_id": -1}',
         '{"do_sample": true, "temperature": NaN}',
         '{"do_sample": true, "top_p": "0.9"}',
+        '{"do_sample": true, "top_k": 1' + 400 * "0" + "}",
     ],
 )
 def test_generation_defaults_that_make_no_sense_are_refused(tmp_path: Path, text: str) -> None:

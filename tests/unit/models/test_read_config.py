@@ -385,6 +385,8 @@ def test_glm4_turns_neighbours_of_half_a_head() -> None:
     assert (config.rotary_dim, config.qkv_bias, config.attention_out_bias) == (4, True, False)
     assert config.channel_order == (0, 2, 4, 5, 1, 3, 6, 7)
     assert config.norm_eps == 1.5625e-7
+    with pytest.raises(CheckpointError, match="an even number of them must"):
+        read(_SMALL | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 1e308})
 
 
 def test_mistral_small_3_leaves_out_what_equals_the_reference() -> None:
@@ -477,6 +479,7 @@ def test_an_impossible_size_is_named(value: object) -> None:
         ({"head_dim": None, "hidden_size": 2**20}, CheckpointError, "head_dim.*1..4096"),
         ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
         ({"rms_norm_eps": 0}, CheckpointError, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "tie_word_embeddings"),
         ({"rope_scaling": [1]}, CheckpointError, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "no 'factor'"),

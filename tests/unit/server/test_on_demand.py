@@ -15,7 +15,7 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped
+from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped, NameTaken
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -623,3 +623,48 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     fleet = Fleet(ServerState(config=ServerConfig(on_demand=True)), ServerMetrics("infer"))
     with pytest.raises(ConfigError, match="on_demand needs a name"):
         asyncio.run(fleet.start({"": EngineConfig()}))
+
+
+def test_adapters_shadow_no_model_and_come_back_with_theirs(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        async def load(name: str, path: str, *, model: str = "b", replace: bool = False) -> int:
+            body = {"name": name, "path": path, "model": model, "replace": replace}
+            return (await stage.client.post("/admin/adapters/load", json=body)).status_code
+
+        await stage.ok("b")
+        assert await load("a", "/sql") == 409, "the name of a model that is not loaded"
+        assert await load("sql", "/sql") == 200
+        await stage.fleet._retire(stage.state.models["b"])
+        assert stage.loaded == []
+        await stage.ok("sql")
+        assert (stage.loaded, stage.engines["b"].adapters) == (["b"], {"sql": "/sql"})
+        assert await load("sql", "/new", replace=True) == 200
+        stage.engines["b"].adapters = {"sql": "/sql"}  # as an engine that was started again
+        await stage.fleet._restore_adapters("b", stage.engines["b"])
+        assert stage.engines["b"].adapters == {"sql": "/new"}
+        await stage.fleet.unload("b")
+        assert stage.fleet._adapter_paths == {} == stage.state.adapters
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_one_name_is_not_given_to_two_adapters_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        for model in "bc":
+            await stage.ok(model)
+        loads = [stage.fleet.load_adapter("sql", f"/{model}", model) for model in "bc"]
+        done = await asyncio.gather(*loads, return_exceptions=True)
+        assert done[0] == "b" and isinstance(done[1], NameTaken)
+        assert stage.engines["b"].adapters == {"sql": "/b"} and not stage.engines["c"].adapters
+        load = asyncio.ensure_future(stage.fleet.load_adapter("law", "/law", "b"))
+        await asyncio.sleep(0)
+        stage.fleet.set_alias("law", {"c": 1.0})
+        with pytest.raises(NameTaken):
+            await load
+        assert stage.engines["b"].adapters == {"sql": "/b"} == {"sql": "/" + stage.state.adapters["sql"]}
+
+    play(monkeypatch, oracle, scene, max_loaded_models=2)

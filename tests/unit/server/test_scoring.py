@@ -109,3 +109,9 @@ def test_a_model_that_is_no_reranker_says_so(wire: Wire, oracle: LLM) -> None:
     del oracle.encoder.__dict__["scorer"]
     error = wire.refused("/v1/rerank", {"query": "q", "documents": ["a"]}, 400)
     assert "neither a reranker" in error["message"]
+
+
+def test_a_long_query_is_not_repeated_for_many_documents(wire: Wire) -> None:
+    answer = wire.post("/v1/score", {"text_1": "q" * 100_000, "text_2": ["a"] * 2000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+    assert "200000000 characters" in answer.json()["error"]["message"]

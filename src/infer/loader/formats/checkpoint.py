@@ -30,7 +30,7 @@ import torch
 
 from infer.errors import CheckpointError, closest
 from infer.loader.formats.axes import Axes, plain_axes
-from infer.loader.formats.hf_config import read_json
+from infer.loader.formats.hf_config import open_at_once, read_json
 from infer.quant.coded import CodedRows, StoredCodes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -263,7 +263,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Parse and check one file's header; its tensors must cover the rest of the file exactly."""
     try:
         size = path.stat().st_size
-        with open(path, "rb") as handle:
+        with open(path, "rb", opener=open_at_once) as handle:
             num_bytes = int.from_bytes(handle.read(8), "little")
             if size < 8 or num_bytes > min(MAX_HEADER_BYTES, size - 8):
                 _fail(path, f"its header claims {num_bytes} bytes, the file has {size} (a partial download?)")

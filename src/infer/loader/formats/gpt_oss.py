@@ -182,7 +182,14 @@ def translated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if leaf == "_blocks":
             scales = tensors.get(f"{name.removesuffix('_blocks')}_scales")
             _check_blocks(name, tensor, scales)
-        for part, first in _PARTS.get(last.removesuffix(leaf), ((last, None),)):
+        num_axes = {"_blocks": 4, "_bias": 2}.get(leaf, 3)
+        parts = _PARTS.get(last.removesuffix(leaf), ((last, None),))
+        if len(tensor.shape) != num_axes or (tensor.shape[1 if leaf else 2] % len(parts)):
+            raise CheckpointError(
+                f"{name} has the shape {list(tensor.shape)}; it must have {num_axes} axes, and as many rows "
+                "for gates as for the other half"
+            )
+        for part, first in parts:
             stack = ExpertStack(tensor, scales, first)
             found[f"{module}.{part}" + (".bias" if leaf == "_bias" else "")] = stack
     return found

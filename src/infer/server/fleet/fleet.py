@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -90,6 +90,7 @@ class Fleet:
         self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # loads that have not ended, by name
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
         self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
+        self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one after the other
         self._is_closing = False
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
         self._records: RecordPaths | None = None
@@ -120,7 +121,7 @@ class Fleet:
             self._on_demand.catalog.update(models)
             for name, config in models.items():
                 self._check_adapters(name, config)
-                self._note_adapters(name, config)
+                self._note_adapters(name, config.adapters.modules)
             self.state.default_model, self.state.demand = next(iter(models), None), self._on_demand.demand
             self._note_loadable()
         for text in self.state.config.model_alias:
@@ -169,6 +170,8 @@ class Fleet:
             model = await loading  # the load is cancelled with its caller
             if loading in self._ended_by:
                 raise asyncio.CancelledError
+            for client in () if replaces else model.clients:  # a model on demand that comes back
+                await self._restore_adapters(model.name, client)
         except asyncio.CancelledError:
             if not loading.cancelled() and loading.exception() is None:  # it was ready at the same moment
                 await self._close(loading.result())
@@ -183,7 +186,9 @@ class Fleet:
             self._start_leaving(old, math.inf)
         model.used_at = time.monotonic()  # whoever waits for it takes it in a moment
         self.state.models[model.name] = model
-        self._note_adapters(model.name, config)
+        again = {} if replaces else self._paths_of(model.name)
+        self._note_adapters(model.name, [*config.adapters.modules, *again])
+        self._adapter_paths |= again
         self.state.default_model = self.state.default_model or model.name
         self._tell_names()
         if self._watcher is None:
@@ -203,7 +208,7 @@ class Fleet:
         if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         model = self.state.models.pop(name, None)
-        self.state.adapters = {each: base for each, base in self.state.adapters.items() if base != name}
+        self._note_adapters(name, ())
         if self._on_demand is not None:
             self._on_demand.catalog.pop(name, None)
             self._note_loadable()
@@ -260,16 +265,24 @@ class Fleet:
         Returns the model's name. An adapter of the same name that it replaces is served until then, and goes
         on if this one cannot be read; requests that began with it go on with it in any case.
         """
+        async with self._adapter_turn:
+            return await self._load_adapter(name, path, base, replaces=replaces)
+
+    async def _load_adapter(self, name: str, path: str, base: str | None, *, replaces: bool) -> str:
         base = base or self.state.default_model
         model = self.state.get_model(base)
         is_replaced = replaces and self.state.adapters.get(name) == model.name
         if not is_replaced:
-            self._check_name(name)
+            self._check_adapter_name(name)
         num_done = 0
         try:
-            for client in model.clients:
-                await client.set_adapter(name, path, replaces=is_replaced)
+            for client in model.clients:  # an engine that was started again may have one of this name
+                await client.set_adapter(name, path, replaces=True)
                 num_done += 1
+            if self.state.models.get(model.name) is not model:
+                raise UnknownModel(f"model {model.name!r} was unloaded or replaced meanwhile", param="model")
+            if not is_replaced:
+                self._check_adapter_name(name)  # a model or an alias may have taken it meanwhile
         except BaseException:
             if num_done:  # engines that disagree
                 for client in model.clients:
@@ -285,15 +298,22 @@ class Fleet:
 
     async def unload_adapter(self, name: str) -> None:
         """Serve an adapter no longer; requests that began with it go on."""
-        base = self.state.adapters.pop(name, None)
-        if base is None:
-            hint = closest(name, self.state.adapters)
-            raise UnknownModel(f"no adapter is served under the name {name!r}{hint}", param="name")
-        self._adapter_paths.pop(name, None)
-        await self._workers.call("names", **self._names())
-        for client in self.state.models[base].clients if base in self.state.models else ():
-            with suppress(UnknownModel):  # an engine that was started again
-                await client.set_adapter(name, None)
+        async with self._adapter_turn:
+            base = self.state.adapters.pop(name, None)
+            if base is None:
+                hint = closest(name, self.state.adapters)
+                raise UnknownModel(f"no adapter is served under the name {name!r}{hint}", param="name")
+            self._adapter_paths.pop(name, None)
+            await self._workers.call("names", **self._names())
+            for client in self.state.models[base].clients if base in self.state.models else ():
+                with suppress(UnknownModel):  # an engine that was started again
+                    await client.set_adapter(name, None)
+
+    def _check_adapter_name(self, name: str) -> None:
+        """Refuse a name that is taken, be it that of a model on demand that is not loaded."""
+        self._check_name(name)
+        if name in self.state.names:
+            raise NameTaken(f"a model named {name!r} is loaded on demand; use another name", param="name")
 
     def _check_adapters(self, name: str, config: EngineConfig) -> None:
         """Refuse adapters whose names others have."""
@@ -301,17 +321,21 @@ class Fleet:
             if self.state.adapters.get(adapter, name) != name or adapter in (name, *self.state.names):
                 raise NameTaken(f"lora_modules: the name {adapter!r} is taken; use another", param="knobs")
 
-    def _note_adapters(self, name: str, config: EngineConfig) -> None:
+    def _note_adapters(self, name: str, adapters: Iterable[str]) -> None:
         """Serve the adapters that a model was loaded with, and no others of that model."""
         kept = {each: base for each, base in self.state.adapters.items() if base != name}
-        self.state.adapters = kept | dict.fromkeys(config.adapters.modules, name)
+        self._adapter_paths = {each: path for each, path in self._adapter_paths.items() if each in kept}
+        self.state.adapters = kept | dict.fromkeys(adapters, name)
 
     async def _restore_adapters(self, model: str, client: EngineClient) -> None:
         """Load what was loaded at run time into an engine that was started again."""
-        for name, path in self._adapter_paths.items():
-            if self.state.adapters.get(name) == model:
-                with suppress(NameTaken):
-                    await client.set_adapter(name, path)
+        for name, path in self._paths_of(model).items():
+            with suppress(InferError):  # it is down again, or the files are gone: requests say so
+                await client.set_adapter(name, path, replaces=True)
+
+    def _paths_of(self, model: str) -> dict[str, str]:
+        """The directories of the adapters of a model that were loaded at run time."""
+        return {n: path for n, path in self._adapter_paths.items() if self.state.adapters.get(n) == model}
 
     def set_alias(self, alias: str, weights: ModelShares) -> None:
         """Let a second name mean a model, or several by weight; it may be pointed elsewhere at any time."""
@@ -575,8 +599,7 @@ class Fleet:
                     logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
                 elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
-                    with suppress(InferError):  # it is down again, or the files are gone: requests say so
-                        await self._restore_adapters(model, meter)
+                    await self._restore_adapters(model, meter)
                 meter.is_down = failure is not None
             self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)
