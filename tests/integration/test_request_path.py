@@ -36,7 +36,7 @@ def way() -> list[str]:
 def helpers() -> list[str]:
     """Files, and folders of files, that a request runs through and that are no rows."""
     named = re.compile(r"`([\w/]+(?:\.py|/))`")
-    return [name for row in rows("Files it runs through beside the way") for name in named.findall(row[0])]
+    return [name for row in rows("Files it runs through off the main path") for name in named.findall(row[0])]
 
 
 def test_the_way_is_short() -> None:

@@ -1,4 +1,5 @@
 """The rules of our sentences that a program can check: how docstrings and comments begin, and a few words.
+The words are also checked in the README and in the pages of docs.
 
 A docstring begins with a verb or with the noun that it returns, a trailing comment contains its noun, and
 some words are always a detour. `python -m tests.unit.test_sentences src/infer/cache` lists what breaks them.
@@ -20,6 +21,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(
     path.name for path in (ROOT / "src/infer").iterdir() if path.is_dir() and path.name[0] != "_"
 )
+
+# Pages that programs write, and pages that tell what happened in the words of the time.
+OTHER_PAGES = {"docs/cli.md", "docs/knobs.md", "docs/toggle-matrix.md", "docs/log.md"}
+PROSE = sorted(
+    name
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    if (name := path.relative_to(ROOT).as_posix()) not in OTHER_PAGES
+    and not name.startswith("docs/decisions/")
+)
+FENCE = re.compile(r"^ *```.*?^ *```[^\n]*", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`[^`\n]+`")
 
 NO_FIRST_WORDS = {"Of", "Whether", "What", "How", "Which", "Where", "Who", "Whose", "When"}
 PREPOSITION = re.compile(
@@ -63,6 +75,12 @@ def detours(text: str, first_line: int) -> Iterator[tuple[int, str]]:
                 yield first_line + number, f"{found[0].strip()!r}; better {better}: {line.strip()}"
 
 
+def broken_in_page(text: str) -> list[tuple[int, str]]:
+    """The lines of a Markdown page that break a rule, outside its code."""
+    text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    return list(detours(INLINE_CODE.sub("`code`", text), 1))
+
+
 def broken_in(path: Path) -> list[str]:
     """Everything that breaks a rule in the modules under a path."""
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
@@ -76,6 +94,16 @@ def test_docstrings_and_comments_keep_the_rules(package: str) -> None:
 
 def test_modules_beside_the_packages_keep_the_rules() -> None:
     assert not [why for path in (ROOT / "src/infer").glob("*.py") for why in broken_in(path)]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_pages_keep_the_rules(page: str) -> None:
+    assert not broken_in_page((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_code_in_a_page_is_not_a_sentence() -> None:
+    page = "Two.\n```text\nit is no sentence\n```\nThe error is `no room beside it`.\nIt is no error.\n"
+    assert [line for line, _ in broken_in_page(page)] == [6]
 
 
 def test_every_rule_finds_what_it_forbids() -> None:
