@@ -453,7 +453,7 @@ class Engine:
                 try:
                     self._accept(group, tokens, result)
                     continue
-                except RequestError as refused:  # by an observer: nobody but this request hears of it
+                except RequestError as refused:  # an observer has refused it: only this request hears of it
                     error = refused
             else:
                 error = result

@@ -205,6 +205,6 @@ def _pair(
     alpha = next((alpha for pattern, alpha in patterns if pattern.match(name)), config["lora_alpha"])
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):
-        b = reordered(b, order, name, model.config.head_dim)  # as the rows of the matrix are
+        b = reordered(b, order, name, model.config.head_dim)  # the order of the rows of the matrix
     part = None if target.part is None else list(layer.spec.parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)
