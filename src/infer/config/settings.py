@@ -96,7 +96,7 @@ class LoadConfig:
     )
     model_impl: str = knob(
         "auto",
-        "whose code computes the model: infer, transformers (docs/features/any-model.md); auto: ours, and "
+        "whose code computes the model: infer, transformers; auto: ours, and "
         "that of transformers for a family without a file here, if the package is installed",
         choices=("auto", "infer", "transformers"),
     )

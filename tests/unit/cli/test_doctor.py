@@ -38,6 +38,7 @@ def test_names_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
         "profile",
         "memory",
         "models",
+        "transformers",
     }
     assert set(machine) == found | {"PyTorch"}
     assert all(machine.values())
