@@ -202,7 +202,7 @@ def spell(knobs: Mapping[str, object]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
         else:
-            words += [flag(name), str(value)]
+            words += [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
     return words
 
 
