@@ -231,6 +231,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"peft_type": "IA3"}, "peft_type 'IA3'"),
     ({"lora_alpha": "much"}, "lora_alpha"),
+    ({"r": 4}, "rank 8, but .*adapter_config.json says 4"),
+    ({"r": "eight"}, "says 'eight'"),
+    ({"rank_pattern": {"q_proj": 2}}, "q_proj' with rank 8, but .* says 2"),
     ({"target_parameters": ["experts"]}, "target_parameters"),
 ]
 

@@ -8,7 +8,7 @@ parts included. What is served is what tensors exist: `target_modules` of the co
 that has no place is an error, never skipped. Scale and rank of a module:
 
     scale   lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has exceptions by module
-    r       rows of A, which rank_pattern makes differ from module to module
+    r       rows of A; the config must say the same, and rank_pattern has exceptions by module
 
 Everything is checked before a weight is read.
 """
@@ -164,19 +164,23 @@ def _pair(
         )
     if not a.shape[0] or not (a.is_readable and b.is_readable):
         raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
-    alpha = _by_pattern(name, _mapping(config, "alpha_pattern"), config["lora_alpha"])
+    if (rank := _by_pattern(name, config, "rank_pattern", "r")) != a.shape[0]:
+        raise CheckpointError(
+            f"{where} with rank {a.shape[0]}, but {CONFIG} says {rank!r}; were both files saved together?"
+        )
+    alpha = _by_pattern(name, config, "alpha_pattern", "lora_alpha")
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     part = None if target.part is None else list(layer.spec.parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)
 
 
-def _by_pattern(name: str, patterns: Mapping[str, float], default: float) -> float:
+def _by_pattern(name: str, config: Mapping[str, Any], patterns: str, default: str) -> Any:
     """The value of the first pattern that matches the end of a module's name, as PEFT matches it."""
-    for pattern, value in patterns.items():
+    for pattern, value in _mapping(config, patterns).items():
         try:
             is_found = re.match(rf"(.*\.)?({pattern})$", name) is not None
         except re.error as error:
-            raise CheckpointError(f"alpha_pattern of an adapter has {pattern!r}: {error}") from None
+            raise CheckpointError(f"{patterns} of an adapter has {pattern!r}: {error}") from None
         if is_found:
             return value
-    return default
+    return config.get(default)
