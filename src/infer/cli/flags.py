@@ -133,24 +133,24 @@ def add_knob_flags(
 def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     """Add the flag of a knob, and a hidden one for each of its other spellings.
 
-    Each spelling has a destination of its own, so `own_names` sees which one was used.
+    Each spelling has a destination of its own, so `own_names` sees which one was used. Where the flag takes
+    several values, the others take one each: in `--lora DIR PROMPT` the prompt is no directory.
     """
     options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if row.kind is not bool:
         options = {
             "type": row.kind,
-            "action": "append" if row.is_many and not row.takes_several else "store",
+            "action": "append" if row.is_many else "store",
             "choices": None if row.takes_code else row.choices or None,
             "metavar": _metavar(row),
         }
-    if row.takes_several:
-        options |= {"action": "extend", "nargs": "+"}
+    several = {"action": "extend", "nargs": "+"} if row.takes_several else {}
     shown = "" if row.default in (None, ()) else f" (default: {row.default})"
     others = {"also": row.aliases, "off:": row.opposites}
     also = "".join(f"; {word} {', '.join(map(flag, names))}" for word, names in others.items() if names)
     help_text = (row.help + shown + also).replace("%", "%%")
     group.add_argument(
-        flag(row.name), dest=KNOB + row.name, default=argparse.SUPPRESS, help=help_text, **options
+        flag(row.name), dest=KNOB + row.name, default=argparse.SUPPRESS, help=help_text, **options | several
     )
     for other in row.spellings:
         group.add_argument(*_flags(other), dest=KNOB + other, **HIDDEN, **options)
@@ -202,7 +202,7 @@ def spell(knobs: Mapping[str, object]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag(name) if value else flag(name).replace("--", "--no-", 1))
         else:
-            words += [flag(name), str(value)]
+            words += [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
     return words
 
 

@@ -315,7 +315,8 @@ def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
     run, knobs = config.run, config.knobs()
     is_eagle = config.speculation.is_on and config.speculation.method == "eagle3"
     asked = {
-        "enable_lora=on": knobs.get("enable_lora") or knobs.get("lora_modules"),
+        "lora_modules": knobs.get("lora_modules"),
+        "enable_lora=on": knobs.get("enable_lora"),
         "use_cuda_graphs=on": run.use_cuda_graphs,
         "record_cpu_step=on": run.record_cpu_step,
         "deterministic=on": run.deterministic,

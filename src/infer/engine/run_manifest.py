@@ -59,4 +59,5 @@ def shareable_knobs(config: EngineConfig) -> dict[str, Any]:
 def fingerprint(config: ModelConfig, eos_ids: tuple[int, ...]) -> str:
     """Return sixteen hexadecimal digits that change with any fact of the network."""
     facts = {"config": asdict(config), "eos_ids": sorted(eos_ids)}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(facts, sort_keys=True, default=sorted)  # a set, such as the layers that keep a state
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

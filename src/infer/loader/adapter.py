@@ -8,7 +8,7 @@ parts included. The tensors decide what is adapted: `target_modules` of the conf
 that has no place is an error, never skipped. Scale and rank of a module:
 
     scale   lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has exceptions by module
-    r       rows of A, which rank_pattern makes differ from module to module
+    r       rows of A; the config must say the same, and rank_pattern has exceptions by module
 
 Everything is checked before a weight is read.
 """
@@ -202,6 +202,10 @@ def _pair(
         )
     if not a.shape[0] or not (a.is_readable and b.is_readable):
         raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
+    if not config.get("rank_pattern") and (rank := config.get("r", a.shape[0])) != a.shape[0]:
+        raise CheckpointError(
+            f"{where} with rank {a.shape[0]}, but {CONFIG} says {rank!r}; were both files saved together?"
+        )
     alpha = next((alpha for pattern, alpha in patterns if pattern.match(name)), config["lora_alpha"])
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):

@@ -80,7 +80,7 @@ def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family
             return find_family(raw)
         except ConfigError as error:
             if model_impl != "auto":
-                raise
+                raise ConfigError(f"{error}; model_impl=auto may run it with the code of {IMPL}") from None
             why = str(error)
     found = open_foreign(path, raw, why)
     names = tuple(read_architectures(raw))

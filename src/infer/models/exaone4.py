@@ -40,7 +40,9 @@ def _pattern(keys: RawConfig) -> Callable[[int], bool]:
     pattern = keys.get("sliding_window_pattern")
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:
-            raise CheckpointError(f"'sliding_window_pattern' in {keys.where} must consist of L and G")
+            raise CheckpointError(
+                f"'sliding_window_pattern' in {keys.where} must consist of L and G, got {pattern!r}"
+            )
         return lambda layer: pattern[layer % len(pattern)] == "L"
     every = keys.size("sliding_window_pattern", default=4)
     return lambda layer: (layer + 1) % every != 0

@@ -180,7 +180,7 @@ def open_foreign(path: Path, raw: Mapping[str, Any], why: str) -> ForeignModel:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"{why}; with the package transformers ({INSTALL}) its own code may run this model"
+            f"{why}; the code of transformers may run this model, but the package is missing: {INSTALL}"
         ) from None
     try:
         hf_config, cls = _check_config(transformers, path, raw)

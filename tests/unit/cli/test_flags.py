@@ -39,6 +39,13 @@ def test_every_knob_has_a_flag_that_reaches_it() -> None:
             assert flags.knobs_from(parse(*given)) == {row.name: expected}
 
 
+def test_a_prompt_may_follow_the_adapter() -> None:
+    args = parse("--lora", "a", "--lora", "b", "hello")
+    assert args.prompt == "hello"
+    assert flags.knobs_from(args) == {"lora_modules": ("a", "b")}
+    assert flags.knobs_from(parse("--lora-modules", "a", "b")) == {"lora_modules": ("a", "b")}
+
+
 def test_a_boolean_knob_can_be_switched_on_and_off() -> None:
     row = KnobRow(
         name="prefix_caching",

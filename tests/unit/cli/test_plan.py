@@ -24,6 +24,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 from infer.tools import memory_plan
 from scripts.make_checkpoint import make_checkpoint
+from tests.support.adapters import make_adapter
 
 Infer = Callable[..., Any]
 
@@ -198,6 +199,14 @@ def test_a_gpu_that_is_not_here_can_be_planned_for_by_its_memory(infer: Infer, s
         "; use cpu or auto, or plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
         in outcome.err
     )
+
+
+def test_the_printed_flags_name_the_adapters(infer: Infer, model: Path, tmp_path: Path) -> None:
+    named = [f"{name}={make_adapter(tmp_path / name, model, seed=0)}" for name in ("a", "b")]
+    command = infer("plan", str(model), "--lora-modules", *named).out.splitlines()[-1]
+    args = build_parser().parse_args(shlex.split(command.removeprefix("Start with: infer ")))
+    ((_, config),) = read_models(args, knobs_from(args, with_server=True))[0].items()
+    assert config.adapters.lora_modules == tuple(named)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from infer.config.settings import EngineConfig
 from infer.constraints.description import Structured
 from infer.engine.run_manifest import fingerprint
 from infer.errors import ConfigError
+from infer.frontend.llm import LLM
 from infer.models.config import ModelConfig
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk
 from infer.scheduling.request import Request
 from infer.tools.record import Aborted, Added, Failed, Ran, Record, Recorder
+from scripts.make_checkpoint import make_checkpoint
 from tests.unit.tools.recorded_runs import CONFIG, SIZE, make_engine, make_facts, record_run
 
 
@@ -211,6 +213,14 @@ def test_the_fingerprint_changes_with_the_network_and_not_with_the_order_of_its_
     assert fingerprint(config, (1, 2)) == fingerprint(ModelConfig(**facts), (2, 1))
     assert fingerprint(config, (1,)) != fingerprint(config, (1, 2))
     assert fingerprint(ModelConfig(**facts | {"num_layers": 2}), (1,)) != fingerprint(config, (1,))
+
+
+def test_a_model_with_states_is_recorded(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_next", tmp_path / "model")
+    path = tmp_path / "run.jsonl"
+    with Recorder(path) as recorder, LLM(str(tmp_path / "model"), device="cpu", observer=recorder) as llm:
+        llm.generate("one two", SamplingParams(max_tokens=2))
+    assert len(Record(path).facts.fingerprint) == 16
 
 
 def test_the_header_tells_the_knobs_and_the_size_of_the_cache(tmp_path: Path) -> None:
