@@ -341,6 +341,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ("knobs", "said"),
     [
         ({"lora_modules": ("a=",)}, "NAME=DIRECTORY"),
+        ({"lora_modules": {"a": 3}}, "must map names to paths"),
+        ({"lora_modules": {"a": b"x"}}, "must map names to paths"),
         ({"lora_modules": ("a=x", "a=y")}, "one name"),
         ({"lora_modules": ("a=x",), "enable_lora": False}, "enable_lora is off"),
         ({"lora_modules": ("a=x", "b=y"), "max_loras": 1}, "max_loras must be from 2"),

@@ -120,6 +120,8 @@ def parse_knob(row: KnobRow, value: Any) -> Any:
     if row.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if row.takes_several and isinstance(value, Mapping):
+        if not all(isinstance(each, str | os.PathLike) for each in value.values()):
+            raise ConfigError(f"{row.name} must map names to paths, got {value!r}")
         value = [f"{name}={os.fspath(each)}" for name, each in value.items()]
     if row.is_many:
         values = value if isinstance(value, list | tuple) else [value]

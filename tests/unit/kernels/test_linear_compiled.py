@@ -266,7 +266,7 @@ def test_the_matrices_of_a_model(family: str, adds: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_have_kernels_of_their_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices that all tokens share are asked for here: qkv, out, which writes a sum, and the router."""
+    """What all tokens share is asked for: qkv, out, which writes a sum, and the router, which reads it."""
     model, sizes = make_model(family), Sizes()
     layers, heads = wanted_of(model, monkeypatch)
     assert heads == [Matrix(sizes.vocab_size, sizes.hidden_size)]
