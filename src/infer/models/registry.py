@@ -128,7 +128,7 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     for section in (raw, raw.get("text_config")):
         if isinstance(section, Mapping) and section.get("is_causal") is False:
             raise ConfigError(
-                "'is_causal' in config.json is false: its tokens see those behind them, which is not supported"
+                "'is_causal' in config.json is false: tokens see those behind them, which is not supported"
             )
     architectures = read_architectures(raw)
     model_type = raw.get("model_type")
