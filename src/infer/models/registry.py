@@ -125,6 +125,11 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     An embedding model (`Qwen3Model`) and a classifier (`Qwen3ForSequenceClassification`) are of the family
     whose network they have.
     """
+    for section in (raw, raw.get("text_config")):
+        if isinstance(section, Mapping) and section.get("is_causal") is False:
+            raise ConfigError(
+                "'is_causal' in config.json is false: tokens see those behind them, which is not supported"
+            )
     architectures = read_architectures(raw)
     model_type = raw.get("model_type")
     names = {*architectures, *(re.sub(f"({'|'.join(HEADLESS)})$", "ForCausalLM", x) for x in architectures)}

@@ -63,3 +63,10 @@ def test_how_a_checkpoint_is_quantized_is_no_matter_of_its_family() -> None:
 def test_architectures_of_the_wrong_type_are_a_broken_checkpoint(raw: Any) -> None:
     with pytest.raises(CheckpointError, match="architectures"):
         find_family(raw)
+
+
+@pytest.mark.parametrize("raw", [{"is_causal": False}, {"text_config": {"is_causal": False}}])
+def test_a_model_whose_tokens_see_what_comes_behind_them_is_refused(raw: dict[str, Any]) -> None:
+    assert find_family({"architectures": ["Qwen2Model"], "is_causal": True}).name == "qwen2"
+    with pytest.raises(ConfigError, match="is_causal"):
+        find_family({"architectures": ["Qwen2Model"]} | raw)

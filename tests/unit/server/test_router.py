@@ -117,6 +117,12 @@ def test_salts_are_part_of_a_prefix() -> None:
     assert len({key for each in keys for key in each}) == 6, "no two have one in common"
 
 
+def test_what_the_base_model_has_cached_is_no_prefix_of_an_adapter() -> None:
+    plain = request(*prompt_of(1))
+    keys = [prefix_hashes(each, PREFIX_BLOCK, 64) for each in (plain, replace(plain, adapter="sql"))]
+    assert set(keys[0]).isdisjoint(keys[1])
+
+
 def test_a_replica_that_is_down_gets_nothing_unless_all_are() -> None:
     clients = [FakeClient(), FakeClient()]
     clients[0].failure = EngineStopped("dead")
