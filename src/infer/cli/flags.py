@@ -134,7 +134,7 @@ def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     """Add the flag of a knob, and a hidden one for each of its other spellings.
 
     Each spelling has a destination of its own, so `own_names` sees which one was used. Where the flag takes
-    several values, the others take one each: in `--lora DIR PROMPT` the prompt is no directory.
+    several values, the others take one each: in `--lora DIR PROMPT` the prompt is not a directory.
     """
     options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if row.kind is not bool:

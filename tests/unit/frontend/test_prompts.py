@@ -124,7 +124,7 @@ def test_a_text_that_can_never_fit_is_told_which_limit_it_breaks(folder: Path) -
 
 
 KNOWN = (
-    "allowed: request_id, priority, deadline, cache_salt, tools, tool_choice, max_reasoning_tokens, "
+    "allowed: request_id, priority, deadline, cache_salt, adapter, tools, tool_choice, max_reasoning_tokens, "
     "template_options"
 )
 
