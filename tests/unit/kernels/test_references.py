@@ -25,6 +25,7 @@ WITHOUT_REFERENCE = {
     "activate": "elementwise form of gated_activation; the table ACTIVATIONS is its reference",
     "linear_invariant": "F.linear is its reference",
     "look_up": "CodedWeights.dequantized is its reference",
+    "recur_paged": "run_spans of delta/reference.py is its reference, which it calls without Triton",
 }
 
 
