@@ -576,8 +576,8 @@ class ServerConfig:
         if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
             raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
         if self.record is None:
-            for name in ("record_text", "overwrite"):
-                if getattr(self, name):
+            for name, unset in {"record_text": False, "overwrite": False, "record_bytes": "1GiB"}.items():
+                if getattr(self, name) != unset:
                     raise ConfigError(f"{name} is for a record; give record as well, or leave it out")
         elif self.in_process:
             raise ConfigError("record needs engines in processes of their own; leave out in_process")
