@@ -236,7 +236,7 @@ class Reasoning:
     end_id: int  # the token that ends it
     max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it
     forced: tuple[int, ...] = ()  # ids that end it early, with `end_id` among them; none: `end_id` alone
-    later: tuple[int, ...] = ()  # ids that come after its end, before a constraint begins
+    later: tuple[int, ...] = ()  # ids after its end, before a constraint begins; the first ends it, too
 
     def __post_init__(self) -> None:
         for name in ("forced", "later"):

@@ -252,9 +252,12 @@ class Guide:
 
     def _reason(self, token_id: int) -> None:
         assert self.reasoning is not None
-        if token_id == self.reasoning.end_id:
-            if self.reasoning.later:
-                self._due, self._is_early_end = self.reasoning.later, True
+        later = self.reasoning.later
+        has_begun_later = token_id in later[:1]  # the model has left out the end
+        if has_begun_later or token_id == self.reasoning.end_id:
+            due = later[has_begun_later:]
+            if due:
+                self._due, self._is_early_end = due, True
             else:
                 self._begin()
             return

@@ -98,6 +98,16 @@ def test_what_comes_after_reasoning_comes_before_the_constraint(limit: int | Non
     assert guide.state == CONSTRAINED and texts(allowed(guide)) >= {*"123"}
 
 
+def test_what_comes_after_reasoning_may_begin_without_its_end() -> None:
+    """gpt-oss may open its next message without closing the one it is in."""
+    later = tuple(ids_of("no")) if len(ids_of("no")) > 1 else (*ids_of("no"), *ids_of("a"))
+    guide = Guide(compiled(NUMBER), Reasoning(end_id=THINK_END, later=later))
+    guide.consume([*ids_of("b"), later[0]])
+    assert guide.forced() == later[1:] and allowed(guide) == {later[1]}
+    guide.consume(later[1:])
+    assert guide.state == CONSTRAINED and texts(allowed(guide)) >= {*"123"}
+
+
 def test_without_a_constraint_the_end_of_reasoning_is_the_end_of_guiding() -> None:
     guide = Guide(None, Reasoning(end_id=THINK_END, max_tokens=5))
     guide.consume([*ids_of("a"), THINK_END])
