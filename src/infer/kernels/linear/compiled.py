@@ -25,33 +25,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
-from infer.kernels.linear.cuda import CudaLinear, Matrix, Variant, compile_variants, is_for
-from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
+from infer.kernels.linear.pdl import PdlConfig, PdlKernel
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
 from infer.kernels.runtime.profiles import device_profile
 
 logger = logging.getLogger(__name__)
-
-
-class CompiledKernel(Protocol):
-    """Kernels in CUDA C++ that are compiled and loaded with those of the linears."""
-
-    num_ready: int  # counts what can be launched, or is expected to be
-
-    def variants(self) -> list[Variant]:
-        """All variants to compile; until `load`, the kernels are expected to be ready."""
-        ...
-
-    def load(self, device: torch.device) -> None:
-        """Load what was compiled; BuildError where that fails."""
-        ...
 
 
 class CompiledLinears:
@@ -70,9 +56,9 @@ class CompiledLinears:
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
-        self._others: list[CompiledKernel] = []
+        self._others: list[PdlKernel] = []
 
-    def use(self, kernel: CompiledKernel) -> None:
+    def use(self, kernel: PdlKernel) -> None:
         """Compile and load these kernels, too, where there is a GPU for them."""
         if self._enabled:
             self._others.append(kernel)

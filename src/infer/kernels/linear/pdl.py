@@ -46,6 +46,7 @@ from infer.kernels.linear.cuda import (
     CudaLinear,
     Defines,
     Matrix,
+    Variant,
     cubin,
     form_defines,
     form_of,
@@ -242,6 +243,29 @@ def load_variant(defines: Defines, device: int, with_pdl: bool) -> build.Prepare
         kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
         num_threads = 32 * dict(defines)["WARPS"]
         return kernels.prepare("linear_pdl", num_threads, types_of(defines), pdl=with_pdl)
+
+
+class PdlKernel:
+    """A use of pdl.cu with variants of its own, compiled and loaded with the linears (compiled.py)."""
+
+    num_ready = 0  # variants that can be launched, or are expected to be until `load`
+
+    def defines(self) -> list[Defines]:
+        """The constants of all variants; none where a matrix cannot be cut."""
+        raise NotImplementedError
+
+    def variants(self) -> list[Variant]:
+        """All variants to compile; until `load`, they are expected to be ready."""
+        found = self.defines()
+        self.num_ready = len(found)
+        return [(SOURCE, ARCH, defines) for defines in found]
+
+    def load(self, device: torch.device) -> None:
+        """Load what was compiled; BuildError where that fails."""
+        self.num_ready, found = 0, self.defines()
+        for defines in found:
+            load_variant(defines, build.index_of(device), dispatch.PDL)
+        self.num_ready = len(found)
 
 
 def types_of(defines: Defines) -> tuple[Any, ...]:

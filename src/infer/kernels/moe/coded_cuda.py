@@ -12,14 +12,12 @@ Shapes:  R rows, N outputs (of the gate half when gated), K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.cuda import Defines, Variant
-from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.pdl import PdlConfig, PdlKernel
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only, next_power_of_two
@@ -35,25 +33,12 @@ def block_height(num_rows: int, num_experts: int) -> int:
     return min(max(next_power_of_two(-(-3 * num_rows // (2 * num_experts))), _HEIGHTS[0]), _HEIGHTS[-1])
 
 
-class GroupedLinear:
+class GroupedLinear(PdlKernel):
     """The matrices of a layer's experts in one form: gate and up with an activation, or down without."""
 
     def __init__(self, form: CodedForm, N: int, K: int, activation: str) -> None:
         self.form, self.N, self.K, self.activation = form, N, K, activation
         self.cuts = {height: self._cut(height) for height in _HEIGHTS}
-        self.num_ready = 0
-
-    def variants(self) -> list[Variant]:
-        """All variants to compile; until `load`, the kernels are expected to be ready."""
-        self.num_ready = self._num_variants
-        return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
-
-    def load(self, device: torch.device) -> None:
-        """Load what was compiled; BuildError where that fails."""
-        self.num_ready = 0
-        for defines in self._defines():
-            pdl.load_variant(defines, build.index_of(device), dispatch.PDL)
-        self.num_ready = self._num_variants
 
     def multiply(
         self, x: torch.Tensor, w: CodedWeights, num_rows: int, row_order: torch.Tensor,
@@ -86,14 +71,12 @@ class GroupedLinear:
         cuts = (PdlConfig(rows_tiles, warps, depth, self.form) for warps in _WARPS for depth in _DEPTHS)
         return next((cut for cut in cuts if pdl.can_launch(cut, height, self.N, self.K, gated=gated)), None)
 
-    @property
-    def _num_variants(self) -> int:
-        return sum(1 for _ in self._defines())
-
-    def _defines(self) -> Iterator[Defines]:
+    def defines(self) -> list[Defines]:
         """The constants of all variants; none where the matrix cannot be cut."""
-        if None not in self.cuts.values():
-            yield from (self._defines_of(height, cut) for height, cut in self.cuts.items() if cut is not None)
+        cuts = {height: cut for height, cut in self.cuts.items() if cut is not None}
+        if len(cuts) < len(self.cuts):
+            return []
+        return [self._defines_of(height, cut) for height, cut in cuts.items()]
 
     def _defines_of(self, height: int, cut: PdlConfig) -> Defines:
         is_second = int(not self.activation)

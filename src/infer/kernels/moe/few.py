@@ -21,7 +21,6 @@ Shapes:  T tokens, E experts, C choices per token, D hidden size, F intermediate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,8 +28,8 @@ import torch
 from infer.config.profiles.profile import LinearProfile
 from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
-from infer.kernels.linear.cuda import Defines, Variant
-from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.pdl import PdlConfig, PdlKernel
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
@@ -58,26 +57,13 @@ class ExpertShape(NamedTuple):
     down_form: CodedForm | None = None
 
 
-class FewExperts:
+class FewExperts(PdlKernel):
     """The two kernels of one shape of experts."""
 
     def __init__(self, shape: ExpertShape, profile: LinearProfile) -> None:
         self.shape, self.tokens = shape, range(1, profile.expert_tokens + 1)
         self.gate_up_cut = cut_gate_up(shape)
         self.down_cuts = tuple(cut_down(shape, rows_tiles) for rows_tiles in (1, 2))
-        self.num_ready = 0
-
-    def variants(self) -> list[Variant]:
-        """All variants to compile; until `load`, `is_for` answers as if they were ready."""
-        self.num_ready = self._num_variants
-        return [(pdl.SOURCE, pdl.ARCH, defines) for defines in self._defines()]
-
-    def load(self, device: torch.device) -> None:
-        """Load what was compiled; BuildError where that fails."""
-        self.num_ready = 0
-        for defines in self._defines():
-            pdl.load_variant(defines, build.index_of(device), dispatch.PDL)
-        self.num_ready = self._num_variants
 
     def is_for(self, num_tokens: int) -> bool:
         """Return True if this many tokens go through these kernels."""
@@ -159,17 +145,16 @@ class FewExperts:
             logits_TE.data_ptr(), cells.stride(0) * cells.element_size(), scale_bytes,
         )  # fmt: skip
 
-    @property
-    def _num_variants(self) -> int:
-        return sum(1 for _ in self._defines())
-
-    def _defines(self) -> Iterator[Defines]:
+    def defines(self) -> list[Defines]:
         """The constants of all variants; none where a matrix cannot be cut."""
-        if self.gate_up_cut is not None and None not in self.down_cuts:
-            yield from (self._gate_up_defines(parts=parts) for parts in (False, True))
-            yield from (
-                self._down_defines(cut, adds=adds) for cut in self.down_cuts if cut for adds in (False, True)
-            )
+        cuts = [cut for cut in self.down_cuts if cut is not None]
+        if self.gate_up_cut is None or len(cuts) < len(self.down_cuts):
+            return []
+        ends = (False, True)
+        return [
+            *(self._gate_up_defines(parts=parts) for parts in ends),
+            *(self._down_defines(cut, adds=adds) for cut in cuts for adds in ends),
+        ]
 
     def _gate_up_defines(self, *, parts: bool) -> Defines:
         shape = self.shape
