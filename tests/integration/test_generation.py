@@ -218,9 +218,10 @@ def test_a_chunk_of_as_many_tokens_as_it_forks_into_samples_from_its_last(num_pr
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_beam_search_equals_transformers(family: str, width: int) -> None:
     """The law is theirs with length_penalty=1 and early_stopping=False; many stops, so that beams end."""
-    reference = (
-        reference_model(family, max_position_embeddings=64) if family != "gpt2" else reference_model(family)
-    )
+    changes: dict[str, Any] = {} if family == "gpt2" else {"max_position_embeddings": 64}
+    if family == "gemma2":  # a low cap makes many logits equal, and beams are told apart by them
+        changes["final_logit_softcapping"] = 30.0
+    reference = reference_model(family, **changes)
     model = build_like(reference)
     stop_ids = list(range(10, 90))
     num_ended = 0
@@ -235,7 +236,8 @@ def test_beam_search_equals_transformers(family: str, width: int) -> None:
         for beam, (_, score) in zip(ours, theirs, strict=True):
             assert beam.mean == pytest.approx(score, abs=1e-4)
         num_ended += sum(beam.finish_reason == "stop" for beam in ours)
-    assert num_ended > 0 or width == 1 or family == "gpt2", "a tiny GPT-2 only repeats itself"
+    repeats = family in ("gpt2", "gemma2")  # which say little else when they are this small
+    assert num_ended > 0 or width == 1 or repeats
 
 
 def transformers_beams(

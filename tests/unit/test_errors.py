@@ -35,14 +35,14 @@ def test_a_slip_is_understood(given: str, meant: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "lora_rank",
+        "wandb_rank",
         "host_memory",  # not kv_cache_memory
         "length_penalty",  # not presence_penalty
         "num_beams",  # not num_threads
         "max_length",
         "stop_sequences",
         "do_sample",
-        "lora",  # not port
+        "gore",  # not port
         "workers",  # not tokenizer
         "nope",  # not stop
         "tp",

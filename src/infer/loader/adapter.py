@@ -76,7 +76,10 @@ class LowRankPair(NamedTuple):
 def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[LowRankPair]:
     """The pairs of an adapter, checked against the model, which need not have weights yet."""
     config = _read_config(directory)
-    patterns = _read_patterns(directory, config)
+    patterns = {
+        "r": _read_patterns(directory, config, "rank_pattern"),
+        "lora_alpha": _read_patterns(directory, config, "alpha_pattern"),
+    }
     if not (directory / WEIGHTS).is_file() and (directory / "adapter_model.bin").is_file():
         raise CheckpointError(
             f"{directory} has adapter_model.bin and no {WEIGHTS}; pickles are not opened: convert it with "
@@ -117,19 +120,22 @@ def _check_alpha(directory: Path, alpha: Any) -> None:
         )
 
 
-def _read_patterns(directory: Path, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:
-    """The exceptions to `lora_alpha`: patterns for the end of a module's name, as PEFT matches them.
+def _read_patterns(
+    directory: Path, config: Mapping[str, Any], key: str
+) -> list[tuple[re.Pattern[str], float]]:
+    """The exceptions to `lora_alpha` or `r`: patterns for the end of a module's name, as PEFT matches them.
 
     Only patterns whose matching takes bounded time are compiled: no repeated groups, and few repetitions.
     """
-    given = config.get("alpha_pattern") or {}
+    given = config.get(key) or {}
     if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
         raise CheckpointError(
-            f"{directory / CONFIG}: alpha_pattern must be an object of at most {MAX_PATTERNS} patterns"
+            f"{directory / CONFIG}: {key} must be an object of at most {MAX_PATTERNS} patterns"
         )
     patterns = []
-    for pattern, alpha in given.items():
-        _check_alpha(directory, alpha)
+    for pattern, value in given.items():
+        if key == "alpha_pattern":
+            _check_alpha(directory, value)
         bare = re.sub(r"\\.|\[[^]]*\]", "x", pattern)
         if (
             len(pattern) > 500
@@ -138,15 +144,13 @@ def _read_patterns(directory: Path, config: Mapping[str, Any]) -> list[tuple[re.
             or re.search(r"\)[*+?{]|\(\?", bare)
         ):
             raise CheckpointError(
-                f"{directory / CONFIG}: alpha_pattern has {pattern[:100]!r}, which is too complex; name the "
+                f"{directory / CONFIG}: {key} has {pattern[:100]!r}, which is too complex; name the "
                 "modules, or use at most 3 repetitions and 3 groups, none of them repeated"
             )
         try:
-            patterns.append((re.compile(rf"(.*\.)?({pattern})$"), alpha))
+            patterns.append((re.compile(rf"(.*\.)?({pattern})$"), value))
         except (re.error, OverflowError) as error:
-            raise CheckpointError(
-                f"{directory / CONFIG}: alpha_pattern has {pattern[:100]!r}: {error}"
-            ) from None
+            raise CheckpointError(f"{directory / CONFIG}: {key} has {pattern[:100]!r}: {error}") from None
     return patterns
 
 
@@ -168,7 +172,7 @@ def _pair(
     name: str,
     found: Mapping[str, StoredTensor],
     config: Mapping[str, Any],
-    patterns: Sequence[tuple[re.Pattern[str], float]],
+    patterns: Mapping[str, Sequence[tuple[re.Pattern[str], float]]],
     model: Model,
     weight_map: WeightMap,
 ) -> LowRankPair:
@@ -202,11 +206,15 @@ def _pair(
         )
     if not a.shape[0] or not (a.is_readable and b.is_readable):
         raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
-    if not config.get("rank_pattern") and (rank := config.get("r", a.shape[0])) != a.shape[0]:
+    rank, alpha = (
+        next((value for pattern, value in patterns[key] if pattern.match(name)), config.get(key))
+        for key in ("r", "lora_alpha")
+    )
+    if rank != a.shape[0]:
         raise CheckpointError(
             f"{where} with rank {a.shape[0]}, but {CONFIG} says {rank!r}; were both files saved together?"
         )
-    alpha = next((alpha for pattern, alpha in patterns if pattern.match(name)), config["lora_alpha"])
+    assert alpha is not None  # checked with the config
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):
         b = reordered(b, order, name, model.config.head_dim)  # the order of the rows of the matrix
