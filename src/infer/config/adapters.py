@@ -27,9 +27,9 @@ class AdapterConfig:
 
     lora_modules: tuple[str, ...] = knob(
         (),
-        "LoRA adapters to load, each as NAME=DIRECTORY of a PEFT checkpoint; requests name one as their "
-        "model; where there are no requests, the one that is given answers; may be repeated; --lora takes "
-        "one, so that a prompt may follow",
+        "LoRA adapters to load, each as NAME=DIRECTORY of a PEFT checkpoint; a request chooses one by its "
+        "model name, and a command without requests answers with the one given; may be repeated; --lora "
+        "takes a single adapter, so that a prompt may follow",
         aliases=("lora",),
         takes_several=True,
     )

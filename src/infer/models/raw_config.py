@@ -43,7 +43,7 @@ class RawConfig:
         self.where = where
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
-        """The same keys, with a value for those that are absent or null."""
+        """A copy of the config in which keys that are absent or null have these defaults."""
         given = {name: value for name, value in self.raw.items() if value is not None}
         return RawConfig(defaults | given, self.where)
 

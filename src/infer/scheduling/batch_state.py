@@ -225,7 +225,7 @@ class BatchState:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
-        """Those of these columns, or of all, that have no slot for their last token."""
+        """The columns without a slot for their last token, among `places` or among all columns."""
         is_short: np.ndarray = self.num_tokens > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 

@@ -64,7 +64,7 @@ class AdapterBody(Body):
 
 
 class VllmAdapterBody(Body):
-    """The same in vLLM's words, for the default model."""
+    """An adapter to load or unload on the default model, in the words of vLLM's API."""
 
     lora_name: str = Field(min_length=1, max_length=200)
     lora_path: str = Field(min_length=1, max_length=4096)
