@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.kernels.linear.low_rank import LowRankStack, RowSlots, add_low_rank
+from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.cuda import Matrix
+from infer.kernels.linear.low_rank import LowRankStack, RowSlots, add_low_rank, add_low_rank_reference
+from infer.kernels.linear.shrink import shrink
+from infer.kernels.linear.small import launch
 from scripts.make_checkpoint import make_checkpoint
 from tests.gpu.graphs import FEW_SIZES, capture, random
 from tests.kernels.low_rank_contract import LowRankContract
@@ -47,6 +52,54 @@ def test_a_graph_follows_the_slots_that_are_in_its_buffer() -> None:
         wanted = add_low_rank(y.clone(), x, RowSlots(slots.clone()), stack)
         assert torch.equal(made, wanted)
         assert torch.equal(made[slots == 0], y[slots == 0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 100])
+@pytest.mark.parametrize(
+    ("parts", "size", "activation"),
+    [([4096, 1024, 1024], 4096, ""), ([4096], 12288, ""), ([12288, 12288], 4096, "silu")],
+    ids=["qkv", "down", "gate_up"],
+)
+def test_a_matrix_adds_the_products_of_adapters_itself(
+    parts: list[int], size: int, activation: str, num_rows: int
+) -> None:
+    torch.manual_seed(0)
+    device, N = torch.device("cuda"), sum(parts)
+    stack = LowRankStack(parts, size, num_slots=8, rank=16, dtype=torch.bfloat16, device=device)
+    for slot in range(1, 9):
+        for part, count in enumerate(parts):
+            stack.fill(slot, part, random(8 + slot, size, scale=size**-0.5), random(count, 8 + slot))
+    x, w = random(num_rows, size), random(N, size, scale=size**-0.5)
+    compiled = CompiledLinears(device)
+    compiled.want_low_rank(Matrix(parts[0] if activation else N, size, activation), stack)
+    compiled.compiler()()
+    assert compiled.load()
+    gated = bool(activation)
+    plan = compiled.find_low_rank(x, w, parts[0] if gated else N, size, stack, gated=gated)
+    assert plan is not None
+    slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
+
+    def step() -> torch.Tensor:
+        return launch(plan, x, w, activation=activation, low_rank=shrink(x, RowSlots(slots), stack))
+
+    graph, made = capture(step)
+    for most in (1, 9, 9):
+        slots.copy_(torch.randint(0, most, (num_rows,), device=device))
+        graph.replay()
+        wanted = add_low_rank_reference(
+            (x.float() @ w.float().T), x.float(), RowSlots(slots), as_float(stack)
+        )
+        if gated:
+            gate, up = torch.split(wanted, parts, dim=1)
+            wanted = torch.nn.functional.silu(gate) * up
+        error = (made.float() - wanted).abs().max() / wanted.abs().max()
+        assert error < 2e-2, f"{error:.1e}"
+
+
+def as_float(stack: LowRankStack) -> LowRankStack:
+    wide = copy(stack)
+    wide.a, wide.b = stack.a.float(), stack.b.float()
+    return wide
 
 
 @pytest.mark.parametrize(

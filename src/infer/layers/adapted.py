@@ -5,7 +5,8 @@
 
 Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
 runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
-kernels and recorded programs included: that step costs nothing.
+kernels and recorded programs included: that step costs nothing. Few rows with adapters on a GPU keep the
+fused kernels, too: a launch before each computes A x, and B is further columns of W (linear/wgmma.py).
 
 After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
 
@@ -22,10 +23,14 @@ from torch import nn
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.low_rank import RANK_BLOCK, LowRankStack, RowSlots, add_low_rank
-from infer.kernels.linear.residual import ResidualSum
+from infer.kernels.linear.residual import LowRankTerm, ResidualInput, ResidualSum
+from infer.kernels.linear.shrink import shrink
+from infer.kernels.linear.small import launch, launch_add, launch_of_sum
+from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.layers.linear import Linear
+from infer.quant.dense import Dense
 from infer.quant.projection import Neighbours, Projection, WeightSpec
-from infer.quant.residual import NormedInput, ResidualNorm, as_tensor
+from infer.quant.residual import NormedInput, ResidualNorm
 
 
 class AdapterBank:
@@ -86,15 +91,21 @@ class Adapted(Projection):
         super().__init__(base.spec, base.tensors)
         self.scheme, self.bias, self.batch_invariant = base.scheme, base.bias, base.batch_invariant
         self._base, self._stack, self._bank = base, stack, bank
+        self._compiled: CompiledLinears | None = None  # where kernels may add the terms of adapters
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
-        """True if no row of the step has an adapter, and the projection adds to the residual stream."""
-        return self._bank.rows is None and self._base.can_add
+        """True if the projection adds to the residual stream, in a step with adapters with them."""
+        is_plain = self._bank.rows is None
+        return self._base.can_add and (is_plain or self._compiled is not None)
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Prepare the projection for steps without adapters."""
-        self._base.prepare(compiled, neighbours)
+        """Prepare the projection, and ask for kernels that multiply and add the terms of adapters."""
+        base = self._base
+        base.prepare(compiled, neighbours)
+        if isinstance(base, Dense) and (matrix := base.matrix(neighbours)) is not None:
+            self._compiled = compiled
+            compiled.want_low_rank(matrix, self._stack)
 
     def scratch_bytes(self, num_tokens: int) -> int:
         """The scratch memory of a product of the projection."""
@@ -106,11 +117,51 @@ class Adapted(Projection):
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 
     def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
-        """Multiply; with adapters, the norm comes before and the gate after."""
+        """Multiply, with norm and gate; a step without adapters is the projection's own."""
         if self._bank.rows is None:
             return self._base.project(x, activation)
-        y = self.multiply(as_tensor(x))
-        return gated_activation(y, activation=activation) if activation else y
+        return super().project(x, activation)
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Multiply and add the terms of adapters in one kernel, or one after the other."""
+        plan, gate = self._plan(x, activation), activation if self.bias is None else ""
+        if plan is None:
+            return super().project_rows(x, activation)
+        y = launch(plan, x, self._weight, bias_N=self.bias, activation=gate, low_rank=self._shrink(x))
+        return y if gate == activation else gated_activation(y, activation=activation)
+
+    def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
+        """The same for a norm that another projection began: its last factor is that of both terms."""
+        x, gate = total.scaled_MN, activation if self.bias is None else ""
+        plan = self._plan(x, activation)
+        assert plan is not None, "it said that it reads sums"
+        y = launch_of_sum(
+            plan, total, self._weight, eps=eps, bias_N=self.bias, activation=gate, low_rank=self._shrink(x)
+        )
+        return y if gate == activation else gated_activation(y, activation=activation)
+
+    def _plan(self, x: torch.Tensor, activation: str) -> WgmmaConfig | None:
+        """The cut of a kernel that adds the terms of adapters to the product; None: none does."""
+        if self._compiled is None or x.dim() != 2:
+            return None
+        (N, K), gated = self._weight.shape, bool(activation) and self.bias is None
+        return self._compiled.find_low_rank(
+            x, self._weight, N // 2 if gated else N, K, self._stack, gated=gated
+        )
+
+    def _shrink(self, x: torch.Tensor) -> LowRankTerm:
+        assert self._bank.rows is not None
+        return shrink(x, self._bank.rows, self._stack)
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return self.tensors["weight"]
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Return True if a kernel finishes the norm of a sum, with adapters if the step has any."""
+        if self._bank.rows is None:
+            return self._base.reads_sum(x, num_parts, activation)
+        return self._plan(x, activation) is not None
 
     def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
         """The activation of the scheme that multiplies."""
@@ -119,5 +170,11 @@ class Adapted(Projection):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Multiply for a sum, where no row has an adapter."""
-        return self._base.add_to(x, residual, norm, reader, activation)
+        """Multiply for a sum."""
+        if self._bank.rows is None:
+            return self._base.add_to(x, residual, norm, reader, activation)
+        plan = self._plan(x, "")
+        if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
+            return self.project_rows(x, "")
+        stream = ResidualInput(residual, norm.weight, norm.offset)
+        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._shrink(x))
