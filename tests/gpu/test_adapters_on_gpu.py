@@ -15,6 +15,7 @@ from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.low_rank import LowRankStack, RowSlots, add_low_rank, add_low_rank_reference
 from infer.kernels.linear.shrink import shrink
 from infer.kernels.linear.small import launch
+from infer.kernels.linear.wgmma import WgmmaConfig
 from scripts.make_checkpoint import make_checkpoint
 from tests.gpu.graphs import FEW_SIZES, capture, random
 from tests.kernels.low_rank_contract import LowRankContract
@@ -126,3 +127,45 @@ def test_mixed_batch_says_what_merged_weights_say(family: str, knobs: dict[str, 
         }
         made = {key: [id_ for delta in stream for id_ in delta.token_ids] for key, stream in streams.items()}
     assert made == {(name, number): wanted[name][number] for name, number in made}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+def test_kernels_that_add_adapters_say_what_separate_ones_say(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 ties break either way: logprobs are compared up to the first token that differs."""
+    make_checkpoint(family, base := tmp_path / "base")
+    paths = {name: make_adapter(tmp_path / name, base, seed=n, rank=8 + 8 * n) for n, name in enumerate("ab")}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    plans, find = list[WgmmaConfig | None](), CompiledLinears.find_low_rank
+
+    def answers(may_add: bool) -> dict[tuple[str, int], list[tuple[int, float]]]:
+        def found(*given: Any, **kinds: Any) -> WgmmaConfig | None:
+            plans.append(find(*given, **kinds))
+            return plans[-1] if may_add else None
+
+        monkeypatch.setattr(CompiledLinears, "find_low_rank", found)
+        with LLM(base, device="cuda", dtype="bfloat16", lora_modules=paths, **FEW_SIZES) as llm:
+            streams = {
+                (name, number): llm.stream(prompt, params, adapter=name)
+                for number, prompt in enumerate(PROMPTS)
+                for name in ("", "a", "b")
+            }
+            return {
+                key: [
+                    (id_, row.logprob)
+                    for delta in stream
+                    for id_, row in zip(delta.token_ids, delta.logprobs, strict=True)
+                ]
+                for key, stream in streams.items()
+            }
+
+    together, apart, num_compared = answers(True), answers(False), 0
+    assert any(plans)
+    for key, pairs in apart.items():
+        for (id_, logprob), (other_id, other) in zip(pairs, together[key], strict=True):
+            assert abs(logprob - other) < 0.1, key
+            if id_ != other_id:
+                break
+            num_compared += 1
+    assert num_compared > 8 * len(apart)

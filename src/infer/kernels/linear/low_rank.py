@@ -22,6 +22,7 @@ Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ CHUNK = 64  # columns of B that a kernel takes at a time
 MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
+_MAX_FLAGS = 4096  # products of a step
 
 
 class RowSlots:
@@ -73,6 +75,7 @@ class RowTiles(NamedTuple):
     table: torch.Tensor  # [1 + tiles, 16], as shrink.cu reads it
     h_TC: torch.Tensor  # for each part, the ranks of all slots; zero in slots that are not a row's own
     columns: int  # columns of h that a part has: a multiple of `CHUNK`
+    flags: Iterator[torch.Tensor]  # one for each product of the step, not raised yet
 
     @property
     def num_tiles(self) -> int:
@@ -91,9 +94,9 @@ def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
         ROWS=max(16, 1 << (T - 1).bit_length()), CHUNK=CHUNK, CHUNKS=columns // CHUNK, TILE=TILE_ROWS,
         COLUMNS=_TABLE_COLUMNS, num_warps=4,
     )  # fmt: skip
-    return RowTiles(
-        table, torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device), columns
-    )
+    h_TC = torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device)
+    flags = torch.zeros((_MAX_FLAGS, 1), dtype=torch.int32, device=device)
+    return RowTiles(table, h_TC, columns, map(flags.__getitem__, range(_MAX_FLAGS)))
 
 
 @jit_for_any("T")

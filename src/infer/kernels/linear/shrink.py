@@ -31,7 +31,7 @@ _CHUNK = 64  # columns
 _TURNS = 4  # chunks of a warp
 _MAX_TURNS = 8  # more would not fit into registers
 _MAX_SPLIT = 8  # blocks of a cluster
-_TYPES = (*(ctypes.c_void_p,) * 5, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int)
+_TYPES = (*(ctypes.c_void_p,) * 6, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int)
 
 
 def split_of(K: int) -> int | None:
@@ -87,14 +87,15 @@ def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch
 def shrink(x_TK: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> LowRankTerm:
     """Compute h, and say where a kernel finds all that it needs to add B h."""
     tiles = rows.tiles(stack.num_slots, stack.rank)
-    term = LowRankTerm(stack.b, stack.parts, stack.used, tiles.h_TC, tiles.columns, tiles.table)
+    flag = next(tiles.flags)
+    term = LowRankTerm(stack.b, stack.parts, stack.used, tiles.h_TC, tiles.columns, tiles.table, flag)
     if compiles_only():
         return term
     defines = defines_of(stack)
     num_blocks = tiles.num_tiles * len(stack.parts) * stack.rank // 16 * dict(defines)["SPLIT"]
     _load(defines, x_TK.get_device(), dispatch.PDL)(
         num_blocks,
-        *(each.data_ptr() for each in (x_TK, stack.a, tiles.table, stack.used, tiles.h_TC)),
+        *(each.data_ptr() for each in (x_TK, stack.a, tiles.table, stack.used, tiles.h_TC, flag)),
         x_TK.stride(0) * 2, tiles.h_TC.stride(0) * 2, tiles.columns,
     )  # fmt: skip
     return term

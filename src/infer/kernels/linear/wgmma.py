@@ -111,7 +111,7 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
-_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 2, *(ctypes.c_int,) * 4)
+_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +406,8 @@ def _low_rank_arguments(
     return (
         *maps, *maps[:1] * missing,
         Boxes(h_TC.data_ptr(), h_TC.dtype, T, num_columns, h_TC.stride(0) * 2, config.width),
-        term.active.data_ptr(), term.used.data_ptr(), *ends, *[0] * missing, term.columns,
+        term.active.data_ptr(), term.used.data_ptr(), term.has_x.data_ptr(),
+        *ends, *[0] * missing, term.columns,
     )  # fmt: skip
 
 
