@@ -277,7 +277,7 @@ def first_prompt_logprobs(engine: Engine, name: str) -> list[float]:
     """The logprobs of a prompt's tokens."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     engine.add(Request(request_id="prompt", prompt=tuple(PROMPTS[2]), params=params, adapter=name))
-    rows = [row for _ in range(6) for output in engine.step() for row in output.prompt_logprobs]
+    rows = [row for _ in range(6) for output in engine.step() for row in output.prompt_logprobs or ()]
     return [row.logprob for row in rows if row is not None]
 
 
