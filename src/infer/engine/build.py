@@ -31,7 +31,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, largest_rank
+from infer.engine.adapters import Adapters, needed_room
 from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
@@ -255,15 +255,12 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
     """Return the room for the LoRA adapters of a model; None: it has none."""
     if not settings.adapters.is_on:
         return None
-    rank = largest_rank(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
-    num_slots = settings.adapters.num_slots
+    room = needed_room(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
     try:
-        return AdapterBank(
-            loaded.model, num_slots=num_slots, rank=rank, dtype=loaded.dtype, device=loaded.device
-        )
+        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"{num_slots} LoRA adapters of rank {rank} could not be allocated "
+            f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
             f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
         ) from error
 

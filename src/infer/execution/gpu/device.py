@@ -606,7 +606,8 @@ class GpuDevice:
         hidden_CD = self._hidden_of(order, prompts, places)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
-            pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
+            states_CD = hidden_CD[:, : self.model.config.hidden_size]
+            pooled = pool_hidden(order, self.rows.book, last_rows, states_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if order.flags & ON_HOST:
             return lambda masks: self._sample_on_host(order, prompts, last_rows, hidden_CD, pooled, masks)
