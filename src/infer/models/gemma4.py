@@ -180,8 +180,8 @@ def _read_ropes(
     head_dim = next(s.head_dim for n, s in enumerate(specs) if shared.window(n) is None)
     scaling: RopeScaling | None
     if of_global.get("rope_type") == "proportional":
-        share = of_global.number("partial_rotary_factor", default=1.0)
-        num_pairs = min(int(share * head_dim // 2), head_dim // 2)
+        share = min(of_global.number("partial_rotary_factor", default=1.0), 1.0)
+        num_pairs = int(share * head_dim // 2)
         factor = of_global.number("factor", default=1.0)
         scaling = RopeScaling(kind="proportional", factor=factor, num_pairs=num_pairs)
     else:
@@ -190,8 +190,10 @@ def _read_ropes(
         raise ConfigError(
             f"rope scaling in {of_local.where} is not supported: only global layers may have it"
         )
-    theta, local_theta = of_global.number("rope_theta"), of_local.number("rope_theta", default=1e4)
-    return theta, local_theta, scaling
+    thetas = of_global.number("rope_theta", default=1e6), of_local.number("rope_theta", default=1e4)
+    if min(thetas) <= 1:
+        raise CheckpointError(f"rope_theta in {both.where} must exceed 1, got {min(thetas)!r}")
+    return *thetas, scaling
 
 
 def _read_experts(keys: RawConfig, mlp_size: int) -> ExpertConfig | None:
