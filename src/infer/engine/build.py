@@ -146,6 +146,7 @@ def build_engine(
         cost=cost,
         keeps_cache=config.keeps_cache,
         max_seq_len=config.max_seq_len,
+        spans=layout.spans,
     )
     with phases("warm up"):
         graph_bytes = 0 if step is None else step.graph_block
@@ -384,13 +385,14 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
     swap_blocks = config.settings.cache.swap_blocks
+    num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
     try:
         return KVStore(
             layout=layout,
             num_blocks=size.num_blocks,
             block_size=size.block_size,
-            num_kv_heads=loaded.config.num_kv_heads,
-            head_dim=loaded.config.head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
             num_host_blocks=swap_blocks * len(layout.windows),

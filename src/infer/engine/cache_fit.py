@@ -206,7 +206,8 @@ def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> Kept
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
-    per_token = kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize)
+    heads = layout.plane_heads(model.num_kv_heads, model.head_dim)
+    per_token = kv_bytes_per_token(layout.num_layers, *heads, kept.itemsize)
     state = state_size(model)
     if state is not None:  # every block has room for a tail, too
         per_token += -(-layout.num_layers * state.num_tail * dtype.itemsize // cache.block_size)
@@ -242,7 +243,8 @@ def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
         return whole
     layers = range(model.num_layers)
     windows = [STATE if model.has_state(layer) else model.window(layer) for layer in layers]
-    layout = KVLayout.of(windows, config.max_seq_len)
+    sources = [spec.kv_layer for spec in model.layer_specs]
+    layout = KVLayout.of(windows, config.max_seq_len, model.kv_heads, sources)
     speculation = config.settings.speculation
     is_drafted = speculation.is_on and speculation.draft_model is not None
     return whole if is_drafted and layout.windows[0] is not None else layout

@@ -56,7 +56,9 @@ class Scheduler:
         cost: PreemptionCost | None = None,
         keeps_cache: bool = True,
         max_seq_len: int | None = None,
+        spans: Seq[int] = (),
     ) -> None:
+        """`spans`: as in `BatchState`."""
         self.pool = pool
         self.config = config
         self.policy = find_policy(config.scheduler_policy)
@@ -72,6 +74,7 @@ class Scheduler:
             max_blocks,
             block_size=pool.block_size,
             num_tables=len(pool.windows),
+            spans=spans,
         )
         self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
         self.running = self.state.sequences  # sequences by sort_key: the first is the most urgent

@@ -163,7 +163,8 @@ class GpuDevice:
             device=device,
             backend=chosen,
         )
-        tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
+        fewest = min((count for count, _ in config.kv_heads), default=config.num_kv_heads)
+        tile_len = tokens_per_tile(config.num_heads, fewest)
         largest = captured_tokens(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0
         self.inputs = DeviceInputs(
             max_rows,
