@@ -128,7 +128,7 @@ def build_engine(
         size = fit_to_device(config, loaded, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
-    if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
+    if cost is None and size.num_host_blocks:
         wait_for_linears()
         cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
@@ -361,12 +361,13 @@ def make_pool(
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.swap_blocks * len(windows),
+        num_host_blocks=size.num_host_blocks,
         max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
         placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,
         allocator=_find_allocator(cache.block_allocator),
+        block_bytes=size.bytes_per_block,
     )
 
 
@@ -384,7 +385,6 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
-    swap_blocks = config.settings.cache.swap_blocks
     num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
     try:
         return KVStore(
@@ -395,16 +395,16 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             head_dim=head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
-            num_host_blocks=swap_blocks * len(layout.windows),
+            num_host_blocks=size.num_host_blocks,
             kept_as=kept_as(config.settings.cache, loaded.dtype),
             fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
             state=state_size(loaded.config),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} and {swap_blocks} blocks in host "
+            f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks or swap_blocks"
+            "kv_cache_memory, num_blocks, swap_blocks or swap_space"
         ) from error
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.cache.kv_store import CROSSING_BYTES, MOST_CROSSING
 from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.cache.memory import (
     FLOAT32_BYTES,
@@ -74,7 +75,7 @@ def fit_to_device(
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     num_ranks = ranks_sharing(config.settings, loaded.device)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
-    check_host_blocks(config.settings.cache.swap_blocks, size, free_host // num_ranks)
+    check_host_blocks(config.settings.cache, size, free_host // num_ranks)
     return size
 
 
@@ -88,10 +89,14 @@ def fit_to_memory(
     """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
+    crossing = 0
+    if cache.has_host_memory and is_gpu(loaded.device):
+        block_bytes = cache.block_size * kept.bytes_per_token // len(kept.layout.windows)
+        crossing = min(CROSSING_BYTES, MOST_CROSSING * block_bytes)
     return fit_cache(
         cache,
         config.scheduler,
-        step._replace(buffers=step.buffers + draft.step),
+        step._replace(buffers=step.buffers + draft.step + crossing),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kept.bytes_per_token + draft.per_token,
         free_bytes=memory.room // ranks_sharing(config.settings, loaded.device),

@@ -348,7 +348,7 @@ def make_draft_device(
         head_dim=model.head_dim,
         dtype=draft.dtype,
         device=draft.device,
-        num_host_blocks=config.settings.cache.swap_blocks * len(layout.windows) * is_head,
+        num_host_blocks=size.num_host_blocks * is_head,
     )
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
     network: Network
