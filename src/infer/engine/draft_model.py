@@ -29,10 +29,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from infer.config.speculation import MAX_DRAFTS
 from infer.engine.host_half import HostHalf
@@ -148,7 +149,8 @@ class DraftModel:
             return
         has_all = set(self._stays(sequences)) <= set(self._stays(self._sequences))
         if has_all and all(self._room(seq) >= seq.num_tokens + num_drafts for seq in sequences):
-            self._early = self._draft(sequences, [num_drafts] * len(sequences))
+            with suppress(torch.OutOfMemoryError):  # they are made when the step has been read
+                self._early = self._draft(sequences, [num_drafts] * len(sequences))
 
     def collect(self) -> list[list[int]]:
         """The drafts that were begun, sequence by sequence."""

@@ -52,7 +52,7 @@ from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, c
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
-from infer.execution.host_sampling import HostSampler, Judge, PromptTable, drafts_of
+from infer.execution.host_sampling import HostSampler, Judge, PromptTable
 from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
@@ -664,8 +664,11 @@ class GpuDevice:
                 self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
             return self._readback.fetch_later(self.drafts_KS[:longest, : len(rows)])
 
-    def _draft(self, rows: np.ndarray, num_drafts: int) -> torch.Tensor:
-        """Launch the turns of some rows; where there is no memory, those of one half after the other."""
+    def _draft(self, rows: np.ndarray, num_drafts: int, *, is_last_try: bool = False) -> torch.Tensor:
+        """Launch the turns of some rows; where there is no memory, those of one half after the other.
+
+        Those of a single row are tried twice.
+        """
         size, ids_KS = self.graphs.draft_size_for(len(rows), num_drafts), self.drafts_KS[:num_drafts]
         try:
             self.graphs.ensure(size)
@@ -673,8 +676,10 @@ class GpuDevice:
             self.graphs.forward(size)
             self.graphs.sample(size)
         except torch.OutOfMemoryError:
-            if len(rows) == 1:
+            if is_last_try:
                 raise
+            if len(rows) == 1:
+                return self._draft(rows, num_drafts, is_last_try=True)
             half = len(rows) // 2
             second_KS = self._draft(rows[half:], num_drafts).clone()
             self._draft(rows[:half], num_drafts)
@@ -852,13 +857,16 @@ def _windows_of(
 
     `decided`: how many ids some rows keep.
     """
-    drafts = drafts_of(order)
+    columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
+    tokens: list[int] = []
     found = []
-    for number, (last, count) in enumerate(
-        zip(last_places.tolist(), order.num_sampled.tolist(), strict=True)
-    ):
-        if count:
-            found.append(Drawn(number, last + 1 - count, drafts.get(number, ()), decided.get(number)))
+    for number, (last, count, end) in enumerate(zip(*columns, strict=True)):
+        if count > 1:  # in an order in which no row decodes
+            tokens = tokens or order.tokens.tolist()
+            drafts = tokens[end - count + 1 : end]
+            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number)))
+        elif count:
+            found.append(Drawn(number, last))
     return found
 
 
