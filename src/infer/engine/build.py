@@ -54,7 +54,6 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
-    head_of,
     load_draft,
     make_draft_device,
     make_speculation,
@@ -154,8 +153,7 @@ def build_engine(
         if ranks is not None:
             ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        head = head_of(draft_device)
-        device = make_device(config, loaded, store, shape, graph_bytes, head, bank)
+        device = make_device(config, loaded, store, shape, graph_bytes, draft_device, bank)
         if ranks is not None:
             ranks.wait()
         warm_up: WarmUp | None = None
@@ -470,12 +468,12 @@ def make_device(
     store: KVStore,
     shape: StateShape,
     graph_bytes: int = 0,
-    head: TorchDevice | GpuDevice | None = None,
+    drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    A `head` that drafts follows its steps; `adapters` are those of the model.
+    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -487,7 +485,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
-            head=head if isinstance(head, TorchHead) else None,
+            head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )
     return GpuDevice(
@@ -504,7 +502,7 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        head=head if isinstance(head, GpuDevice) else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) else None,
         adapters=adapters,
     )
 

@@ -568,7 +568,7 @@ class Scheduler:
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
         """Make room for the last tokens of these columns."""
         sequences = [self.running[place] for place in places.tolist()]
-        self._reserve(sequences, self.state.num_tokens[places].tolist(), draft)
+        self._reserve(sequences, self.state.num_wanted[places].tolist(), draft)
 
     def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
         """Make room for `num_tokens` of each, in order and if it still runs, preempting from the back."""
