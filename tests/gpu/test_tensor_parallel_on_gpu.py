@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 
 from infer.execution.rank_ring import RankLink
 from infer.kernels.runtime.gpu_communicator import NCCL_BYTES, GpuCommunicator
+from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import capture
-from tests.support.gpu_ranks import mps, run_ranks
+from tests.support.gpu_ranks import mps, run_cases, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +70,7 @@ def exchange_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> int:
         torch.cuda._sleep(delays.choice((0, 100_000)))  # type: ignore[no-untyped-call]
         graph.replay()
         half = total(ranks.size, 4096, seed, dtype) * 0.5
-        expected = half.float()
+        expected = half.float().clone()
         for _ in range(ranks.size - 1):
             expected += half.float()
         num_wrong += not torch.equal(y, expected.to(dtype))
@@ -119,3 +122,71 @@ def use_nccl(ranks: GpuCommunicator, link: RankLink, rank: int) -> bool:
 def test_long_sums_of_ranks_with_gpus_of_their_own_go_through_nccl(env: dict[str, str]) -> None:
     """One GPU is one rank of its own: the calls are right, whatever NCCL then does."""
     assert run_ranks(use_nccl, 1, env, torch.float32) == [True]
+
+
+# -- whole models --------------------------------------------------------------------------------------
+
+SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)  # two kv heads: four ranks repeat
+
+
+def checkpoint(root: Path, family: str) -> str:
+    path = root / family
+    if not path.exists():
+        experts: dict[str, Any] = {"moe_intermediate_size": 128} if "_moe" in family else {}
+        make_checkpoint(family, path, sizes=SIZES, seed=3, max_position_embeddings=32_768, **experts)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "knobs"),
+    [
+        ("llama", 2, {}),
+        ("llama", 4, {}),
+        ("llama", 2, {"use_cuda_graphs": False, "prefill_chunk_size": 7}),
+        ("llama", 2, {"deterministic": True}),
+        ("llama", 2, {"speculative_method": "ngram", "num_speculative_tokens": 3}),
+        ("qwen3_moe", 2, {}),
+        ("gemma3", 2, {}),
+        ("gpt_oss", 2, {}),
+        ("gpt2", 2, {}),
+    ],
+    ids=str,
+)
+def test_ranks_answer_as_one_process_does(
+    family: str, size: int, knobs: dict[str, Any], root: Path, env: dict[str, str]
+) -> None:
+    case: dict[str, Any] = {"path": checkpoint(root, family), "dtype": "float32"} | knobs
+    alone, together = run_cases([case | {"size": 1}, case | {"size": size}], env)
+    assert together[0] == alone[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "knobs"),
+    [
+        ("llama", {}),
+        ("llama", {"quantization": "int8", "kv_cache_dtype": "fp8"}),
+        ("qwen3_moe", {"quantization": "int4"}),
+    ],
+    ids=str,
+)
+def test_sixteen_bits_and_codes_are_cut_right(
+    family: str, knobs: dict[str, Any], root: Path, env: dict[str, str]
+) -> None:
+    """Greedy ids may differ by a tie, so the logprobs of prompts are compared."""
+    case: dict[str, Any] = {"path": checkpoint(root, family), "dtype": "bfloat16"} | knobs
+    found = run_cases([case | {"size": 1}, case | {"size": 2}], env)
+    alone, together = (torch.tensor(logprobs) for _, logprobs in found)
+    assert len(alone) > 40
+    torch.testing.assert_close(together, alone, rtol=0, atol=0.15)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_others(number: signal.Signals, root: Path, env: dict[str, str]) -> None:
+    case = {"path": checkpoint(root, "llama"), "size": 2, "lose": int(number), "dtype": "bfloat16"}
+    ((reason, seconds),) = run_cases([case], env)
+    assert "rank 1" in reason and seconds < 30

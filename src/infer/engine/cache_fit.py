@@ -103,8 +103,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
-    return 1 if is_gpu(device) else settings.load.tensor_parallel_size
+    """Return how many ranks of a model take their memory from this device: of a CPU, all of them."""
+    shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
+    return settings.load.tensor_parallel_size if shares else 1
 
 
 def cache_share(device: torch.device) -> float:

@@ -21,6 +21,7 @@ from infer.kernels.cpu.collectives import column_share, own_ids
 from infer.kernels.cpu.library import library
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.dispatch import on_cpu
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected
 from infer.quant.projection import Neighbours, Projection
@@ -89,7 +90,7 @@ class VocabularyShare:
 
     def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows of all ids, whichever rank has them."""
-        c = library() if embedding.dtype is torch.float32 else None
+        c = library() if embedding.dtype is torch.float32 and on_cpu(ids_T) else None
         if c is not None:
             rows_TD = embedding.rows(own_ids(c, ids_T, self._first, self._num_rows))
         else:

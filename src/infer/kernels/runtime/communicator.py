@@ -5,7 +5,7 @@
 
 Every rank makes the same calls in the same order, with the same number of rows. Shares are added in the
 order of the ranks, so all ranks have the same bits. On CPUs the ranks share memory
-(kernels/cpu/collectives.py); GPUs would be another class here.
+(kernels/cpu/collectives.py), on GPUs they write to each other's (gpu_communicator.py).
 """
 
 from __future__ import annotations
