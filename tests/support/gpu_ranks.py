@@ -32,7 +32,7 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @contextmanager
 def mps() -> Iterator[dict[str, str]]:
-    """Run the MPS daemon where there is one to be run; yields the environment for processes that share the GPU."""
+    """Run the MPS daemon, unless one runs or there is none; yields the environment of processes."""
     if shutil.which(CONTROL) is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield dict(os.environ)
         return
