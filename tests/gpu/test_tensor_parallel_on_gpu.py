@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infer.execution.rank_ring import RankLink
+from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.runtime.gpu_communicator import NCCL_BYTES, GpuCommunicator
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import capture
@@ -83,6 +84,37 @@ def test_exchanges_are_those_of_torch_whatever_comes_first(
     size: int, dtype: torch.dtype, env: dict[str, str]
 ) -> None:
     assert run_ranks(exchange_all, size, env, dtype) == [0] * size
+
+
+def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
+    """Sums that are added to the residual stream, of several shapes, one after the other."""
+    wrong, dtype = [], torch.bfloat16
+    for seed, (rows, size) in enumerate(
+        [(1, 4096), (8, 4096), (3, 520), (32, 4096), (2, 8192), (1, 128)] * 5
+    ):
+        assert (parts := ranks.num_parts(rows, size)) is not None
+        x, residual = share(rank, rows * size, seed, dtype), share(8, rows * size, seed, dtype)
+        gain = share(9, size, seed, dtype)
+        torch.cuda._sleep(50_000 * rank)  # type: ignore[no-untyped-call]
+        total = ranks.add(x.view(rows, size), ResidualInput(residual.view(rows, size), gain, 1.0))
+        shares = [share(other, rows * size, seed, dtype).float() for other in range(ranks.size)]
+        expected = shares[0]
+        for other in (*shares[1:], residual.float()):
+            expected = expected + other
+        expected = expected.to(dtype).view(rows, size)
+        if not torch.equal(total.sum_MN, expected):
+            wrong.append(f"sum {rows} {size}")
+        if not torch.equal(total.scaled_MN, (expected.float() * (gain.float() + 1.0)).to(dtype)):
+            wrong.append(f"scaled {rows} {size}")
+        squares = expected.double().square().sum(1)
+        if total.squares_PM.shape != (parts, rows) or not torch.allclose(total.squares_PM.sum(0), squares):
+            wrong.append(f"squares {rows} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_are_added_to_the_stream_and_its_norm_is_begun(size: int, env: dict[str, str]) -> None:
+    assert run_ranks(add_all, size, env, torch.bfloat16) == [[]] * size
 
 
 def wait_for_nobody(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
@@ -182,6 +214,9 @@ def test_sixteen_bits_and_codes_are_cut_right(
     found = run_cases([case | {"size": 1}, case | {"size": 2}], env)
     alone, together = (torch.tensor(logprobs) for _, logprobs in found)
     assert len(alone) > 40
+    pairs = [(row[:3], other[:3]) for row, other in zip(found[0][0], found[1][0], strict=True)]
+    num_equal = sum(row == other for row, other in pairs)
+    assert num_equal >= 0.7 * len(pairs), pairs  # the first one comes from the prompt, others from decoding
     torch.testing.assert_close(together, alone, rtol=0, atol=0.15)
 
 

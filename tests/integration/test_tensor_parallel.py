@@ -20,7 +20,10 @@ from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
 from infer.kernels.cpu.collectives import SharedCommunicator
+from infer.loader import load as loader
 from infer.loader.find.source import resolve_model
+from infer.loader.load import rank_device
+from infer.loader.slices import Rank
 from infer.models.registry import FAMILIES
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -284,3 +287,18 @@ def test_sizes_that_do_not_divide_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         answers(checkpoint(root, family, recipe), size)
+
+
+def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for asked in ("auto", "cuda"):
+        assert [rank_device(asked, Rank(number, 2)) for number in range(2)] == ["cuda:0", "cuda:1"]
+    assert [rank_device("cuda:1", Rank(number, 4)) for number in range(4)] == ["cuda:1"] * 4
+    assert rank_device("cpu", Rank(1, 4)) == "cpu" and rank_device("auto", Rank(0, 1)) == "auto"
+    with pytest.raises(ConfigError, match=r"=4 needs as many GPUs, and this machine has 2; .*device=cuda:0"):
+        rank_device("auto", Rank(0, 4))
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
+        rank_device("cuda:2", Rank(0, 2))
+    monkeypatch.setattr(loader, "is_amd", lambda: True)
+    with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
+        rank_device("cuda:0", Rank(0, 2))

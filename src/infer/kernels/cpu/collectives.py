@@ -15,6 +15,7 @@ import torch
 
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
+from infer.kernels.runtime.communicator import Communicator
 
 HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
 WORD_BYTES = 64
@@ -35,7 +36,7 @@ def address_of(memory: mmap.mmap, offset: int = 0) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 
-class SharedCommunicator:
+class SharedCommunicator(Communicator):
     """One rank that talks to the others through memory that all ranks have mapped."""
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:

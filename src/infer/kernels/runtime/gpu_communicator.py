@@ -25,7 +25,9 @@ from torch.cuda import nccl
 
 from infer.errors import ConfigError, DeviceLost
 from infer.kernels.cpu.collectives import HEADER_BYTES, SharedCommunicator, column_share
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.cuda_build import (
     BuildError,
     LoadedKernels,
@@ -43,14 +45,20 @@ WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PIECE: Final = 8  # bytes
 _HANDLE_BYTES: Final = 64
-_TYPES: Final = (*(ctypes.c_void_p,) * 6, *(ctypes.c_ulonglong,) * 3, *(ctypes.c_int,) * 2)
+_OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
+_TYPES: Final = {
+    "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),
+    "exchange_add": (
+        *(ctypes.c_void_p,) * 6, *_OF_RANKS, ctypes.c_ulonglong, *(ctypes.c_int,) * 3, ctypes.c_float,
+    ),
+}  # fmt: skip
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char * _HANDLE_BYTES),)
 
 
-class GpuCommunicator:
+class GpuCommunicator(Communicator):
     """One rank that talks to the others through the memory of GPUs; all ranks make theirs together."""
 
     def __init__(
@@ -58,9 +66,10 @@ class GpuCommunicator:
     ) -> None:
         """`shared` joins the same ranks on the host; `dtype` is that of the sums."""
         self.rank, self.size, self._shared, self._device = shared.rank, shared.size, shared, device
-        self._dtype, self._limit, self._is_alone = dtype, int(wait_s * 1e9), False
+        self._dtype, self._is_alone = dtype, False
         with torch.cuda.device(device):
-            self._kernel = _load(device, self.size, dtype)
+            self._kernels = _load(device, self.size, dtype)
+            self.can_add = "exchange_add" in self._kernels
             self._own = _allocate(16 * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS)
             self._aborted = _map_word(shared.address)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
@@ -75,6 +84,9 @@ class GpuCommunicator:
                 name = nccl.unique_id() if self.rank == 0 else bytes(128)
                 name = _gather_bytes(shared, name)[0][: len(name)]
                 self._nccl = nccl.init_rank(self.size, name, self.rank)
+        numbers = self._numbers.data_ptr()
+        dead = numbers + 4 * NUM_BLOCKS * NUM_THREADS
+        self._of_ranks = self._slots.data_ptr(), numbers, self._aborted, dead, int(wait_s * 1e9), self.rank
         peers = [address for address in opened if address != self._own]
         self._finalizer = weakref.finalize(self, _release, device, self._own, peers, shared)
         self._finalizer.atexit = False
@@ -115,6 +127,37 @@ class GpuCommunicator:
         if self._exchanges and x.numel():
             self._exchange(x, x, FIRST)
 
+    def num_parts(self, num_rows: int, size: int) -> int | None:
+        """The parts of the `ResidualSum` that `add` makes of so large a sum; None: it is for fewer rows."""
+        num_pieces = size * self._dtype.itemsize // _PIECE
+        for units in (1, 2, NUM_UNITS):
+            parts = -(-num_pieces // (units * NUM_THREADS))
+            if num_rows * parts <= NUM_BLOCKS and not size * self._dtype.itemsize % _PIECE:
+                return parts
+        return None
+
+    def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
+        """Add the sum of all ranks to the residual stream and begin the norm that reads it, in one launch."""
+        (M, N), residual_MN = x_MN.shape, stream.residual_MN
+        num_parts = self.num_parts(M, N)
+        assert num_parts is not None and x_MN.is_contiguous(), (x_MN.shape, x_MN.stride())
+        new = torch.empty if self._exchanges else torch.zeros
+        sum_MN, scaled_MN = (new((M, N), dtype=x_MN.dtype, device=x_MN.device) for _ in range(2))
+        squares_PM = new((num_parts, M), dtype=torch.float64, device=x_MN.device)
+        total = ResidualSum(sum_MN, scaled_MN, squares_PM)
+        if self._exchanges:
+            num_pieces, gain_N = N * x_MN.element_size() // _PIECE, stream.norm_weight_N
+            row_pieces = residual_MN.stride(0) * residual_MN.element_size() // _PIECE
+            assert gain_N.dtype is residual_MN.dtype is x_MN.dtype, (gain_N.dtype, residual_MN.dtype)
+            assert not (residual_MN.stride(0) * residual_MN.element_size() | residual_MN.data_ptr()) % _PIECE
+            units = -(-num_pieces // (num_parts * NUM_THREADS))
+            tensors = x_MN, residual_MN, gain_N, *total
+            self._kernels["exchange_add"](
+                M * num_parts, *(tensor.data_ptr() for tensor in tensors), *self._of_ranks,
+                row_pieces, num_pieces, num_parts, units, stream.offset,
+            )  # fmt: skip
+        return total
+
     @property
     def _exchanges(self) -> bool:
         return not self._is_alone or torch.cuda.is_current_stream_capturing()
@@ -123,11 +166,9 @@ class GpuCommunicator:
         count = x.numel() * x.element_size() // _PIECE
         if not count:
             return
-        dead = self._numbers.data_ptr() + 4 * NUM_BLOCKS * NUM_THREADS
-        self._kernel(
-            min(NUM_BLOCKS, -(-count // NUM_THREADS)),
-            x.data_ptr(), y.data_ptr(), self._slots.data_ptr(), self._numbers.data_ptr(), self._aborted, dead,
-            count, width, self._limit, self.rank, how,
+        self._kernels["exchange"](
+            min(NUM_BLOCKS, -(-count // NUM_THREADS)), x.data_ptr(), y.data_ptr(), *self._of_ranks,
+            count, width, how,
         )  # fmt: skip
 
 
@@ -139,7 +180,7 @@ def _whole_pieces(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x.reshape(-1), (0, missing)).clone()
 
 
-def _load(device: torch.device, size: int, dtype: torch.dtype) -> PreparedLaunch:
+def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, PreparedLaunch]:
     defines = (
         ("RANKS", size), ("BLOCKS", NUM_BLOCKS), ("THREADS", NUM_THREADS), ("UNITS", NUM_UNITS),
         ("KIND", _KINDS[dtype]),
@@ -151,7 +192,11 @@ def _load(device: torch.device, size: int, dtype: torch.dtype) -> PreparedLaunch
         raise ConfigError(
             f"tensor_parallel_size={size} on a GPU compiles {SOURCE.name}, and {error}"
         ) from None
-    return kernels.prepare("exchange", NUM_THREADS, _TYPES, pdl=dispatch.has_pdl(device))
+    pdl, names = (
+        dispatch.has_pdl(device),
+        ("exchange", "exchange_add") if _KINDS[dtype] == 1 else ("exchange",),
+    )
+    return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
 
 
 # -- memory that other processes write to, through the driver ---------------------------------------------
