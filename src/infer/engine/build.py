@@ -253,6 +253,8 @@ def _bind(
     communicator: Communicator | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,

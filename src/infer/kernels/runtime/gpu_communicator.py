@@ -67,6 +67,7 @@ class GpuCommunicator(Communicator):
         """`shared` joins the same ranks on the host; `dtype` is that of the sums."""
         self.rank, self.size, self._shared, self._device = shared.rank, shared.size, shared, device
         self._dtype, self._is_alone = dtype, False
+        self.uses_nccl = True  # NCCL makes long sums, in an order that depends on the number of rows
         with torch.cuda.device(device):
             self._kernels = _load(device, self.size, dtype)
             self.can_add = "exchange_add" in self._kernels
@@ -105,7 +106,8 @@ class GpuCommunicator(Communicator):
         if not self._exchanges:
             return x
         shares = _whole_pieces(x)
-        if self._nccl is not None and shares.numel() * shares.element_size() >= NCCL_BYTES:
+        is_long = shares.numel() * shares.element_size() >= NCCL_BYTES
+        if is_long and self.uses_nccl and self._nccl is not None:
             nccl.all_reduce([shares], comms=[self._nccl])
         else:
             assert x.dtype is self._dtype, f"sums are made in {self._dtype}, not in {x.dtype}"
@@ -115,10 +117,12 @@ class GpuCommunicator(Communicator):
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
         """The columns of all ranks side by side, without gaps; the last ranks have fewer than the others."""
         M, width = x_MN.shape[0], column_share(num_columns, self.size)
-        out_MV = x_MN.new_zeros((M, self.size * width))
-        if self._exchanges:
-            shares_MN = torch.nn.functional.pad(x_MN, (0, width - x_MN.shape[1])).contiguous()
-            self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // _PIECE)
+        if not self._exchanges:
+            return x_MN.new_zeros((M, num_columns))
+        out_MV, shares_MN = x_MN.new_empty((M, self.size * width)), x_MN.contiguous()
+        if missing := width - x_MN.shape[1]:
+            shares_MN = torch.nn.functional.pad(shares_MN, (0, missing))
+        self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // _PIECE)
         return out_MV[:, :num_columns].contiguous()
 
     def first(self, x: torch.Tensor) -> None:
