@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -66,9 +67,11 @@ from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
+from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
@@ -84,7 +87,7 @@ from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
 
-BIND, PROBE, BUILD = 2, 3, 4  # kinds of messages to other ranks; orders are 1
+BIND, PROBE, BUILD, PREPARE = 2, 3, 4, 5  # kinds of messages to other ranks; orders are 1
 
 
 def build_engine(
@@ -112,13 +115,16 @@ def build_engine(
         ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
         bank = make_bank(settings, loaded)
-        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator, bank)
+        communicator = None
+        if ranks is not None:
+            communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+        wait_for_linears = _bind(config, loaded, communicator, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
-        step = _rehearse(config, loaded, wait_for_linears, bank)
+        step = _rehearse(config, loaded, wait_for_linears, bank, communicator)
         layout = kv_layout(loaded.config, config)
         beside = NO_DRAFT
         if draft is not None:
@@ -148,20 +154,13 @@ def build_engine(
         spans=layout.spans,
     )
     with phases("warm up"):
-        graph_bytes = 0 if step is None else step.graph_block
         shape = shape_of(scheduler.state)
         if ranks is not None:
-            ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
+            ranks.send(BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        device = make_device(config, loaded, store, shape, graph_bytes, draft_device, bank)
+        device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
         if ranks is not None:
             ranks.wait()
-        warm_up: WarmUp | None = None
-        if isinstance(device, GpuDevice):
-            warm_up = WarmUp(device)
-            device.wait_for_compilers()
-            if step is not None:  # after the device's own buffers, which would lie in the arena for good
-                device.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
     with phases("measure steps"):
@@ -176,14 +175,29 @@ def build_engine(
             costs=step_costs,
         )
     on_gpu = is_gpu(loaded.device)
+    told, ready = ranks is None, ranks is None  # whether other ranks prepare their steps, and have done so
+
+    def prepare_all() -> bool:
+        """Prepare one more piece, while other ranks prepare everything."""
+        nonlocal told, ready
+        if warm_up is None:
+            return False
+        if ranks is not None and not told:
+            ranks.send(PREPARE, b"")
+        told, is_more = True, warm_up.prepare()
+        if ranks is not None and not (is_more or ready):
+            ranks.wait()
+            ready = True
+        return is_more
+
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(_prefill_seconds, loaded)
         if warm_up is not None:
             with phases("capture"):
-                while warm_up.prepare():
+                while prepare_all():
                     pass
-            time_step = warm_up.step_seconds
+            time_step = partial(_step_seconds, loaded, warm_up)
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
@@ -196,7 +210,7 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        is_more = warm_up is not None and warm_up.prepare()
+        is_more = prepare_all()
         if is_more:
             token_bytes.start()  # runs while steps are captured
         return is_more or (speculation is not None and speculation.prepare())
@@ -238,6 +252,8 @@ def _bind(
     communicator: Communicator | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,
@@ -279,17 +295,42 @@ def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communi
     return config
 
 
+def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
+    """Return what joins the ranks of this model on their devices; all ranks come here together."""
+    if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
+        return GpuCommunicator(communicator, loaded.device, loaded.dtype)
+    return communicator
+
+
 def build_rank(
-    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, shape: StateShape
-) -> TorchDevice | GpuDevice:
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    size: CacheSize,
+    shape: StateShape,
+    step: StepBytes | None,
+    communicator: Communicator,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
     """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
     store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
-    return make_device(config, loaded, store, shape)
+    return _make_warm(config, loaded, store, shape, step, communicator=communicator)
 
 
-def probe_rank(loaded: LoadedModel, num_tokens: int) -> None:
+def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> None:
     """Compute what rank 0 measures."""
-    prefill_seconds(loaded.model, loaded.device, num_tokens)
+    if warm_up is None:
+        prefill_seconds(loaded.model, loaded.device, num_tokens)
+    else:
+        warm_up.step_seconds(num_tokens)
+
+
+def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> float:
+    """Return the seconds of a step with this many prompt tokens, on all ranks together."""
+    if loaded.ranks is not None:
+        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+    seconds = warm_up.step_seconds(num_tokens)
+    if loaded.ranks is not None:
+        loaded.ranks.check()
+    return seconds
 
 
 def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
@@ -422,6 +463,7 @@ def _rehearse(
     loaded: LoadedModel,
     wait_for_linears: Callable[[], bool],
     adapters: AdapterBank | None,
+    communicator: Communicator | None,
 ) -> StepBytes | None:
     """Return the memory that the largest step takes on a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_device and is_gpu(loaded.device)):
@@ -435,7 +477,7 @@ def _rehearse(
         layout = kv_layout(loaded.config, config)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
         shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
-        device = make_device(config, loaded, store, shape, adapters=adapters)
+        device = make_device(config, loaded, store, shape, adapters=adapters, communicator=communicator)
         assert isinstance(device, GpuDevice)
         return WarmUp(device)
 
@@ -470,10 +512,12 @@ def make_device(
     graph_bytes: int = 0,
     drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model.
+    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model;
+    `communicator` joins its ranks.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -504,7 +548,31 @@ def make_device(
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
         drafter=drafter if isinstance(drafter, GpuDevice) else None,
         adapters=adapters,
+        ranks=loaded.ranks,
+        communicator=cast("GpuCommunicator | None", communicator),
     )
+
+
+def _make_warm(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    store: KVStore,
+    shape: StateShape,
+    step: StepBytes | None,
+    drafter: TorchDevice | GpuDevice | None = None,
+    adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
+    """Return the device half with the memory of its steps, and what prepares it on a GPU."""
+    graph_bytes = 0 if step is None else step.graph_block
+    device = make_device(config, loaded, store, shape, graph_bytes, drafter, adapters, communicator)
+    if not isinstance(device, GpuDevice):
+        return device, None
+    warm_up = WarmUp(device)
+    device.wait_for_compilers()
+    if step is not None:  # after the device's own buffers, which would lie in the arena for good
+        device.arena = _make_arena(step, loaded.device)
+    return device, warm_up
 
 
 def _facts(

@@ -7,6 +7,7 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -72,8 +73,10 @@ def fit_to_device(
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
-    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     num_ranks = ranks_sharing(config.settings, loaded.device)
+    if is_gpu(loaded.device):  # `device_memory` is that of all ranks on a GPU, which hold as much as this one
+        memory = replace(memory, held=num_ranks * memory.held)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
     check_host_blocks(config.settings.cache, size, free_host // num_ranks)
     return size
@@ -108,8 +111,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
-    return 1 if is_gpu(device) else settings.load.tensor_parallel_size
+    """Return how many ranks of a model take their memory from this device: of a CPU, all of them."""
+    shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
+    return settings.load.tensor_parallel_size if shares else 1
 
 
 def cache_share(device: torch.device) -> float:
