@@ -241,7 +241,8 @@ class BatchState:
         if not self.ahead:
             return self.num_tokens
         most = self.tables.shape[2] * self.block_size
-        return np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+        wanted: np.ndarray = np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+        return wanted
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
         """The columns without a slot for their last token, among `places` or among all columns."""
