@@ -446,7 +446,7 @@ class OracleWorld:
         """Raise unless the prefix tree is the only owner of blocks."""
         usage = self.pool.usage()
         assert usage.num_used == 0
-        assert usage.num_free_host_blocks == len(self.runner.host)
+        assert usage.num_free_host_blocks + usage.num_cached_host == len(self.runner.host)
         assert self.pool.num_free_blocks == self.pool.num_blocks
 
     def verify(self) -> int:

@@ -161,6 +161,8 @@ def _stretch(
     factor, original = scaling.factor, scaling.original_context_len
     if scaling.kind == "linear":
         return frequencies_R / factor
+    if scaling.kind == "proportional":
+        return frequencies_R[: scaling.num_pairs] / factor
     if scaling.kind == "longrope":
         factors = scaling.long_factors if context_len > original else scaling.short_factors
         return stretch_longrope(frequencies_R, factors)

@@ -184,7 +184,7 @@ class MeteredClient:
         if self.cache is not None:
             labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
             labels["kv_cache_backend"] = self.cache.kv_cache_backend
-            labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
+            labels["num_cpu_blocks"] = str(stats.num_host_blocks)
         return labels
 
 
