@@ -32,7 +32,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, largest_rank
+from infer.engine.adapters import Adapters, needed_room
 from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
@@ -55,7 +55,6 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
-    head_of,
     load_draft,
     make_draft_device,
     make_speculation,
@@ -138,7 +137,7 @@ def build_engine(
         size = fit_to_device(config, loaded, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
-    if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
+    if cost is None and size.num_host_blocks:
         wait_for_linears()
         cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
@@ -156,14 +155,14 @@ def build_engine(
         cost=cost,
         keeps_cache=config.keeps_cache,
         max_seq_len=config.max_seq_len,
+        spans=layout.spans,
     )
     with phases("warm up"):
         shape = shape_of(scheduler.state)
         if ranks is not None:
             ranks.send(BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        head = head_of(draft_device)
-        device, warm_up = _make_warm(config, loaded, store, shape, step, head, bank, communicator)
+        device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
         if ranks is not None:
             ranks.wait()
     with phases("compile"):
@@ -275,15 +274,12 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
     """Return the room for the LoRA adapters of a model; None: it has none."""
     if not settings.adapters.is_on:
         return None
-    rank = largest_rank(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
-    num_slots = settings.adapters.num_slots
+    room = needed_room(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
     try:
-        return AdapterBank(
-            loaded.model, num_slots=num_slots, rank=rank, dtype=loaded.dtype, device=loaded.device
-        )
+        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"{num_slots} LoRA adapters of rank {rank} could not be allocated "
+            f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
             f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
         ) from error
 
@@ -408,12 +404,13 @@ def make_pool(
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.swap_blocks * len(windows),
+        num_host_blocks=size.num_host_blocks,
         max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
         placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,
         allocator=_find_allocator(cache.block_allocator),
+        block_bytes=size.bytes_per_block,
     )
 
 
@@ -431,26 +428,26 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
-    swap_blocks = config.settings.cache.swap_blocks
+    num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
     try:
         return KVStore(
             layout=layout,
             num_blocks=size.num_blocks,
             block_size=size.block_size,
-            num_kv_heads=loaded.config.num_kv_heads,
-            head_dim=loaded.config.head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
-            num_host_blocks=swap_blocks * len(layout.windows),
+            num_host_blocks=size.num_host_blocks,
             kept_as=kept_as(config.settings.cache, loaded.dtype),
             fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
             state=state_size(loaded.config),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} and {swap_blocks} blocks in host "
+            f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks or swap_blocks"
+            "kv_cache_memory, num_blocks, swap_blocks or swap_space"
         ) from error
 
 
@@ -517,13 +514,14 @@ def make_device(
     store: KVStore,
     shape: StateShape,
     graph_bytes: int = 0,
-    head: TorchDevice | GpuDevice | None = None,
+    drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
     communicator: Communicator | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    A `head` that drafts follows its steps; `adapters` are those of the model; `communicator` joins its ranks.
+    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model;
+    `communicator` joins its ranks.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -535,7 +533,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
-            head=head if isinstance(head, TorchHead) else None,
+            head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )
     return GpuDevice(
@@ -552,7 +550,7 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        head=head if isinstance(head, GpuDevice) else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) else None,
         adapters=adapters,
         ranks=loaded.ranks,
         communicator=cast("GpuCommunicator | None", communicator),
@@ -565,13 +563,13 @@ def _make_warm(
     store: KVStore,
     shape: StateShape,
     step: StepBytes | None,
-    head: TorchDevice | GpuDevice | None = None,
+    drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
     communicator: Communicator | None = None,
 ) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
     """Return the device half with the memory of its steps, and what prepares it on a GPU."""
     graph_bytes = 0 if step is None else step.graph_block
-    device = make_device(config, loaded, store, shape, graph_bytes, head, adapters, communicator)
+    device = make_device(config, loaded, store, shape, graph_bytes, drafter, adapters, communicator)
     if not isinstance(device, GpuDevice):
         return device, None
     warm_up = WarmUp(device)

@@ -101,4 +101,4 @@ def _speculation(config: ResolvedConfig) -> dict[str, object]:
 def _preemption(config: ResolvedConfig) -> str:
     """The mode; `auto` without host memory to swap to is recompute."""
     mode = config.scheduler.preemption
-    return "recompute" if mode == "auto" and not config.settings.cache.swap_blocks else mode
+    return "recompute" if mode == "auto" and not config.settings.cache.has_host_memory else mode

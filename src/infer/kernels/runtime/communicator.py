@@ -38,4 +38,4 @@ class Communicator(Protocol):
 
     def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
         """Add the sum of the tensors of all ranks to the stream, and begin the norm that reads it."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no launch that adds to the stream")
