@@ -186,7 +186,9 @@ class GpuDevice:
             num_tables=shape.num_tables,
             max_chunks=profile.max_chunks,
         )
-        self._readback = Readback(max_rows + profile.max_chunks, device, steps_ahead=steps_ahead)
+        self._readback = Readback(
+            max_rows + profile.max_chunks, device, steps_ahead=steps_ahead, drafts_KS=self.drafts_KS
+        )
         self._late: LateDrafts | None = None  # drafts of the next order
         self._has_chance = False  # whether drafts are kept by chance
         self.has_judged = False  # whether the drafter can go on from the last step without the host
@@ -450,7 +452,8 @@ class GpuDevice:
         if has_lanes and late is not None:  # drafts are counted
             late.read(order)
             late = None
-        lines_YS = np.full((7 + len(order.slots), size.num_rows), -1, dtype=np.int64)
+        self.graphs.ensure(size)
+        lines_YS = self.inputs.blank_window(size.num_rows)
         lines_YS[:3, : len(rows)] = rows
         lines_YS[4, : len(rows)] = order.tokens if late is None else late.codes(order)
         lines_YS[5, : len(rows)] = positions
@@ -462,10 +465,9 @@ class GpuDevice:
             )
         lines_YS[1] = lines_YS[5] + 1
         lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
-        self.graphs.ensure(size)
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
-        self.inputs.send_window(lines_YS)
+        self.inputs.send_window(size.num_rows)
         if size.has_adapters:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         self.graphs.forward(size)
@@ -650,11 +652,11 @@ class GpuDevice:
     def draft(self, rows: np.ndarray, counts: np.ndarray) -> PendingTensor:
         """Launch as many turns of each row as it has count; rows go on from their state, which stays.
 
-        Returns the ids, [K, S], which are also in `drafts_KS` until the next call. Rows with different counts
-        take several launches.
+        Returns the ids, a column for each row; they are also in `drafts_KS` until the next call. Rows with
+        different counts take several launches.
         """
         with _losing_device(0):
-            longest, parts = int(counts.max()), list[tuple[torch.Tensor, torch.Tensor]]()
+            parts = list[tuple[torch.Tensor, torch.Tensor]]()
             for count in np.unique(counts).tolist():
                 (group,) = (counts == count).nonzero()
                 ids_KS = self._draft(rows[group], count)
@@ -662,7 +664,7 @@ class GpuDevice:
                     parts.append((send(torch.from_numpy(group), self.device), ids_KS.clone()))
             for group_G, ids_KG in parts:
                 self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
-            return self._readback.fetch_later(self.drafts_KS[:longest, : len(rows)])
+            return self._readback.fetch_drafts(self.drafts_KS)
 
     def _draft(self, rows: np.ndarray, num_drafts: int, *, is_last_try: bool = False) -> torch.Tensor:
         """Launch the turns of some rows; where there is no memory, those of one half after the other.

@@ -21,7 +21,7 @@ class LateDrafts:
     """The drafts of an order, all of which were made in the same turns."""
 
     def __init__(self, ids_KS: PendingTensor, width: int, columns: Sequence[int]) -> None:
-        """`ids_KS` are on their way to the host; on the device each turn has room for `width` rows.
+        """`ids_KS` are on their way to the host; each turn has room for `width` rows, here and there.
 
         `columns`: the one of each row of the order that has drafts.
         """
@@ -41,8 +41,8 @@ class LateDrafts:
 
     def collect(self, counts: Sequence[int]) -> list[list[int]]:
         """Wait for them; returns this many of each row."""
-        ids: list[list[int]] = self._ids_KS.wait().t().tolist()
-        return [ids[column][:count] for column, count in zip(self._columns.tolist(), counts, strict=True)]
+        ids: list[list[int]] = self._ids_KS.wait().numpy().T[self._columns].tolist()
+        return [drafts[:count] for drafts, count in zip(ids, counts, strict=True)]
 
     def _places(self, order: StepOrder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The place of each draft among the order's tokens, its turn and its column."""
