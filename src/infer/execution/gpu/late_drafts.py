@@ -25,7 +25,7 @@ class LateDrafts:
 
         `columns`: the one of each row of the order that has drafts.
         """
-        self._ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
+        self.ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
 
     def codes(self, order: StepOrder) -> np.ndarray:
         """The tokens of an order in which no row decodes, drafts as codes (kernels' windows.py)."""
@@ -34,14 +34,19 @@ class LateDrafts:
         tokens[places] = FIRST_CODE - (turns * self._width + columns)
         return tokens
 
+    @property
+    def are_all(self) -> bool:
+        """True if the rows with drafts are those that were drafted for, in their order."""
+        return self._columns.tolist() == [*range(len(self._columns))]
+
     def read(self, order: StepOrder) -> None:
         """Wait for them and write them into the order."""
         places, turns, columns = self._places(order)
-        order.tokens[places] = self._ids_KS.wait().numpy()[turns, columns]
+        order.tokens[places] = self.ids_KS.wait().numpy()[turns, columns]
 
     def collect(self, counts: Sequence[int]) -> list[list[int]]:
         """Wait for them; returns this many of each row."""
-        ids: list[list[int]] = self._ids_KS.wait().numpy().T[self._columns].tolist()
+        ids: list[list[int]] = self.ids_KS.wait().numpy().T[self._columns].tolist()
         return [drafts[:count] for drafts, count in zip(ids, counts, strict=True)]
 
     def _places(self, order: StepOrder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
