@@ -128,7 +128,7 @@ def test_the_published_matrix_is_the_one_that_runs() -> None:
     ("knobs", "message"),
     [
         ({"kv_cache_backend": "naive", "batching_mode": "static"}, "use batching_mode=continuous"),
-        ({"preemption": "swap"}, "set swap_blocks, or use preemption=recompute"),
+        ({"preemption": "swap"}, "set swap_blocks or swap_space, or use preemption=recompute"),
         ({"use_chunked_prefill": False, "max_num_batched_tokens": 64 - 5}, "turn use_chunked_prefill on"),
         ({"kv_cache_backend": "contiguous", "num_blocks": 3}, "lower max_seq_len"),
     ],

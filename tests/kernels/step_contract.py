@@ -658,6 +658,10 @@ class StepContract:
             copy_block(data, source, destination)
             copy_block_reference(expected, source, destination)
         assert torch.equal(data, expected)
+        piece = torch.zeros_like(data[:, :, :1])
+        copy_block(data, 2, 0, piece)  # gathered, and scattered
+        copy_block(piece, 0, 3, data)
+        assert torch.equal(data[:, :, 3], data[:, :, 2])
 
     def test_layers_may_be_more_than_31_bits_apart(self) -> None:
         """The last value lies beyond element 2^31; on the CPU what lies between is never really allocated."""

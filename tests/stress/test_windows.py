@@ -62,6 +62,7 @@ def test_they_meet_every_event() -> None:
             usage = world.pool.usage()
             events["preempted"] += world.scheduler.num_preemptions
             events["hit tokens"] += usage.num_hit_tokens
+            events["hit tokens in host memory"] += usage.num_host_hit_tokens
             events["evicted"] += usage.num_evicted_blocks
             events["beam searches"] += sum(r.params.use_beam_search for r in world.requests.values())
             events.update(world.runner.num_transfers)
@@ -75,8 +76,10 @@ def test_no_sequence_reads_a_wrong_token_and_no_block_leaks(windows: str, seed: 
     pool = PagedKVCachePool(
         10 * len(WINDOWS[windows]), 4, num_host_blocks=20, windows=WINDOWS[windows], placement_seed=seed
     )
+    pool.keep_evicted(seed > 0)
     life = RandomTraffic(pool, f"{windows} {seed}")
     life.run(num_ops=400)
+    assert (pool.usage().num_host_hit_tokens > 20) == (seed > 0), pool.usage()
     assert min(life.counts[op] for op in ("admit", "decode", "step", "fork", "release")) > 5, life.counts
     life.finish()
     assert pool.num_free_blocks == pool.num_blocks

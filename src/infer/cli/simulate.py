@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     in_file = knobs.pop("num_blocks", None)
     num_blocks = args.num_blocks or (DEFAULT_BLOCKS if in_file is None else [in_file])
     knobs.pop("kv_cache_memory", None)  # set in a config file: the cache is sized in blocks here
+    if knobs.get("swap_space") is not None:
+        raise ConfigError("a simulated cache has no bytes; use swap_blocks in place of swap_space")
     results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
     if args.json:
         told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}

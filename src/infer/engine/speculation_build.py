@@ -120,9 +120,10 @@ def read_draft(
         headers = read_headers(source)
     else:
         headers = find(settings.draft_model)
-    if headers.config.delta is not None:
+    if headers.config.delta is not None or headers.config.layer_specs:
         raise ConfigError(
-            f"draft_model={settings.draft_model} has layers that keep a state, and cannot draft; use another"
+            f"draft_model={settings.draft_model} has layers that keep a state, or layers of several sizes, "
+            "and cannot draft; use another"
         )
     if headers.config.vocab_size != model.vocab_size:
         raise ConfigError(
@@ -347,7 +348,7 @@ def make_draft_device(
         head_dim=model.head_dim,
         dtype=draft.dtype,
         device=draft.device,
-        num_host_blocks=config.settings.cache.swap_blocks * len(layout.windows) * is_head,
+        num_host_blocks=size.num_host_blocks * is_head,
     )
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
     network: Network

@@ -20,6 +20,10 @@ device judges as well, and the next turns begin before the host has read the ste
 
 warm_up.py prepares what the first step needs: compiled kernels, captured graphs.
 
+Where several ranks share a model, rank 0 has the engine: it sends each order on before it launches it, and
+the others launch theirs (`compute_part`). Rank 0 alone samples. The ids go to the others on the device, in
+the same graph, so steps run ahead there as well. A rank computes padding alone: nothing is exchanged.
+
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
 Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
@@ -30,7 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -64,13 +68,16 @@ from infer.execution.order import (
     VERIFY,
     StepMasks,
     StepOrder,
+    to_bytes,
 )
+from infer.execution.torch_device import ORDER, OtherRanks
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.layers.adapted import AdapterBank
@@ -110,6 +117,21 @@ class EarlyWindow(NamedTuple):
     ids: PendingIds
 
 
+class JoinedResult(NamedTuple):
+    """The result of a step that several ranks compute."""
+
+    pending: Pending[StepResult]
+    finishing: Callable[[], AbstractContextManager[None]]  # ends all ranks if this one fails
+    ranks: OtherRanks
+
+    def wait(self) -> StepResult:
+        """The result, once it is there and all ranks have computed it."""
+        with self.finishing():
+            result = self.pending.wait()
+            self.ranks.check()
+        return result
+
+
 class GpuDevice:
     """A model whose decode state lives on its device."""
 
@@ -134,13 +156,18 @@ class GpuDevice:
         num_drafts: int = 0,
         drafter: GpuDevice | None = None,
         adapters: AdapterBank | None = None,
+        ranks: OtherRanks | None = None,
+        communicator: GpuCommunicator | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `adapters` are those of the model.
+        block tables; a head follows its steps, too. `adapters` are those of the model. `communicator` joins
+        the ranks that share the model; `ranks` are those that rank 0 tells each order.
         """
         self._adapters = adapters
+        self._ranks, self._communicator = ranks, communicator
+        self._samples = communicator is None or communicator.rank == 0
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -185,7 +212,8 @@ class GpuDevice:
             device=device,
             backend=chosen,
         )
-        tile_len = tokens_per_tile(config.num_heads, config.num_kv_heads)
+        fewest = min((count for count, _ in config.kv_heads), default=config.num_kv_heads)
+        tile_len = tokens_per_tile(config.num_heads, fewest)
         largest = captured_tokens(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0
         self.inputs = DeviceInputs(
             max_rows,
@@ -266,6 +294,41 @@ class GpuDevice:
 
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; see the module's docstring for the order of things."""
+        if self._ranks is None:
+            return self._run(order)
+        with self._together(order.step):
+            if self._late is not None:  # the others are told all drafts
+                self._late.read(order)
+                self._late = None
+            self._ranks.send(ORDER, to_bytes(order))
+            return self._run(order)
+
+    def compute_part(self, order: StepOrder) -> None:
+        """Launch an order as a rank other than 0."""
+        step = self._run(order)
+        if order.flags & AWAITS_MASKS:  # rank 0 has them
+            step.masks(0)
+            step.sample((), ())
+
+    @contextmanager
+    def _together(self, step: int) -> Iterator[None]:
+        """End all ranks with a step that is not finished: the others wait for what does not come."""
+        try:
+            yield
+        except BaseException as error:
+            if self._ranks is None:
+                raise
+            self._ranks.check()
+            self._ranks.close(f"step {step} was not finished: {type(error).__name__}")
+            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
+                raise
+            raise DeviceLost(f"the device failed in step {step}") from error
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Compute padding, without the other ranks."""
+        return nullcontext() if self._communicator is None else self._communicator.alone()
+
+    def _run(self, order: StepOrder) -> PendingStep:
         late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
         early, self._early = self._early, None
         self.graphs.is_replaying = self.has_judged = False
@@ -298,12 +361,23 @@ class GpuDevice:
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
     ) -> Pending[StepResult]:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
+        if self._ranks is None:
+            return self._launch_own(order, late, sample, masks)
+        with self._together(order.step):
+            pending = self._launch_own(order, late, sample, masks)
+        return JoinedResult(pending, partial(self._together, order.step), self._ranks)
+
+    def _launch_own(
+        self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
+    ) -> Pending[StepResult]:
         try:
             try:
                 if order.flags & AWAITS_MASKS and not order.flags & ON_HOST and VERIFY not in order.kinds:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
+                if self._communicator is not None:  # the others are not told of halves
+                    raise
                 if late is not None:
                     late.read(order)  # the halves are told their drafts
                 self._readback.settle()  # the halves take the buffers of steps that have not been read
@@ -389,7 +463,7 @@ class GpuDevice:
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
         counts = self.rows.num_logprobs[rows]
-        if not len(rows) or counts.max() == NONE:
+        if not (len(rows) and self._samples) or counts.max() == NONE:
             return None
         (asking,) = (counts != NONE).nonzero()
         places = asking if where is None else where[asking]
@@ -506,7 +580,8 @@ class GpuDevice:
         num_tokens = int(lengths.sum())
         size = self.graphs.window_size_for(num_tokens)
         is_plain = self.rows.num_logprobs[rows].max() == NONE and not self.rows.has_uses[rows].any()
-        if size is None or not is_plain or self._adapters is not None or self.rows.masks.has_any:
+        is_alone = self._adapters is None and self._ranks is None and not self.rows.masks.has_any
+        if size is None or not (is_plain and is_alone):
             return
         with _losing_device(0), suppress(torch.OutOfMemoryError):
             self.graphs.ensure(size)
@@ -637,7 +712,11 @@ class GpuDevice:
         `advanced_S`: these rows instead, -1: none.
         """
         state, rows_S, positions_S = self.rows, rows_S.int(), positions_S.contiguous()
-        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        ids_S = self._scratch.ids_S[: len(rows_S)]
+        if self._samples:
+            ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        if self._communicator is not None:
+            self._communicator.first(ids_S)
         advanced_S = rows_S if advanced_S is None else advanced_S
         advance_rows(advanced_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
         return ids_S
@@ -809,7 +888,8 @@ class GpuDevice:
         hidden_CD = self._hidden_of(order, prompts, places)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
-            pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
+            states_CD = hidden_CD[:, : self.model.config.hidden_size]
+            pooled = pool_hidden(order, self.rows.book, last_rows, states_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if order.flags & ON_HOST:
             return lambda masks: self._sample_on_host(order, prompts, last_rows, hidden_CD, pooled, masks)
@@ -872,6 +952,9 @@ class GpuDevice:
         pooled: Pooled | None,
         masks: StepMasks,
     ) -> Pending[StepResult]:
+        if not self._samples:
+            self._sampler.follow(order, last_rows, hidden_CD)
+            return ReadyResult(StepResult([], [], {}))
         result = self._sampler.sample(order, last_rows, hidden_CD, masks)
         self._follow(
             lambda: self._followed(
