@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
@@ -48,7 +48,8 @@ from tests.support.kv_store import fill_store
 ALL_FAMILIES = FAMILIES + MOE_FAMILIES
 VOCAB_SIZE = 397
 SIZES = Sizes(vocab_size=VOCAB_SIZE, context_len=96)  # sliding windows are 16 tokens
-COSTS = StepCosts(((1, 1e-3), (128, 4e-3)))  # drafts pay in the batches of these tests, if some are right
+# drafts pay in the batches of these tests, if some are right; a GPU makes them before the host is ready
+COSTS = StepCosts(((1, 1e-3), (128, 4e-3)), gap_s=1e-9, is_ahead=True)
 SMALL: dict[str, Any] = {"num_blocks": 22, "block_size": 4, "max_batch_size": 6}
 LOOKUP: dict[str, Any] = {"speculative_method": "ngram", "adaptive_speculation": False}
 on_both = pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
@@ -670,24 +671,31 @@ def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
     assert_same(serve(engine, [second]), expected)
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_turns_begin_before_the_window_before_is_read(has_room: bool) -> None:
-    """On a GPU, if there are blocks for one more window; without, the host says where they begin."""
+@pytest.mark.parametrize("case", ["turns", "turns and steps", "no room"])
+def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
+    """On a GPU, if there are blocks for one more window; without, the host says where they begin.
+
+    Where they are over soon, the step that verifies them is launched with them.
+    """
     requests = requests_of([{"max_tokens": 40}] * 2 + [{"max_tokens": 25, "temperature": 0.8}])
     expected = plain(requests, on_gpu=True)
     engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
-    speculation: Any = engine.speculation
+    speculation, device = cast(Any, engine.speculation), cast(Any, engine.device)
     drafter = speculation._drafter
-    for name in ("begin", "_enter"):
-        setattr(drafter, name, mock.Mock(side_effect=getattr(drafter, name)))
-    if not has_room:
+    for owner, name in ((drafter, "begin"), (drafter, "_enter"), (device, "_start_window")):
+        setattr(owner, name, mock.Mock(side_effect=getattr(owner, name)))
+    if case == "no room":
         inner = speculation._has_room
         speculation._has_room = lambda asked: not engine.scheduler.state.ahead and inner(asked)
-    assert_same(serve(engine, requests), expected)
+    with mock.patch.object(StepCosts, "is_host_slower", lambda *_: case == "turns and steps"):
+        assert_same(serve(engine, requests), expected)
     num_drafts, num_accepted = totals(engine)
     assert num_accepted == num_drafts > 50
-    assert drafter.begin.call_count > 8
-    assert drafter._enter.call_count <= 3 if has_room else drafter._enter.call_count > 5
+    num_windows = drafter.begin.call_count
+    assert num_windows > 8
+    assert drafter._enter.call_count > 5 if case == "no room" else drafter._enter.call_count <= 3
+    num_launched = device._start_window.call_count
+    assert num_launched < num_windows / 2 if case == "turns and steps" else num_launched == num_windows
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

@@ -72,7 +72,7 @@ class MadeUpDrafts:
         """Take sequences to draft for."""
         self._sequences = sequences
 
-    def go_on(self, sequences: Sequence[sequence.Sequence], num_drafts: int) -> None:
+    def go_on(self, sequences: Sequence[sequence.Sequence], counts: Sequence[int], *, verifies: bool) -> None:
         """Do nothing: it is asked when the step is over."""
 
     def collect(self) -> list[tuple[int, ...]]:
