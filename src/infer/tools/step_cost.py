@@ -8,7 +8,7 @@ its end. The formula is crude and that is enough: it ranks policies, it does not
 
 A model that N ranks share takes less time to compute, and time to talk (`Ranks`). Each rank reads 1/N of the
 weights and computes 1/N of a step; keys and values are divided by heads, so by N or the number of heads,
-whichever is less. Twice in each layer the ranks add up what they have, a row of hidden numbers for each token:
+whichever is less. Twice in each layer the ranks add up what they have, a row of numbers for each token:
 
     bytes       = tokens * hidden size * bytes of a number
     one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads what all others have

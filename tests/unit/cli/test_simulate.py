@@ -149,7 +149,7 @@ def page_commands() -> list[list[str]]:
 
 def test_the_table_of_the_page_is_what_its_command_prints(infer: Infer) -> None:
     """But for the last column, which is about the machine that simulates."""
-    [command] = [found for found in page_commands() if "--policy" in found and "--workload" in found]
+    [command] = [found for found in page_commands() if "--policy" in found and "bursty" in found]
     printed = infer(*command).out.splitlines()
     header = next(number for number, line in enumerate(printed) if line.startswith("policy"))
     rows = [line.split()[:-1] for line in (printed[header], *printed[header + 1 : -2])]
