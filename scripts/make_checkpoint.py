@@ -37,7 +37,13 @@ from infer.models.model import Model
 from infer.models.registry import find_family
 from infer.models.weight_map import Target, WeightMap, names_an_expert
 
-BARE_NAMES = (".A_log", ".dt_bias")  # tensors without a leaf
+BARE_NAMES = (
+    ".A_log",
+    ".dt_bias",
+    ".layer_scalar",
+    ".router.scale",
+    ".per_expert_scale",
+)  # tensors without a leaf
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CORPUS = """\
@@ -101,6 +107,12 @@ TOKENS = {
     "qwen3_next": _QWEN3,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": FamilyTokens(
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"),
+        eos=("<turn|>", "<eos>"),
+        bos="<bos>",
+        adds_bos=True,
+    ),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "olmoe": _OLMO,
@@ -326,6 +338,19 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "sliding_window_pattern": 2,
             "tie_word_embeddings": True,
         },
+        "gemma4": {
+            "architectures": ["Gemma4ForCausalLM"],
+            "model_type": "gemma4_text",
+            "head_dim": head_dim,
+            "global_head_dim": 2 * head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": sizes.vocab_size,
+            "layer_types": _types(sizes.num_layers, lambda layer: layer % 2 == 0),
+            "num_kv_shared_layers": max(sizes.num_layers - 2, 0),
+            "sliding_window": sizes.window,
+            "tie_word_embeddings": True,
+        },
         "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
         "gpt_oss": {
             "architectures": ["GptOssForCausalLM"],
@@ -466,6 +491,8 @@ def random_tensors(
             is_spare_name = (path, target.part) in filled  # a second spelling of the same module
             if module is None or is_spare_name or is_stack != names_an_expert(key, target):
                 continue
+            if target.part is not None and target.part not in module.parts:
+                continue  # a layer that shares the keys and values of another one (gemma4)
             filled.add((path, target.part))
             for expert in range(len(module.weight) if is_stack else 1):
                 for leaf, parameter in module.named_parameters(recurse=False):

@@ -52,3 +52,22 @@ def test_sixteen_bits_and_codes_answer_alike_in_any_batch(
     knobs: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "deterministic": True}
     together = tokens(tmp_path / family, "cuda", **knobs)
     assert tokens(tmp_path / family, "cuda", max_batch_size=1, **knobs) == together
+
+
+@pytest.mark.parametrize("has_no_values", [False, True])
+def test_gemma4_with_heads_of_published_sizes_makes_the_tokens_of_the_cpu(
+    has_no_values: bool, tmp_path: Path
+) -> None:
+    """Heads of 256 and 512; without values, global layers have one kv head, whose keys are both."""
+    changes: dict[str, Any] = {"head_dim": 256, "global_head_dim": 512}
+    if has_no_values:
+        changes |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+    make_checkpoint("gemma4", tmp_path / "model", sizes=SIZES, seed=1, **changes)
+    expected = tokens(tmp_path / "model", "cpu", quantization="none")
+    for knobs in VARIANTS:
+        assert tokens(tmp_path / "model", "cuda", quantization="none", **knobs) == expected, knobs
+    together = tokens(tmp_path / "model", "cuda", dtype="bfloat16", deterministic=True)
+    assert (
+        tokens(tmp_path / "model", "cuda", dtype="bfloat16", deterministic=True, max_batch_size=1) == together
+    )
+    tokens(tmp_path / "model", "cuda", dtype="bfloat16")

@@ -34,6 +34,7 @@ from infer.speculative.adaptive import StepCosts
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.adapters import ATTENTION, make_adapter, merge, read_weights
 from tests.support.books import check_books
+from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 ROOT: list[Path] = []
 COSTS = StepCosts(((1, 1e-3), (128, 4e-3)))
@@ -72,7 +73,8 @@ def adapter(family: str, name: str) -> Path:
 
 def make_engine(path: Path, *, on_gpu: bool = False, quantization: str = "none", **knobs: Any) -> Engine:
     source = resolve_model(str(path), show_progress=False)
-    loaded = load_model(source, dtype="float32", device="cpu", quantization=quantization)
+    max_len = knobs.pop("max_seq_len", None)
+    loaded = load_model(source, dtype="float32", device="cpu", quantization=quantization, max_seq_len=max_len)
     settings = EngineConfig.from_knobs(**({"num_blocks": 128, "block_size": 4} | knobs))
     with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
         engine = build_engine(settings, loaded, step_costs=COSTS)
@@ -110,6 +112,13 @@ def expected(family: str, name: str) -> list[list[int]]:
         path = merge(ROOT[-1] / f"{family}-{name}-merged", path, adapter(family, name))
     made = serve(make_engine(path), [("", number) for number in range(len(PROMPTS))])
     return [made["", number] for number in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
+def test_no_toggle_changes_a_token(number: int) -> None:
+    knobs = engine_knobs(pairwise_rows()[number]) | {"max_seq_len": CONTEXT_LEN}
+    engine = make_engine(base("llama"), lora_modules=modules("llama"), **knobs)
+    assert serve(engine, MIXED) == {(name, place): expected("llama", name)[place] for name, place in MIXED}
 
 
 def first_logprob(engine: Engine, name: str) -> float:
@@ -281,7 +290,8 @@ LAYER = "base_model.model.model.layers.0"
 TENSORS: list[tuple[dict[str, tuple[int, ...]], str]] = [
     ({f"{LAYER}.self_attn.q_proj.lora_A.weight": (4, 8)}, "lora_A alone"),
     ({f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": (4,)}, "DoRA"),
-    ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 8)}, "an adapted embedding"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 8)}, "lora_A alone"),
+    ({"base_model.model.model.norm.weight": (64,)}, "no matrix of a LoRA adapter"),
     ({f"{LAYER}.other.lora_A.weight": (4, 8), f"{LAYER}.other.lora_B.weight": (8, 4)}, "another model"),
     (
         {f"{LAYER}.mlp.down_proj.lora_A.weight": (4, 8), f"{LAYER}.mlp.down_proj.lora_B.weight": (8, 4)},
@@ -289,7 +299,7 @@ TENSORS: list[tuple[dict[str, tuple[int, ...]], str]] = [
     ),
     (
         {"base_model.model.lm_head.lora_A.weight": (4, 8), "base_model.model.lm_head.lora_B.weight": (8, 4)},
-        "only the matrices of attention and MLP",
+        r"A \[4, 8\] and B \[8, 4\]",
     ),
     ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8)}, "no matrix of a LoRA adapter"),
     ({}, "no tensors"),

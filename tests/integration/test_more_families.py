@@ -93,7 +93,7 @@ def test_the_engine_answers_as_the_simplest_loop(family: str, root: Path) -> Non
 
 
 @needs_c
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if family != "gemma4"])
 def test_a_decode_step_is_one_recorded_program(family: str, root: Path) -> None:
     max_seq_len = 24 if family == "ministral3" else None  # beyond its trained context queries grow in Python
     model = loaded(checkpoint(root, family), "int8", max_seq_len)

@@ -15,7 +15,6 @@ import torch
 
 from infer.models.model import Model
 from infer.models.registry import find_family
-from infer.quant.residual import ResidualStream
 from tests.support.checkpoints import (
     FAMILIES,
     HYBRID_FAMILIES,
@@ -34,7 +33,9 @@ from tests.support.step import ListCache, ListStep, generate_greedy, run_step
 
 FLOAT32_BOUND = 1e-5
 ROTARY_FAMILIES = tuple(
-    family for family in FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES if family != "gpt2"
+    family
+    for family in FAMILIES + MORE_FAMILIES + MOE_FAMILIES + MORE_MOE_FAMILIES
+    if family not in ("gpt2", "gemma4")  # Gemma 4's scaling belongs to its global layers
 )
 
 LLAMA3_ROPE = {
@@ -135,6 +136,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3: untied head": ("gemma3", {"tie_word_embeddings": False}),
     "gemma3: linear rope scaling of the global layers": ("gemma3", {"rope_parameters": GEMMA_LINEAR_ROPE}),
     "gemma3: one kv head": ("gemma3", {"num_key_value_heads": 1}),
+    "gemma4: inputs of layers, shared keys, wide heads in global layers": ("gemma4", {}),
+    "gemma4: experts, values from keys, no shared keys": (
+        "gemma4",
+        {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 56,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "gemma4: plain rope, one kv head, biases, untied head": (
+        "gemma4",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3_5: linear and full attention": ("qwen3_5", {}),
     "qwen3_5_moe: 2 of 6 experts and one for all": ("qwen3_5_moe", {}),
     "qwen3_next: rows by key head, one plain layer": ("qwen3_next", {}),
@@ -279,9 +307,10 @@ def test_each_layer_alone_matches_transformers(family: str) -> None:
     reference_logits(reference, tokens)
 
     assert len(seen) == len(ours.layers) == ours.config.num_layers
+    step = ListStep([ListCache()], [len(tokens)])
     for layer, (x_TD, expected_TD) in zip(ours.layers, seen, strict=True):
-        step = ListStep([ListCache()], [len(tokens)])
-        stream = ResidualStream(x_TD)
+        stream = ours.embed(torch.tensor(tokens), step)
+        stream.residual_TD, stream.update = x_TD, None
         layer(stream, step)
         y_TD = stream.settle()
         assert error(y_TD, expected_TD.reshape(y_TD.shape)) < FLOAT32_BOUND
@@ -365,6 +394,28 @@ def test_the_text_part_of_a_multimodal_gemma_matches_transformers() -> None:
 
     assert any("vision" in name for name in reference.state_dict())
     assert error(run_step(ours, [tokens])[0], reference_logits(reference, tokens)) < FLOAT32_BOUND
+
+
+def test_the_text_part_of_a_multimodal_gemma4_matches_transformers() -> None:
+    import transformers
+
+    text = reference_model("gemma4", vocab_size=256, vocab_size_per_layer_input=256)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
+    config = transformers.Gemma4Config(
+        text_config=text.config.to_dict(), vision_config=vision, audio_config=None
+    )
+    reference: Any = transformers.Gemma4ForConditionalGeneration(config)
+    reference.eval()
+    reference.model.language_model.load_state_dict(text.model.state_dict())
+    reference.tie_weights()
+    ours = build_like(reference)
+    tokens = random_tokens(23)
+
+    assert any("vision" in name for name in reference.state_dict())
+    assert error(run_step(ours, [tokens])[0], reference_logits(text, tokens)) < FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("kind", ["mistral", "ministral3"])

@@ -626,7 +626,8 @@ def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) 
     requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)
     expected = plain(requests, on_gpu=on_gpu)
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 3))
-    every = 701 if on_gpu else 151  # allocations, of which a step there makes more
+    # allocations, of which a step there makes more, and all turns of a draft model even more
+    every = (2903 if of_drafts else 701) if on_gpu else 151
     allocator = FailingAllocator(lambda number: number % every == first)
     drafter: Any = engine.speculation and engine.speculation._drafter
     FailingEngine(drafter if of_drafts else engine, allocator)
@@ -667,6 +668,26 @@ def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
         engine.step()
     assert [output.finish_reason for output in engine.step()] == ["error"]
     assert_same(serve(engine, [second]), expected)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_turns_begin_before_the_window_before_is_read(has_room: bool) -> None:
+    """On a GPU, if there are blocks for one more window; without, the host says where they begin."""
+    requests = requests_of([{"max_tokens": 40}] * 2 + [{"max_tokens": 25, "temperature": 0.8}])
+    expected = plain(requests, on_gpu=True)
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
+    speculation: Any = engine.speculation
+    drafter = speculation._drafter
+    for name in ("begin", "_enter"):
+        setattr(drafter, name, mock.Mock(side_effect=getattr(drafter, name)))
+    if not has_room:
+        inner = speculation._has_room
+        speculation._has_room = lambda asked: not engine.scheduler.state.ahead and inner(asked)
+    assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 50
+    assert drafter.begin.call_count > 8
+    assert drafter._enter.call_count <= 3 if has_room else drafter._enter.call_count > 5
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

@@ -22,6 +22,8 @@ typedef unsigned long long u64;
 struct TensorMap;
 
 static float __fdividef(float a, float b) { return a / b; }
+static int __popc(u32 bits) { return __builtin_popcount(bits); }
+static int __ffs(u32 bits) { return __builtin_ffs(bits); }
 static u32 pack(float2 value) { return pack(value.x, value.y); }
 
 // ---- rules, and waiting ----------------------------------------------------------------------------
@@ -80,18 +82,24 @@ struct Matrix {
 static Matrix matrix_of(const void* map) { Matrix matrix; std::memcpy(&matrix, map, sizeof matrix); return matrix; }
 
 static bool is_waited[MAX_THREADS], has_let_in[SPLIT];
-static const char *tokens_at, *residual_at, *residual_end;
+static const char *tokens_at, *h_at, *residual_at, *residual_end;
 
 static void let_next_kernel_start() { has_let_in[own_block()] = true; }
 static void wait_for_kernel_before() { is_waited[current] = true; }
+static bool is_flag_seen[SPLIT];
+static void wait_for_flag(const char* flag) {
+    require(*(const u32*)flag, "a flag that nobody raises");
+    is_flag_seen[own_block()] = true;
+}
+static bool has_tokens() { return is_waited[current] || is_flag_seen[own_block()]; }
 static u32 load_pair(const char* at) {
-    require(is_waited[current] || at < residual_at || at >= residual_end, "the residual is read before the wait");
+    require(has_tokens() || at < residual_at || at >= residual_end, "the residual is read before the wait");
     u32 pair;
     std::memcpy(&pair, at, 4);
     return pair;
 }
 static double load_double(const double* at) {
-    require(is_waited[current], "squares are read before the wait");
+    require(has_tokens(), "squares are read before the wait");
     return *at;
 }
 
@@ -172,7 +180,7 @@ static void land(const Copy& copy) {
         for (int c = 0; c < 64; ++c) {
             const long long row = copy.row + r, column = copy.column + c;
             unsigned short element = 0;
-            if (row < from.num_rows && column < from.num_columns)
+            if (row >= 0 && row < from.num_rows && column < from.num_columns)
                 std::memcpy(&element, from.at + row * from.row_bytes + column * 2, 2);
             const u32 to = swizzled(copy.to + r * 128 + c * 2);
             std::memcpy(memories[copy.block] + to, &element, 2);
@@ -203,10 +211,11 @@ static void fetch_map(const TensorMap&) {}
 
 static void copy_box(char* to, const TensorMap& map, int row, int column, u64* barrier, u64) {
     const Matrix from = matrix_of(&map);
-    const bool is_x = from.at == tokens_at;
+    const bool is_x = from.at == tokens_at || from.at == h_at;
     const u32 at = shared_address(to), num_reading = is_x ? num_threads - 128 : 128;
     require(at % LINE == 0 && from.box_rows % 8 == 0, "a box does not begin at a multiple of 1024");
-    require(!is_x || is_waited[current], "tokens are copied before the wait");
+    require(!is_x || has_tokens(), "tokens are copied before the wait");
+    require(from.at != h_at || is_waited[current], "h is copied before the wait");
     require(is_x || !has_let_in[own_block()], "weights are asked for when the next kernel is already let in");
     for (u32 line = at / LINE; line < at / LINE + from.box_rows / 8; ++line) {
         Line& book = lines[own_block()][line];
@@ -363,7 +372,7 @@ static void run_cluster(u32 first_block, u32 shared_bytes) {
     std::fill_n(num_met, num_all, 0);
     std::fill_n(units, num_all, Unit{});
     for (u32 block = 0; block < SPLIT; ++block)
-        has_left[block] = has_let_in[block] = false, written_after[block] = 0;
+        has_left[block] = has_let_in[block] = is_flag_seen[block] = false, written_after[block] = 0;
     cluster = Meeting{};
     copies.clear();
     num_idle = num_polls = 0;
@@ -382,6 +391,12 @@ extern "C" const char* emulate(u32 num_blocks, u32 threads_of_block, u32 shared_
     alignas(64) static char maps[2][128];  // as the driver passes them
     for (int i = 0; i < 2; ++i) arguments[i] = std::memcpy(maps[i], arguments[i], 128);
     tokens_at = matrix_of(maps[1]).at;
+    h_at = nullptr;
+#if LOW_RANK
+    alignas(64) static char added[4][128];
+    for (int i = 0; i < 4; ++i) arguments[16 + i] = std::memcpy(added[i], arguments[16 + i], 128);
+    h_at = matrix_of(added[3]).at;
+#endif
     residual_at = residual_end = *(const char**)arguments[4];
     if (ADDS) residual_end += *(long long*)arguments[8] * *(int*)arguments[9];
     body = [](void** given) {

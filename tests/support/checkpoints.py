@@ -81,6 +81,19 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma4": _COMMON
+    | {
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 1.5,
+    },
     "qwen3_5": _COMMON | _HYBRID,
     "qwen3_5_moe": _COMMON | _HYBRID | {"num_experts": 6, "num_experts_per_tok": 2} | _SMALL_EXPERTS,
     "qwen3_next": _COMMON
@@ -159,10 +172,12 @@ TINY: dict[str, dict[str, Any]] = {
 }
 MOE_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe")  # apart, because most tests need no second kind of MLP
 # run by test_parity and test_more_families: other tests see no difference
-MORE_FAMILIES = ("olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3", "cohere2")
+MORE_FAMILIES = (
+    "olmo2", "olmo3", "granite", "smollm3", "exaone4", "phi3", "glm4", "ministral3", "cohere2", "gemma4",
+)  # fmt: skip
 MORE_MOE_FAMILIES = ("olmoe", "gpt_oss")  # likewise
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in test_hybrid: their blocks hold states
-UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe", *HYBRID_FAMILIES)  # ranks cannot share them
+UNCUT_FAMILIES = ("olmo2", "olmo3", "olmoe", "gemma4", *HYBRID_FAMILIES)  # ranks cannot share them
 FAMILIES = tuple(
     family
     for family in TINY
@@ -184,6 +199,7 @@ def reference_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.fl
         "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
         "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
         "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
         "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
         "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
@@ -226,6 +242,9 @@ def randomize(model: nn.Module, seed: int) -> None:
             parameter.data = 0.8 * noise
         else:
             parameter.data = noise * parameter.shape[-1] ** -0.5
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
 
 
 def raw_config(reference: Any) -> dict[str, Any]:

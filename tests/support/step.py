@@ -58,7 +58,8 @@ class ListStep(StepContext):
         parts = zip(*(torch.split(tensor, self.lengths) for tensor in (q_TNH, k_TGH, v_TGH)), strict=True)
         outputs = []
         for cache, (q, k, v) in zip(self.caches, parts, strict=True):
-            cache.extend(layer.number, k, v)
+            if not layer.is_shared:
+                cache.extend(layer.number, k, v)
             seen = cache.keys[layer.number], cache.values[layer.number]
             how = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
             outputs.append(attend_naive(q, *seen, sinks_N=layer.sinks_N, **how))  # type: ignore[arg-type]

@@ -72,6 +72,9 @@ class MadeUpDrafts:
         """Take sequences to draft for."""
         self._sequences = sequences
 
+    def go_on(self, sequences: Sequence[sequence.Sequence], num_drafts: int) -> None:
+        """Do nothing: it is asked when the step is over."""
+
     def collect(self) -> list[tuple[int, ...]]:
         """Return as many ids as each sequence has places for."""
         return [(0,) * len(seq.drafts) for seq in self._sequences]

@@ -17,6 +17,9 @@ their scales, [L, 2, num_blocks, G, block_size], and what moves a block moves bo
 Layers with a state keep it in the bytes of a block: half of its heads where keys lie, half where values lie.
 A further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].
 
+Where layers differ in the size of their heads, G and H are those of a plane, and a layer sees its part of
+each block as slots of its own width (`layout.py`).
+
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
 fill the store with NaN and expect no trace of it.
 
@@ -80,6 +83,10 @@ class KVStore:
         flat = whole.view(*shape[:2], num_blocks * block_size, *shape[4:])
         self.keys = [flat[plane, 0] for plane in layout.planes]  # [num_slots, G, H] each
         self.values = [flat[plane, 1] for plane in layout.planes]
+        for layer, own in enumerate(layout.heads):
+            first = layout.parts[layer] * block_size
+            self.keys[layer] = self.keys[layer].view(-1, *own)[first:]
+            self.values[layer] = self.values[layer].view(-1, *own)[first:]
         self.scales: list[KVScales | None] = [None for _ in layout.planes]
         if kept_as in LARGEST:
             scales = allocate((*shape[:3], num_kv_heads, block_size), torch.float32)

@@ -23,11 +23,20 @@ holds the state after the tokens of that block. The next token reads the newest 
 So freeing, forks, swapping and prefixes are those of any window. A full block is the state of a prefix, and a
 prompt goes on from its end: within a block there is no state (docs/features/hybrid.md).
 
+Layers may differ in the size of a token's keys (Gemma 4). Then a plane is as wide as a common multiple of all
+sizes, and narrower layers divide it: a table of layers of half the width has two of them to a plane.
+
+    a block of a plane      | layer 0, block_size tokens | layer 2, block_size tokens |
+
+Seen as slots of half the width, block b of this plane begins at slot 2 b * block_size. So the tables that a
+device is given have 2 b in place of b, and nothing else there knows of it (`KVLayout.spans`).
+
 A model whose layers all see the same has one table and one block for all layers.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +78,9 @@ class KVLayout:
     tables: tuple[int, ...]  # the table of each layer, which says where its blocks are
     planes: tuple[int, ...]  # the place of each layer within a block
     num_planes: int  # layers to a block
+    spans: tuple[int, ...] = ()  # layers of each table that divide a plane; (): one has all of it
+    heads: tuple[tuple[int, int], ...] = ()  # number and size of the kv heads of each layer; (): all alike
+    parts: tuple[int, ...] = ()  # the part of its plane that each layer has
 
     @classmethod
     def whole(cls, num_layers: int) -> KVLayout:
@@ -76,21 +88,43 @@ class KVLayout:
         return cls((None,), (0,) * num_layers, tuple(range(num_layers)), num_layers)
 
     @classmethod
-    def of(cls, layer_windows: Sequence[int | None], max_seq_len: int) -> KVLayout:
-        """The layout of layers with these windows; a window that no sequence outgrows counts as none."""
-        groups: dict[int | None, list[int]] = {}
+    def of(
+        cls,
+        layer_windows: Sequence[int | None],
+        max_seq_len: int,
+        heads: Sequence[tuple[int, int]] = (),
+        sources: Sequence[int] = (),
+    ) -> KVLayout:
+        """The layout of layers with these windows; a window that no sequence outgrows counts as none.
+
+        `heads`: as in the layout. `sources`: the layer whose keys and values each layer reads; (): its own.
+        """
+        sources = sources or range(len(layer_windows))
+        widths = [math.prod(each) for each in heads] or [1] * len(layer_windows)
+        groups: dict[tuple[int | None, int], list[int]] = {}
         for layer, window in enumerate(layer_windows):
             seen = None if window is None or window >= max_seq_len else window
-            groups.setdefault(seen, []).append(layer)
-        by_window = sorted(groups.items(), key=lambda group: -1 if group[0] is None else group[0])
-        num_planes = _choose_planes({window: len(layers) for window, layers in by_window})
-        windows: list[int | None] = []
-        tables, planes = [0] * len(layer_windows), [0] * len(layer_windows)
-        for window, layers in by_window:
+            if sources[layer] == layer:
+                groups.setdefault((seen, math.lcm(*widths) // widths[layer]), []).append(layer)
+        by_window = sorted(groups.items(), key=lambda group: -1 if group[0][0] is None else group[0][0])
+        num_planes = _choose_planes({key: -(-len(layers) // key[1]) for key, layers in by_window})
+        windows, spans = list[int | None](), list[int]()
+        found = dict[int, tuple[int, int, int]]()  # table, plane and part of each layer
+        for (window, span), layers in by_window:
             for place, layer in enumerate(layers):
-                tables[layer], planes[layer] = len(windows) + place // num_planes, place % num_planes
-            windows += [window] * -(-len(layers) // num_planes)
-        return cls(tuple(windows), tuple(tables), tuple(planes), num_planes)
+                table, plane = divmod(place // span, num_planes)
+                found[layer] = len(windows) + table, plane, place % span
+            num_tables = -(-len(layers) // (num_planes * span))
+            windows, spans = windows + [window] * num_tables, spans + [span] * num_tables
+        tables, planes, parts = zip(*(found[source] for source in sources), strict=True)
+        if not heads:
+            return cls(tuple(windows), tables, planes, num_planes)
+        return cls(tuple(windows), tables, planes, num_planes, tuple(spans), tuple(heads), parts)
+
+    def plane_heads(self, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+        """The number and size of kv heads of a plane, given those of a layer where all are alike."""
+        widths = map(math.prod, self.heads)
+        return (1, math.lcm(*widths)) if self.heads else (num_kv_heads, head_dim)
 
     @property
     def num_layers(self) -> int:
@@ -127,14 +161,18 @@ def longest_sequence(
     return block_size * (bisect_right(range(ENDLESS), num_blocks, key=num_held) - 1)
 
 
-def _choose_planes(group_sizes: dict[int | None, int]) -> int:
-    """The number of layers to a block that wastes least, first of blocks that are never freed early."""
+def _choose_planes(group_sizes: dict[tuple[int | None, int], int]) -> int:
+    """The number of planes that wastes least, first of blocks that are never freed early.
+
+    `group_sizes`: the planes that the layers of each group fill.
+    """
     max_tables = max(MAX_TABLES, len(group_sizes))
 
     def waste(num_planes: int) -> tuple[int, int, int]:
-        unused = {window: -size % num_planes for window, size in group_sizes.items()}
+        unused = {group: -size % num_planes for group, size in group_sizes.items()}
         num_tables = sum(-(-size // num_planes) for size in group_sizes.values())
-        return unused.get(None, 0), sum(unused.values()), num_tables
+        endless = sum(count for (window, _), count in unused.items() if window is None)
+        return endless, sum(unused.values()), num_tables
 
     sizes = range(1, max(group_sizes.values()) + 1)
     return min((size for size in sizes if waste(size)[2] <= max_tables), key=waste)

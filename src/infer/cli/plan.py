@@ -219,7 +219,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     if (num_ranks := plan.choice.plan.rank.world_size) > 1:
         where = (
             f"{where}, each of {num_ranks} ranks,"
-            if plan.machine.kind == "cpu"
+            if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device
             else f"each of {num_ranks} GPUs"
         )
     rows = [

@@ -56,6 +56,7 @@ class ModelFacts:
     kept_as: str = ""  # the form that a device has given the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
     model_impl: str = "infer"  # the code that computes it
+    has_mixed_heads: bool = False  # its layers have kv heads of several sizes
     state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: it has none
 
     def is_small(self, profile: DeviceProfile) -> bool:
@@ -126,6 +127,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     asked = config
     if model.state_tokens:
         config = _with_states(config, model)
+    elif model.has_mixed_heads:
+        _check_mixed_heads(config)
     elif model.has_kv_scales and machine.has_fp8:
         config = _with_fp8_cache(config)
     check_machine(config, machine)
@@ -381,6 +384,19 @@ def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
         if is_asked:
             raise ConfigError(f"{what} cannot be had with a model whose layers keep a state; leave it out")
     return replace(config, cache=replace(cache, block_size=max(cache.block_size, model.state_tokens)))
+
+
+def _check_mixed_heads(config: EngineConfig) -> None:
+    """Refuse what does not work with layers of several sizes."""
+    cache, draft = config.cache, config.speculation.draft_model
+    refused = {
+        f"draft_model={draft}": config.speculation.is_on and draft is not None,
+        f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
+        f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype not in (AUTO, "none"),
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(f"{what} cannot be had with a model whose layers differ in size; leave it out")
 
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:

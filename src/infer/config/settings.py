@@ -110,7 +110,7 @@ class LoadConfig:
     tensor_parallel_size: int = knob(
         1,
         "processes that share the weights and the KV cache of the model, each computing its part of every "
-        "step; on CPUs only so far (docs/features/tensor-parallelism.md)",
+        "step: a GPU for each, or parts of a CPU (docs/features/tensor-parallelism.md)",
         aliases=("tp", "tp_size"),
     )
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -31,7 +32,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, largest_rank
+from infer.engine.adapters import Adapters, needed_room
 from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
@@ -54,7 +55,6 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
-    head_of,
     load_draft,
     make_draft_device,
     make_speculation,
@@ -67,9 +67,11 @@ from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
+from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
@@ -85,7 +87,7 @@ from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
 
-BIND, PROBE, BUILD = 2, 3, 4  # kinds of messages to other ranks; orders are 1
+BIND, PROBE, BUILD, PREPARE = 2, 3, 4, 5  # kinds of messages to other ranks; orders are 1
 
 
 def build_engine(
@@ -113,13 +115,16 @@ def build_engine(
         ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
         bank = make_bank(settings, loaded)
-        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator, bank)
+        communicator = None
+        if ranks is not None:
+            communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+        wait_for_linears = _bind(config, loaded, communicator, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
-        step = _rehearse(config, loaded, wait_for_linears, bank)
+        step = _rehearse(config, loaded, wait_for_linears, bank, communicator)
         layout = kv_layout(loaded.config, config)
         beside = NO_DRAFT
         if draft is not None:
@@ -146,23 +151,16 @@ def build_engine(
         cost=cost,
         keeps_cache=config.keeps_cache,
         max_seq_len=config.max_seq_len,
+        spans=layout.spans,
     )
     with phases("warm up"):
-        graph_bytes = 0 if step is None else step.graph_block
         shape = shape_of(scheduler.state)
         if ranks is not None:
-            ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
+            ranks.send(BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        head = head_of(draft_device)
-        device = make_device(config, loaded, store, shape, graph_bytes, head, bank)
+        device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
         if ranks is not None:
             ranks.wait()
-        warm_up: WarmUp | None = None
-        if isinstance(device, GpuDevice):
-            warm_up = WarmUp(device)
-            device.wait_for_compilers()
-            if step is not None:  # after the device's own buffers, which would lie in the arena for good
-                device.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
     with phases("measure steps"):
@@ -177,14 +175,29 @@ def build_engine(
             costs=step_costs,
         )
     on_gpu = is_gpu(loaded.device)
+    told, ready = ranks is None, ranks is None  # whether other ranks prepare their steps, and have done so
+
+    def prepare_all() -> bool:
+        """Prepare one more piece, while other ranks prepare everything."""
+        nonlocal told, ready
+        if warm_up is None:
+            return False
+        if ranks is not None and not told:
+            ranks.send(PREPARE, b"")
+        told, is_more = True, warm_up.prepare()
+        if ranks is not None and not (is_more or ready):
+            ranks.wait()
+            ready = True
+        return is_more
+
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(_prefill_seconds, loaded)
         if warm_up is not None:
             with phases("capture"):
-                while warm_up.prepare():
+                while prepare_all():
                     pass
-            time_step = warm_up.step_seconds
+            time_step = partial(_step_seconds, loaded, warm_up)
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
@@ -197,7 +210,7 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        is_more = warm_up is not None and warm_up.prepare()
+        is_more = prepare_all()
         if is_more:
             token_bytes.start()  # runs while steps are captured
         return is_more or (speculation is not None and speculation.prepare())
@@ -239,6 +252,8 @@ def _bind(
     communicator: Communicator | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,
@@ -255,15 +270,12 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
     """Return the room for the LoRA adapters of a model; None: it has none."""
     if not settings.adapters.is_on:
         return None
-    rank = largest_rank(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
-    num_slots = settings.adapters.num_slots
+    room = needed_room(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
     try:
-        return AdapterBank(
-            loaded.model, num_slots=num_slots, rank=rank, dtype=loaded.dtype, device=loaded.device
-        )
+        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"{num_slots} LoRA adapters of rank {rank} could not be allocated "
+            f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
             f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
         ) from error
 
@@ -283,17 +295,42 @@ def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communi
     return config
 
 
+def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
+    """Return what joins the ranks of this model on their devices; all ranks come here together."""
+    if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
+        return GpuCommunicator(communicator, loaded.device, loaded.dtype)
+    return communicator
+
+
 def build_rank(
-    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, shape: StateShape
-) -> TorchDevice | GpuDevice:
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    size: CacheSize,
+    shape: StateShape,
+    step: StepBytes | None,
+    communicator: Communicator,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
     """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
     store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
-    return make_device(config, loaded, store, shape)
+    return _make_warm(config, loaded, store, shape, step, communicator=communicator)
 
 
-def probe_rank(loaded: LoadedModel, num_tokens: int) -> None:
+def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> None:
     """Compute what rank 0 measures."""
-    prefill_seconds(loaded.model, loaded.device, num_tokens)
+    if warm_up is None:
+        prefill_seconds(loaded.model, loaded.device, num_tokens)
+    else:
+        warm_up.step_seconds(num_tokens)
+
+
+def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> float:
+    """Return the seconds of a step with this many prompt tokens, on all ranks together."""
+    if loaded.ranks is not None:
+        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+    seconds = warm_up.step_seconds(num_tokens)
+    if loaded.ranks is not None:
+        loaded.ranks.check()
+    return seconds
 
 
 def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
@@ -387,13 +424,14 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
+    num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
     try:
         return KVStore(
             layout=layout,
             num_blocks=size.num_blocks,
             block_size=size.block_size,
-            num_kv_heads=loaded.config.num_kv_heads,
-            head_dim=loaded.config.head_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
             num_host_blocks=size.num_host_blocks,
@@ -425,6 +463,7 @@ def _rehearse(
     loaded: LoadedModel,
     wait_for_linears: Callable[[], bool],
     adapters: AdapterBank | None,
+    communicator: Communicator | None,
 ) -> StepBytes | None:
     """Return the memory that the largest step takes on a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_device and is_gpu(loaded.device)):
@@ -438,7 +477,7 @@ def _rehearse(
         layout = kv_layout(loaded.config, config)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
         shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
-        device = make_device(config, loaded, store, shape, adapters=adapters)
+        device = make_device(config, loaded, store, shape, adapters=adapters, communicator=communicator)
         assert isinstance(device, GpuDevice)
         return WarmUp(device)
 
@@ -471,12 +510,14 @@ def make_device(
     store: KVStore,
     shape: StateShape,
     graph_bytes: int = 0,
-    head: TorchDevice | GpuDevice | None = None,
+    drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    A `head` that drafts follows its steps; `adapters` are those of the model.
+    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model;
+    `communicator` joins its ranks.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -488,7 +529,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
-            head=head if isinstance(head, TorchHead) else None,
+            head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )
     return GpuDevice(
@@ -505,9 +546,33 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        head=head if isinstance(head, GpuDevice) else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) else None,
         adapters=adapters,
+        ranks=loaded.ranks,
+        communicator=cast("GpuCommunicator | None", communicator),
     )
+
+
+def _make_warm(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    store: KVStore,
+    shape: StateShape,
+    step: StepBytes | None,
+    drafter: TorchDevice | GpuDevice | None = None,
+    adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
+    """Return the device half with the memory of its steps, and what prepares it on a GPU."""
+    graph_bytes = 0 if step is None else step.graph_block
+    device = make_device(config, loaded, store, shape, graph_bytes, drafter, adapters, communicator)
+    if not isinstance(device, GpuDevice):
+        return device, None
+    warm_up = WarmUp(device)
+    device.wait_for_compilers()
+    if step is not None:  # after the device's own buffers, which would lie in the arena for good
+        device.arena = _make_arena(step, loaded.device)
+    return device, warm_up
 
 
 def _facts(

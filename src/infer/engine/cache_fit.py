@@ -7,6 +7,7 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -72,8 +73,10 @@ def fit_to_device(
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
-    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     num_ranks = ranks_sharing(config.settings, loaded.device)
+    if is_gpu(loaded.device):  # `device_memory` is that of all ranks on a GPU, which hold as much as this one
+        memory = replace(memory, held=num_ranks * memory.held)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
     check_host_blocks(config.settings.cache, size, free_host // num_ranks)
     return size
@@ -108,8 +111,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
-    return 1 if is_gpu(device) else settings.load.tensor_parallel_size
+    """Return how many ranks of a model take their memory from this device: of a CPU, all of them."""
+    shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
+    return settings.load.tensor_parallel_size if shares else 1
 
 
 def cache_share(device: torch.device) -> float:
@@ -211,7 +215,8 @@ def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> Kept
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
-    per_token = kv_bytes_per_token(layout.num_layers, model.num_kv_heads, model.head_dim, kept.itemsize)
+    heads = layout.plane_heads(model.num_kv_heads, model.head_dim)
+    per_token = kv_bytes_per_token(layout.num_layers, *heads, kept.itemsize)
     state = state_size(model)
     if state is not None:  # every block has room for a tail, too
         per_token += -(-layout.num_layers * state.num_tail * dtype.itemsize // cache.block_size)
@@ -247,7 +252,8 @@ def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
         return whole
     layers = range(model.num_layers)
     windows = [STATE if model.has_state(layer) else model.window(layer) for layer in layers]
-    layout = KVLayout.of(windows, config.max_seq_len)
+    sources = [spec.kv_layer for spec in model.layer_specs]
+    layout = KVLayout.of(windows, config.max_seq_len, model.kv_heads, sources)
     speculation = config.settings.speculation
     is_drafted = speculation.is_on and speculation.draft_model is not None
     return whole if is_drafted and layout.windows[0] is not None else layout

@@ -125,9 +125,10 @@ class CpuStep(StepContext):
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        store, (number, scale, window, softcap, sinks_N) = self._store, layer
+        store, (number, scale, window, softcap, sinks_N, is_shared) = self._store, layer
         keys, values, slots_T, _, scales, fixed = store.slots(number, self._slots_KT)
-        operations.write_cache(self._library, k_TGH, v_TGH, keys, values, slots_T, scales, fixed)
+        if not is_shared:
+            operations.write_cache(self._library, k_TGH, v_TGH, keys, values, slots_T, scales, fixed)
         return operations.attend(
             self._library,
             q_TNH,
@@ -164,7 +165,8 @@ class CpuSteps:
         library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
         max_rows = max(max_batch_size, RECORDED_ROWS)
         N, (_, G, H) = model.config.num_heads, store.keys[0].shape
-        max_split = 4 * library.num_threads // G if operations.can_split(N, G, H) else 0
+        can_split = operations.can_split(N, G, H) and not model.config.layer_specs  # parts are of one size
+        max_split = 4 * library.num_threads // G if can_split else 0
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._captured_layers = captured_layers

@@ -169,11 +169,12 @@ class PagedStep(StepContext):
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
         """Cache the keys and values of this step, then attend; see layers/attention.py."""
-        number, scale, window, softcap, sinks_N = layer
+        number, scale, window, softcap, sinks_N, is_shared = layer
         how: dict[str, Any] = {"softcap": softcap, "sinks_N": sinks_N}
         cache, table = self._store.slots(number, self.slots_KT), self._store.tables[number]
         keys, values, scales = cache.keys_PGH, cache.values_PGH, cache.scales
-        write_slots_reference(k_TGH, v_TGH, cache)
+        if not is_shared:
+            write_slots_reference(k_TGH, v_TGH, cache)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for place, group in enumerate(self.groups):
             slots_SL, is_seen_SL = self._slots_of(place, group, window, table)

@@ -43,6 +43,7 @@ class AttentionLayer(NamedTuple):
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
     softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: it stays
     sinks_N: torch.Tensor | None = None  # one extra score per query head, which has no position (gpt-oss)
+    is_shared: bool = False  # another layer has cached these keys and values; this one has none (Gemma 4)
 
 
 class LayerInputs:
@@ -93,7 +94,10 @@ class StepContext(Protocol):
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H]."""
+        """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H].
+
+        A layer that shares those of another one has no heads of keys and values, and nothing is cached.
+        """
         ...
 
     def recur(

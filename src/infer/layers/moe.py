@@ -41,11 +41,20 @@ from infer.quant.residual import NormedInput, as_tensor
 ALWAYS_DENSE = (".router", ".shared_gate")  # name endings of modules that no scheme packs
 
 
+class Vector(nn.Module):
+    """Stored numbers that are not the weights of a norm."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+
 class MixtureOfExperts(nn.Module):
     """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
 
     `normalized`: the weights of a token's experts add up to 1. `shared_size`: size of the shared expert;
-    0: none. `bias`: the router and every expert's matrices have one (gpt-oss).
+    0: none. `bias`: the router and every expert's matrices have one (gpt-oss). `scaled`: each expert's weight
+    is multiplied by a stored number (Gemma 4).
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class MixtureOfExperts(nn.Module):
         activation: str,
         shared_size: int = 0,
         bias: bool = False,
+        scaled: bool = False,
     ) -> None:
         super().__init__()
         self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
@@ -70,6 +80,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = GatedMLP(hidden_size, shared_size, activation=activation, bias=False)
             self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
         self.has_shared = shared_size > 0
+        self.scale = Vector(num_experts) if scaled else None
         self.few: FewExperts | None = None  # kernels for few tokens, where there are some
 
     def prepare(self, compiled: CompiledLinears) -> None:
@@ -82,6 +93,8 @@ class MixtureOfExperts(nn.Module):
         stacks = gate_up.stacked, down.stacked
         if stacks[0] is None or stacks[1] is None or gate_up.batch_invariant or self.has_shared:
             return
+        if self.scale is not None:  # these kernels route by the router's weights alone
+            return
         forms = (stack.form if isinstance(stack, CodedWeights) else None for stack in stacks)
         spec = self.gate_up.spec
         shape = ExpertShape(
@@ -91,18 +104,23 @@ class MixtureOfExperts(nn.Module):
         self.few = FewExperts(shape, device_profile(compiled.device).linear)
         compiled.use(self.few)
 
-    def forward(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
-        """Return [T, D]."""
+    def forward(
+        self, x_TD: torch.Tensor | NormedInput, routed_by: torch.Tensor | None = None
+    ) -> torch.Tensor | PendingProduct:
+        """Return [T, D]; the router reads `routed_by`, or what the experts read."""
         num_rows = len(x_TD.stream.residual_TD if isinstance(x_TD, NormedInput) else x_TD)
         few = self.few if self.few is not None and self.few.is_for(num_rows) else None
         if few is None:
             x_TD = as_tensor(x_TD)  # router and experts read the same rows
-        logits_TE = as_tensor(self.router(x_TD))
+        logits_TE = as_tensor(self.router(x_TD if routed_by is None else routed_by))
         gate_up, down = self.gate_up.projection, self.down.projection
         if few is not None:
             chosen = ChosenExperts(few, gate_up, down, logits_TE)
             return PendingProduct(chosen, chosen.gated(x_TD))
         choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
+        if self.scale is not None:
+            factors_TC = self.scale.weight[choices.experts_TC.long()].float()
+            choices = choices._replace(weights_TC=choices.weights_TC * factors_TC)
         x_TD = as_tensor(x_TD)
         y_TD = gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation)
         if self.has_shared:  # both are shares of one sum where several ranks have parts of the experts

@@ -39,9 +39,12 @@ class WholeSequence(StepContext):
         """Attend over the earlier chunks and this one."""
         if layer.number in self._kept:
             keys_KGH, values_KGH = self._kept[layer.number]
-            k_TGH, v_TGH = torch.cat([keys_KGH, k_TGH]), torch.cat([values_KGH, v_TGH])
+            if layer.is_shared:
+                k_TGH, v_TGH = keys_KGH, values_KGH
+            else:
+                k_TGH, v_TGH = torch.cat([keys_KGH, k_TGH]), torch.cat([values_KGH, v_TGH])
         self._kept[layer.number] = k_TGH, v_TGH
-        _, scale, window, softcap, sinks_N = layer
+        _, scale, window, softcap, sinks_N, _ = layer
         return self._attend(q_TNH, k_TGH, v_TGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N)
 
     def recur(

@@ -35,6 +35,7 @@ from infer.loader.formats.hf_config import (
 from infer.loader.formats.kv_scales import read_kv_scales
 from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
 from infer.loader.text_headers import TextHeaders, read_text_headers
+from infer.models import gemma4
 from infer.models.config import ModelConfig
 from infer.models.registry import Family, find_family, is_headless, read_architectures
 from infer.models.transformers_model import IMPL, open_foreign
@@ -98,6 +99,8 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
     config = family.read_config(raw)
     if family.name == "gpt_oss" and file is None:
         tensors = gpt_oss.translated(tensors)
+    if config.layer_specs:
+        tensors = gemma4.own_tensors(tensors, config)
     bare = (
         family.load is None and "embed_tokens.weight" in tensors
     )  # a network saved without the head's module around it

@@ -135,6 +135,8 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
         return config
     if config.delta is not None:
         raise ConfigError("a model whose layers keep a state cannot be shared by ranks")
+    if config.layer_specs:
+        raise ConfigError("a model whose layers differ in size cannot be shared by ranks")
     if config.projection_norm:
         raise ConfigError(_NEEDS_ALL_HEADS)
     experts, size = config.experts, config.intermediate_size

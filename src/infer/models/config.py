@@ -18,7 +18,7 @@ class RopeScaling:
     keys in the cache keep the rotation that they were written with.
     """
 
-    kind: str  # "linear", "dynamic", "llama3", "yarn" or "longrope"
+    kind: str  # "linear", "dynamic", "llama3", "yarn", "longrope" or "proportional"
     factor: float
     original_context_len: int = 0  # tokens that the model was trained on; not used by linear
     low_freq_factor: float = 1.0  # llama3: turns within that context up to which a pair is slowed down fully
@@ -29,6 +29,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()  # longrope: divisors of each pair's frequency, up to that context
     long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
     attention_factor: float = 1.0  # yarn, longrope: factor on the length of turned pairs
+    num_pairs: int = 0  # proportional: pairs that turn, the first ones of a head
 
     @property
     def depends_on_length(self) -> bool:
@@ -76,6 +77,17 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """The facts of one layer, in a model whose layers differ in size (Gemma 4)."""
+
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    kv_layer: int  # the layer that caches the keys and values which this one reads; itself, or an earlier one
+    has_values: bool = True  # False: no matrix of values, which are the keys before their norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The facts of one decoder-only transformer. Sizes in elements, `context_len` in tokens."""
 
@@ -85,8 +97,8 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # the largest number, where layers differ
+    head_dim: int  # likewise
     context_len: int
     norm_eps: float
     activation: str  # "silu", "gelu_tanh" or "gelu"
@@ -123,6 +135,9 @@ class ModelConfig:
 
     delta: DeltaConfig | None = None  # Qwen 3 Next and Qwen 3.5
 
+    layer_specs: tuple[LayerSpec, ...] = ()  # Gemma 4: sizes of each layer; (): all are alike
+    layer_input_size: int = 0  # Gemma 4: numbers of a second embedding that each layer gets; 0: there is none
+
     impl: str = "infer"  # owner of the code that computes it: "infer" or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
 
@@ -132,6 +147,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer in tokens, or None where it sees everything."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The number and the size of the kv heads of each layer; (): all are alike."""
+        return tuple((spec.num_kv_heads, spec.head_dim) for spec in self.layer_specs)
 
     def has_state(self, layer: int) -> bool:
         """True if a layer has a state in place of keys and values."""
@@ -147,7 +167,7 @@ class ModelConfig:
         """The intermediate numbers of one token in one layer, in all experts it is sent to."""
         experts = self.experts_of(layer)
         if experts is None:
-            return self.intermediate_size
+            return self.layer_specs[layer].mlp_size if self.layer_specs else self.intermediate_size
         return experts.num_choices * experts.size + experts.shared_size
 
     def layer_weights(self, layer: int) -> int:
@@ -156,6 +176,10 @@ class ModelConfig:
         Only matrices count, however they are stored; norms, biases and routers are too small.
         """
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        if self.layer_specs:
+            spec = self.layer_specs[layer]
+            num_kept = spec.num_kv_heads * (1 + spec.has_values) if spec.kv_layer == layer else 0
+            attention = (2 * self.num_heads + num_kept) * spec.head_dim + 2 * self.layer_input_size
         if self.delta is not None:  # the output gate, b, a and the way out of a layer with a state
             gated = self.delta.num_channels + 2 * self.delta.num_value_heads * (self.delta.value_dim + 1)
             attention = gated if self.has_state(layer) else attention + self.num_heads * self.head_dim
@@ -169,8 +193,11 @@ class ModelConfig:
 
     @property
     def has_plain_scores(self) -> bool:
-        """True if scores are neither capped nor joined by sinks: some kernels support nothing else."""
-        return self.attention_softcap is None and not self.attention_sinks
+        """True if scores are neither capped nor joined by sinks, and all layers have heads of one size.
+
+        Some kernels support nothing else.
+        """
+        return self.attention_softcap is None and not self.attention_sinks and not self.layer_specs
 
     @property
     def channel_order(self) -> tuple[int, ...] | None:

@@ -125,7 +125,7 @@ SANDWICH_NORMS: WeightMap = {
     "model.layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
 }
 _ALL: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
-_TEXT: WeightMap = {key.removeprefix("model."): target for key, target in _ALL.items() if key != "lm_head"}
+TEXT_MAP: WeightMap = {key.removeprefix("model."): target for key, target in _ALL.items() if key != "lm_head"}
 
 # The text-only checkpoints' prefix, then the two that multimodal ones have had.
 _PREFIXES = ("model", "language_model.model", "model.language_model")
@@ -137,7 +137,7 @@ _VISION = (
 )
 
 WEIGHT_MAP: WeightMap = {
-    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in _TEXT.items()},
+    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in TEXT_MAP.items()},
     **{name: Target("head") for name in ("lm_head", "language_model.lm_head")},
     **dict.fromkeys(_VISION, IGNORED),
 }

@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
         )
         seen_TNH = step.attend_projected(self.layer, qkv_TX, transform)
         if seen_TNH is None:
-            cache = step.slots(self.layer.number)
+            cache = None if self._layer.is_shared else step.slots(self.layer.number)
             q_TNH, k_TGH, v_TGH = norm_rope_write(qkv_TX, transform, step.positions, cache)
             seen_TNH = step.attend(self.layer, q_TNH, k_TGH, v_TGH)
         return seen_TNH

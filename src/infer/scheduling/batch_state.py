@@ -76,11 +76,21 @@ class BatchState:
     seq_id: np.ndarray
     left_out: np.ndarray
 
-    def __init__(self, max_sequences: int, max_blocks: int, *, block_size: int, num_tables: int = 1) -> None:
-        self.block_size = block_size
+    def __init__(
+        self,
+        max_sequences: int,
+        max_blocks: int,
+        *,
+        block_size: int,
+        num_tables: int = 1,
+        spans: Seq[int] = (),
+    ) -> None:
+        """`spans`: factors on the blocks of each table (cache/layout.py); (): 1."""
+        self.block_size, self._spans = block_size, spans or (1,) * num_tables
         self.sequences: list[Sequence] = []  # running, by sort key: one per column
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
+        self.ahead = 0  # tokens after its last that each column gets slots for in the next plan
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
@@ -145,9 +155,9 @@ class BatchState:
         cells, table_cells, place, size = self._cells, self._table_cells, seq.place, self.block_size
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
         stop = len(tables[0]) if len(tables) == 1 else min(map(len, tables))
-        for blocks in tables:
+        for blocks, span in zip(tables, self._spans, strict=True):
             for index in range(first, stop):
-                table_cells[row, index] = block = blocks[index]
+                table_cells[row, index] = block = blocks[index] * span
                 changes += row, index, block
             row += len(self.tenancy)
         cells[NUM_RESERVED][place] = stop * size
@@ -164,6 +174,7 @@ class BatchState:
             line[:] = blocks[:stop]
             if stop and blocks[0] < 0:
                 line[line < 0] = next(block for block in blocks if block >= 0)
+            line *= self._spans[number]
         seq.num_reserved = stop * self.block_size
 
     # -- one step ---------------------------------------------------------------------------------
@@ -224,9 +235,17 @@ class BatchState:
         if self.sequences and not self.num_drafts:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
+    @property
+    def num_wanted(self) -> np.ndarray:
+        """The tokens that each column should have slots for: `ahead` more, as far as tables go."""
+        if not self.ahead:
+            return self.num_tokens
+        most = self.tables.shape[2] * self.block_size
+        return np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
         """The columns without a slot for their last token, among `places` or among all columns."""
-        is_short: np.ndarray = self.num_tokens > self.num_reserved
+        is_short: np.ndarray = self.num_wanted > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:

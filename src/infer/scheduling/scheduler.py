@@ -57,7 +57,9 @@ class Scheduler:
         cost: PreemptionCost | None = None,
         keeps_cache: bool = True,
         max_seq_len: int | None = None,
+        spans: Seq[int] = (),
     ) -> None:
+        """`spans`: as in `BatchState`."""
         self.pool = pool
         self.config = config
         self.policy = find_policy(config.scheduler_policy)
@@ -74,6 +76,7 @@ class Scheduler:
             max_blocks,
             block_size=pool.block_size,
             num_tables=len(pool.windows),
+            spans=spans,
         )
         self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
         self.running = self.state.sequences  # sequences by sort_key: the first is the most urgent
@@ -565,7 +568,7 @@ class Scheduler:
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
         """Make room for the last tokens of these columns."""
         sequences = [self.running[place] for place in places.tolist()]
-        self._reserve(sequences, self.state.num_tokens[places].tolist(), draft)
+        self._reserve(sequences, self.state.num_wanted[places].tolist(), draft)
 
     def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
         """Make room for `num_tokens` of each, in order and if it still runs, preempting from the back."""

@@ -40,7 +40,7 @@ from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
-from infer.engine.adapters import largest_rank
+from infer.engine.adapters import needed_room
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
     NO_DRAFT,
@@ -217,8 +217,7 @@ def plan_adapters(config: EngineConfig, choice: LoadChoice) -> int:
     if not config.adapters.is_on:
         return 0
     model, weight_map = choice.plan.skeleton, get_family(choice.config.family).weight_map
-    rank = largest_rank(config.adapters, model, weight_map)
-    return bank_bytes(model, num_slots=config.adapters.num_slots, rank=rank, dtype=choice.dtype)
+    return bank_bytes(model, needed_room(config.adapters, model, weight_map), choice.dtype)
 
 
 def plan_draft(

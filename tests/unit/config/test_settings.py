@@ -128,6 +128,8 @@ def test_the_own_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_knob_given_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lora_modules is given twice, once as lora; give it once"):
+        EngineConfig.from_knobs(lora=("a=X",), lora_modules=("b=Y",))
     with pytest.raises(ConfigError, match="max_seq_len is given twice, once as max_model_len; give it once"):
         EngineConfig.from_knobs(max_seq_len=1, max_model_len=1)
 

@@ -128,6 +128,26 @@ GEMMA_3_4B: dict[str, Any] = {
     },
     "vision_config": {"hidden_size": 1152},
 }
+GEMMA_4_E2B: dict[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma4",
+    "text_config": {
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+    },
+    "vision_config": {"hidden_size": 768},
+}
 GPT2: dict[str, Any] = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -142,7 +162,7 @@ GPT2: dict[str, Any] = {
     "n_positions": 1024,
     "vocab_size": 50257,
 }
-PUBLISHED = [LLAMA_3_2_1B, MISTRAL_7B, QWEN_2_5_3B, QWEN_3_0_6B, GEMMA_3_1B, GEMMA_3_4B, GPT2]
+PUBLISHED = [LLAMA_3_2_1B, MISTRAL_7B, QWEN_2_5_3B, QWEN_3_0_6B, GEMMA_3_1B, GEMMA_3_4B, GEMMA_4_E2B, GPT2]
 ids = [f"{raw['model_type']}-{i}" for i, raw in enumerate(PUBLISHED)]
 
 
@@ -578,3 +598,51 @@ def test_gemma_2_has_caps_and_windows_in_even_layers() -> None:
         read(GEMMA_2_2B, attn_logit_softcapping=-1.0)
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         read(GEMMA_2_2B, use_bidirectional_attention=True)
+
+
+def test_gemma4_has_layers_of_two_sizes() -> None:
+    config = read(GEMMA_4_E2B)
+    local, wide = config.layer_specs[0], config.layer_specs[4]
+    assert (local.num_kv_heads, local.head_dim, wide.head_dim) == (1, 256, 512)
+    assert (config.head_dim, config.window(0), config.window(4)) == (512, 512, None)
+    assert [config.layer_specs[n].kv_layer for n in (14, 15, 19, 33, 34)] == [14, 13, 14, 13, 14]
+    assert (config.layer_specs[14].mlp_size, config.layer_specs[15].mlp_size) == (6144, 12288)
+    assert config.rope_scaling == RopeScaling(kind="proportional", factor=1.0, num_pairs=64)
+    assert (config.rope_theta, config.local_rope_theta, config.scale) == (1e6, 1e4, 1.0)
+    assert (config.logit_softcap, config.layer_input_size, config.tie_embeddings) == (30.0, 256, True)
+    assert config.eos_ids == (1, 106)
+
+
+def test_gemma4_with_experts_has_fewer_kv_heads_in_global_layers() -> None:
+    text = without(GEMMA_4_E2B["text_config"], "num_kv_shared_layers", "layer_types") | {
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 7,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
+    }
+    config = find_family({"model_type": "gemma4_text"}).read_config(text)
+    assert [spec.num_kv_heads for spec in config.layer_specs] == [8] * 5 + [2] * 2
+    assert [spec.has_values for spec in config.layer_specs] == [True] * 5 + [False] * 2
+    assert config.experts is not None and (config.experts.num_experts, config.experts.num_choices) == (128, 8)
+    assert config.mlp_size(0) == 8 * 704 + 6144
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_bidirectional_attention": "all"}, "causal"),
+        ({"vocab_size_per_layer_input": 7}, "only equal sizes"),
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
+        ({"layer_types": ["full_attention"] * 15 + ["sliding_attention"] * 20}, "no earlier layer"),
+        ({"per_layer_config": {"4": {"num_key_value_heads": 3}}}, "3 kv heads"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "only global"),
+    ],
+)
+def test_gemma4_configs_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InferError, match=says):
+        read(GEMMA_4_E2B | {"text_config": GEMMA_4_E2B["text_config"] | changes})

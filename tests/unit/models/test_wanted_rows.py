@@ -83,7 +83,7 @@ def test_only_wanted_rows_pass_what_is_behind_the_last_attention(name: str) -> N
     has_state = model.config.has_state(2)
     inner, outer = ("projected", "output") if has_state else ("qkv", "out")
     last = ("layers.2.attention_norm", f"layers.2.attention.{inner}")
-    before = ("embedding", "position_embedding", "layers.0", "layers.1", *last)
+    before = ("embedding", "position_embedding", "input_", "layers.0", "layers.1", *last)
 
     assert rows == {part: num_tokens if part.startswith(before) else 2 for part in rows}
     assert {

@@ -59,6 +59,7 @@ class Drawn(NamedTuple):
     number: int  # number of the row in the order
     place: int  # place of the first
     drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
+    num_kept: int | None = None  # ids that are kept, where that is decided; None: as judged
 
 
 class PendingIds:
@@ -108,9 +109,9 @@ class PendingIds:
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self._num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self._num_rows
-        for number, place, drafts in self._drawn():
-            end = place + 1
-            if drafts:
+        for number, place, drafts, decided in self._drawn():
+            end = place + (decided or 1)
+            if drafts and decided is None:
                 end = place + self._judge(arrived[place : end + len(drafts)], drafts)
             ids[number] = tuple(arrived[place:end])
             logprobs[number] = tuple(row[0] for row in rows[place:end])
@@ -180,6 +181,14 @@ class Readback:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
+    def fetch_later(self, tensor: torch.Tensor) -> PendingTensor:
+        """Begin to copy a tensor to pinned memory of its own, with an event of its own."""
+        if not self._is_cuda:
+            return PendingTensor(tensor.clone(), None)
+        fetched, event = self.fetch(tensor), _event()
+        event.record()
+        return PendingTensor(fetched, event)
+
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
         """Begin to take logprobs; without memory try only this again: the sampled step cannot be repeated."""
         try:
@@ -201,9 +210,7 @@ class Readback:
         self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         table = logprob_table(asked.logits_SV, ids_S, width, self._places_K, aside)
         with torch.cuda.stream(aside):
-            fetched, event = self.fetch(table), _event()
-            event.record()
-        return PendingTensor(fetched, event)
+            return self.fetch_later(table)
 
 
 def _event() -> torch.cuda.Event:

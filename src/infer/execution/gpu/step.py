@@ -111,7 +111,9 @@ class DeviceStep(StepContext):
             return None
         if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
-        if self._has_shared_rows:  # it never reads what the step itself writes to the cache
+        if (
+            layer.is_shared or self._has_shared_rows
+        ):  # it never reads what the step itself writes to the cache
             return None
         if not self._work.is_projected_faster(num_rows):
             return None
@@ -120,7 +122,7 @@ class DeviceStep(StepContext):
 
     def _kv(self, layer: AttentionLayer) -> PagedKV:
         """The cache of one layer, as its tokens see it."""
-        store, (number, scale, window, softcap, sinks_N) = self._store, layer
+        store, (number, scale, window, softcap, sinks_N, _) = self._store, layer
         tables_RB = self._tables[store.tables[number]]
         keys, values, scales = store.keys[number], store.values[number], store.scales[number]
         return PagedKV(keys, values, tables_RB, self._block_size, scale, window, scales, softcap, sinks_N)
@@ -218,11 +220,11 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
 
 
 def _check_plain_scores(asked: str, config: ModelConfig) -> None:
-    """ConfigError if a kernel was asked for that knows neither caps of scores nor sinks."""
+    """ConfigError if a kernel was asked for that knows no caps of scores, sinks or heads of several sizes."""
     if not config.has_plain_scores:
         raise ConfigError(
-            f"{asked} cannot be had with {config.family}, whose scores have a soft cap or sinks; "
-            "leave it out, or use triton"
+            f"{asked} cannot be had with {config.family}, whose scores have a soft cap or sinks, or whose "
+            "layers have heads of several sizes; leave it out, or use triton"
         )
 
 

@@ -9,7 +9,8 @@
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
                                 row of its table, length it attends to, row it is sampled as, row that goes
-                                on from its id, and its column of tokens, positions, slots
+                                on from its id, its column of tokens, positions, slots, and if a row that is
+                                judged goes on there (kernels/elementwise/windows.py)
 
 The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
 copy for tokens and one for samples, and pads it up to the size that the step was captured for.
@@ -29,6 +30,7 @@ from infer.execution.gpu.sending import send, send_into
 from infer.execution.order import DECODE, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
+from infer.kernels.elementwise.windows import unpack_window
 
 
 class Prompts:
@@ -86,7 +88,7 @@ class DeviceInputs:
         self.tiles_W4 = torch.zeros((num_tiles, 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        self._window = torch.zeros((6 + num_tables) * max_rows, dtype=torch.int64, device=device)
+        self._window = torch.zeros((7 + num_tables) * max_rows, dtype=torch.int64, device=device)
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
@@ -99,6 +101,10 @@ class DeviceInputs:
     def decode(self, num_rows: int) -> list[StepInputs]:
         """Tokens, positions, slots and lengths of the rows that decode; for each block table its slots."""
         return [inputs.first(num_rows) for inputs in self._decode]
+
+    def turn(self, start: int, stop: int) -> StepInputs:
+        """Those of rows that draft, from one place to another: they are kept by the first table."""
+        return StepInputs(*(each[start:stop] for each in self._decode[0]))
 
     def blank(self) -> None:
         """Make everything padding."""
@@ -115,7 +121,7 @@ class DeviceInputs:
 
     def window(self, num_tokens: int) -> torch.Tensor:
         """The lines of a step whose rows verify drafts, for this many tokens and padding."""
-        num_lines = 4 + len(self.table_XT)
+        num_lines = 5 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
     def send_window(self, lines_YS: np.ndarray) -> None:
@@ -123,13 +129,10 @@ class DeviceInputs:
         send_into(self.window(lines_YS.shape[1]), torch.from_numpy(lines_YS))
         self.has_rows = False
 
-    def unpack_window(self, num_tokens: int) -> None:
-        """Put the lines of a window where a step reads them, on the device."""
-        lines_YS = self.window(num_tokens)
-        self.rows_S[:num_tokens].copy_(lines_YS[0])
-        self.lens_S[:num_tokens].copy_(lines_YS[1].clamp(min=0))  # padding is -1 everywhere
-        self.table_XT[:2, :num_tokens].copy_(lines_YS[4:6].clamp(min=0))
-        self.table_XT[2:, :num_tokens].copy_(lines_YS[6:])
+    def unpack_window(self, num_tokens: int, drafts_D: torch.Tensor) -> None:
+        """Put the lines of a window where a step reads them, on the device; codes there become drafts."""
+        rows_S, lens_S = self.rows_S[:num_tokens], self.lens_S[:num_tokens]
+        unpack_window(self.window(num_tokens), drafts_D, rows_S, lens_S, self.table_XT[:, :num_tokens])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
         """Send the rows that decode, padded to `size`, unless they are those of the last step."""

@@ -99,6 +99,9 @@ class PrefillChunk(NamedTuple):
 
 # Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
 _FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
+# Heads of more than 256: fewer rows and keys at a time, for the sums must fit the registers of a program.
+_WIDE_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=4)
+_WIDE_FLOAT32_CONFIG = PrefillConfig(block_n=16, num_warps=4, num_stages=1, num_parts=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +525,8 @@ def prefill_config(
     profile: AttentionProfile, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> PrefillConfig:
     """The configuration that was measured to be best for heads of this kind."""
+    if head_dim > 256:
+        return _WIDE_FLOAT32_CONFIG if dtype == torch.float32 else _WIDE_CONFIG
     if dtype == torch.float32:
         return _FLOAT32_CONFIG
     configs = profile.prefill_grouped if num_heads // num_kv_heads >= 4 else profile.prefill

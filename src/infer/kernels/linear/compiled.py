@@ -12,6 +12,7 @@ has a cut gets its kernel, whatever the others have.
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
     up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
+    1 to 128 tokens     matrices of the layers in a step with LoRA adapters              wgmma.py, shrink.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -32,7 +33,9 @@ import torch
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
+from infer.kernels.linear.low_rank import LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.shrink import Shrink, takes
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
 from infer.kernels.runtime.profiles import device_profile
@@ -52,10 +55,13 @@ class CompiledLinears:
         self.wgmma_more = wgmma.make_kernel(profile, range(most + 1, profile.wgmma_gate_tokens + 1))
         self.coded_pdl = pdl.make_kernel(profile, coded=True)
         self.coded = wgmma.make_kernel(profile, range(1, most_coded + 1), coded=True)
+        self.low_rank = wgmma.make_kernel(profile, range(1, wgmma.MAX_TOKENS + 1), low_rank=True)
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
+        self._low_rank: dict[Matrix, None] = {}
+        self._shrink = Shrink()
         self._others: list[PdlKernel] = []
 
     def use(self, kernel: PdlKernel) -> None:
@@ -69,6 +75,14 @@ class CompiledLinears:
             self._coded[matrix] = None
         elif self._enabled:
             (self._heads if is_head else self._layers)[matrix] = None
+
+    def want_low_rank(self, matrix: Matrix, stack: LowRankStack) -> None:
+        """Note a matrix whose tokens may have adapters."""
+        if self._enabled and takes(stack):
+            self._low_rank[matrix] = None
+            if self._shrink not in self._others:
+                self._others.append(self._shrink)
+            self._shrink.want(stack)
 
     @property
     def is_wanted(self) -> bool:
@@ -97,14 +111,15 @@ class CompiledLinears:
                 other.load(self.device)
             except BuildError as error:
                 other.num_ready = 0
-                logger.info("Triton computes experts: their kernels are to be compiled and %s", error)
+                what = "LoRA adapters" if other is self._shrink else "experts"
+                logger.info("Triton computes %s: their kernels are to be compiled and %s", what, error)
         return self.num_ready == expected
 
     @property
     def num_ready(self) -> tuple[int, ...]:
         """The number of kinds of products that each kernel is compiled for, or expected to be."""
         return (
-            *(len(kernel.ready) for kernel in self._kernels),
+            *(len(kernel.ready) for kernel in (*self._kernels, self.low_rank)),
             *(other.num_ready for other in self._others),
         )
 
@@ -118,7 +133,16 @@ class CompiledLinears:
             (self.wgmma_more, [matrix for matrix in layers if matrix.activation or matrix.writes]),
             (self.coded_pdl, coded),
             (self.coded, coded),
+            (self.low_rank, list(self._low_rank)),
         ]
+
+    def find_low_rank(
+        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, stack: LowRankStack, *, gated: bool
+    ) -> WgmmaConfig | None:
+        """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
+        if not self._shrink.num_ready or not takes(stack):
+            return None
+        return self.low_rank.find(x_MX, w, N, K, gated=gated)
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool

@@ -30,6 +30,18 @@ class ResidualInput(NamedTuple):
     offset: float
 
 
+class LowRankTerm(NamedTuple):
+    """The products of LoRA adapters that a kernel adds to its own (low_rank.py)."""
+
+    b_NC: torch.Tensor  # columns of all slots
+    parts: list[int]  # rows of each part of the matrix
+    used: torch.Tensor  # bits of the chunks of columns that some adapter has weights in
+    h_TC: torch.Tensor  # part by part
+    columns: int  # columns of h that a part has
+    active: torch.Tensor  # bits of the chunks that rows of the step have their adapters in
+    has_x: torch.Tensor  # a flag that the kernel of h raises when x is complete
+
+
 class Epilogue(NamedTuple):
     """The work of a kernel besides its product: bias, gate, and its two ends of the residual stream."""
 
@@ -38,3 +50,4 @@ class Epilogue(NamedTuple):
     add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to; where the sum goes
     prologue: ResidualSum | None = None  # the sum whose `scaled_MN` is x: its norm is to be finished
     eps: float = 0.0  # epsilon of that norm
+    low_rank: LowRankTerm | None = None  # what adapters add to the product

@@ -38,6 +38,16 @@
        BLOCKS                 blocks to an SM
    N and K are arguments: one kernel serves all matrices that are cut alike.
 
+   With LOW_RANK, tokens have LoRA adapters (linear/low_rank.py), which add B h: further columns of W and of x. The h of
+   all adapters stand side by side, and a token has zeros where the adapter is not its own:
+
+       [ W | B1 B2 B3 .. ] [ x | 0 h2 0 .. ]'        chunks of B and h are stages like any other
+
+   Every part of a matrix (q, k, v) has an h; B of a part has zeros in the rows of the others, which TMA makes, past the
+   ends of that part. Chunks that no token has an adapter in (`active`), or none with this matrix (`used`), are left out.
+   The kernel before this one computes h, and raises a flag (`has_x`) when it has waited for the one that made x: W x
+   is multiplied while it runs, and only B h waits for its end.
+
    With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
    rows each. A lane of a warp that multiplies unpacks its own codes (coded.cuh), and W is on the left from registers:
    of warps, which read x for themselves, with few tokens, else of warpgroups. The sums of a group of columns
@@ -66,6 +76,9 @@
 
 typedef unsigned int u32;
 
+#ifndef LOW_RANK
+#define LOW_RANK 0
+#endif
 #ifndef WEIGHTS
 #define WEIGHTS 0
 #define MANY 0
@@ -120,6 +133,7 @@ constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet
 constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // lanes with different tokens
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
+static_assert(!LOW_RANK || !WEIGHTS, "coded weights are multiplied without adapters");
 static_assert(ROWS % 64 == 0, "64 rows to a warpgroup");
 static_assert(TOKENS % 8 == 0 && TOKENS <= 128, "one instruction for all tokens");
 static_assert(!GATED || !(ADDS || BIAS), "a gated layer does not write into the stream, and has no bias");
@@ -150,7 +164,16 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const char* __restrict__ gain,            // [N]
     char* __restrict__ sum,                   // [M, N]: r
     double* __restrict__ squares,             // [parts, M]: written with ADDS, read with PARTS
-    long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset, int lets_in) {
+    long long residual_stride, int M, int N, int K, int num_parts, float eps, float offset, int lets_in
+#if LOW_RANK
+    , const __grid_constant__ TensorMap b_map_0, const __grid_constant__ TensorMap b_map_1,
+    const __grid_constant__ TensorMap b_map_2,    // [rows of a part, ranks of all adapters], boxes of OUT_ROWS
+    const __grid_constant__ TensorMap h_map,      // [M, parts * h_columns], boxes of TOKENS
+    const char* active, const char* used,         // a bit for each chunk
+    const char* has_x,                            // a flag of the kernel before
+    int end_0, int end_1, int end_2, int h_columns  // where parts end, those that there are not at 0; columns of a part
+#endif
+) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
     const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // blocks of tokens: neighbours read the same W
@@ -208,6 +231,22 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #endif
     };
 
+#if LOW_RANK
+    const int ends[4] = {0, end_0, end_1, end_2};
+    auto has_part = [&](int part) {  // rows of it are in this tile
+        return GATED ? part < 2 : tile * ROWS < ends[part + 1] && (tile + 1) * ROWS > ends[part];
+    };
+    auto load_chunk_of_adapters = [&](int i, int part, int chunk) {
+        const TensorMap& map = part == 0 ? b_map_0 : part == 1 ? b_map_1 : b_map_2;
+        u64* full = &shared.full[i % STAGES];
+        char* to = shared.stages[i % STAGES];
+        expect_bytes(full, STAGE_BYTES);
+        copy_box(to, map, tile * OUT_ROWS - ends[part], chunk * CHUNK, full, READ_AGAIN);
+        if (GATED) copy_box(to + W_BYTES / 2, map, N + tile * OUT_ROWS - ends[part], chunk * CHUNK, full, READ_AGAIN);
+        copy_box(to + W_BYTES, h_map, 0, part * h_columns + chunk * CHUNK, full, READ_AGAIN);
+    };
+#endif
+
     // -- weights, before the wait
 
     if (threadIdx.x == 32 * WARPS) {
@@ -222,7 +261,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     if (is_loader) {
         for (int i = 0; i < num_ahead; ++i) load_weights_of(i);
         fetch_map(x_map);
-        if (lets_in && count <= STAGES) let_next_kernel_start();
+        if (lets_in && count <= STAGES && !LOW_RANK) let_next_kernel_start();
     }
     __syncwarp();
     if (SPLIT > 1) {
@@ -245,7 +284,19 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         }
     }
 
+#if LOW_RANK
+    if (threadIdx.x == 32 * WARPS) wait_for_flag(has_x);
+    __syncthreads();
+#else
     if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else they wait when the first weights are unpacked
+#endif
+
+    int total = count;  // chunks of this block
+#if LOW_RANK
+    const u32 chunks = load_pair(active) & load_pair(used);
+    const int num_added = (has_part(0) + has_part(1) + has_part(2)) * __popc(chunks);
+    total += (num_added + SPLIT - 1 - split) / SPLIT;
+#endif
 
     u32 residuals[HOLDS_RESIDUAL ? OWN_OF_WARP : 1][TURNS];
     auto residual_at = [&](int token, int turn) {
@@ -449,7 +500,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         float sums[TOKENS / 2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < total; ++i) {
             const char* stage = shared.stages[i % STAGES];
             wait_until(&shared.full[i % STAGES], i / STAGES & 1);
             const u64 w = operand(stage + group * (64 * CHUNK * 2)), x = operand(stage + W_BYTES);
@@ -485,6 +536,17 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             load_weights_of(i);
             load_tokens_of(i);
         }
+#if LOW_RANK
+        wait_for_kernel_before();
+        int next = count, number = 0;
+        for (int part = 0; part < 3; ++part) {
+            for (u32 left = has_part(part) ? chunks : 0; left; left &= left - 1) {
+                if (number++ % SPLIT != split) continue;
+                if (next >= STAGES) wait_until(&shared.empty[next % STAGES], (next / STAGES - 1) & 1);
+                load_chunk_of_adapters(next++, part, __ffs(left) - 1);
+            }
+        }
+#endif
         if (lets_in) let_next_kernel_start();
     } else if (PARTS && warp > WARPS) {
         const int helper = warp - WARPS - 1;

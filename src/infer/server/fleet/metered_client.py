@@ -82,6 +82,7 @@ class MeteredClient:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
         self.finished: Counter[str] = Counter()  # ended sequences by reason
         self.is_down = False  # its state when last looked at
+        self.num_restarts = 0  # those after which its adapters were loaded again
         self.client = client
         self._open: dict[str, _RequestTimes] = {}  # open requests by id
 
