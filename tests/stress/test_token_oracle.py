@@ -158,8 +158,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     world.check_idle()
 
 
-@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
     Traffic(world, f"adapters {number}", num_requests=60).run()
