@@ -24,6 +24,9 @@ So freeing, forks, swapping and prefixes are those of any window. A full block i
 prompt goes on from its end: within a block there is no state (docs/features/hybrid.md).
 
 A model whose layers all see the same has one table and one block for all layers.
+
+Layers in stages are in the memory of different ranks, which have the same tables: the planes of each stage
+are counted from 0, and a block has room for the stage that needs most.
 """
 
 from __future__ import annotations
@@ -76,20 +79,31 @@ class KVLayout:
         return cls((None,), (0,) * num_layers, tuple(range(num_layers)), num_layers)
 
     @classmethod
-    def of(cls, layer_windows: Sequence[int | None], max_seq_len: int) -> KVLayout:
-        """The layout of layers with these windows; a window that no sequence outgrows counts as none."""
+    def of(
+        cls, layer_windows: Sequence[int | None], max_seq_len: int, stages: Sequence[range] = ()
+    ) -> KVLayout:
+        """The layout of layers with these windows; a window that no sequence outgrows counts as none.
+
+        `stages` are the layers of each, where other ranks have the other ones.
+        """
+        stages = stages or (range(len(layer_windows)),)
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(layer_windows):
             seen = None if window is None or window >= max_seq_len else window
             groups.setdefault(seen, []).append(layer)
         by_window = sorted(groups.items(), key=lambda group: -1 if group[0] is None else group[0])
-        num_planes = _choose_planes({window: len(layers) for window, layers in by_window})
+        parts = {
+            window: [[layer for layer in stage if layer in layers] for stage in stages]
+            for window, layers in by_window
+        }
+        sizes = {window: max(map(len, each)) for window, each in parts.items()}
+        num_planes = _choose_planes(sizes)
         windows: list[int | None] = []
         tables, planes = [0] * len(layer_windows), [0] * len(layer_windows)
-        for window, layers in by_window:
-            for place, layer in enumerate(layers):
+        for window, each in parts.items():
+            for place, layer in (pair for layers in each for pair in enumerate(layers)):
                 tables[layer], planes[layer] = len(windows) + place // num_planes, place % num_planes
-            windows += [window] * -(-len(layers) // num_planes)
+            windows += [window] * -(-sizes[window] // num_planes)
         return cls(tuple(windows), tuple(tables), tuple(planes), num_planes)
 
     @property

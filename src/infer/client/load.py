@@ -41,7 +41,7 @@ def load_weights(
     Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
     when a rank is gone while there is no step that would say so.
     """
-    load, size = config.load, config.load.tensor_parallel_size
+    load, size = config.load, config.load.num_ranks
     _notice_forks()
     if load.num_threads is not None:
         use_threads(load.num_threads)
@@ -52,7 +52,7 @@ def load_weights(
     ranks = RankProcesses(config, size, num_threads, on_idle_loss)
     try:
         use_threads(num_threads)
-        loaded = load_part(config, headers, Rank(0, size), show_progress=show_progress)
+        loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
         ranks.wait()
     except BaseException:
         ranks.close()
@@ -74,22 +74,31 @@ def load_part(
         show_progress=show_progress,
         headers=headers,
         rank=rank,
-        check=partial(check_settings, config) if rank.number == 0 else lambda choice: None,
+        check=partial(check_settings, config) if rank == rank_of(config, 0) else lambda choice: None,
     )
+
+
+def rank_of(config: EngineConfig, number: int) -> Rank:
+    """The part of the model that a process has, by its number among all."""
+    return Rank.of(number, config.load.tensor_parallel_size, config.load.pipeline_parallel_size)
 
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
-    device, size = choose_device(load.device), load.tensor_parallel_size
+    device, size, num_stages = (
+        choose_device(load.device), load.tensor_parallel_size, load.pipeline_parallel_size
+    )  # fmt: skip
     if has_gpu_kernels(device):
+        name = f"pipeline_parallel_size={num_stages}" if num_stages > 1 else f"tensor_parallel_size={size}"
         raise ConfigError(
-            f"tensor_parallel_size={size} works on CPUs only so far, and the model would be on {device}; "
+            f"{name} works on CPUs only so far, and the model would be on {device}; "
             "leave it out, or set device=cpu"
         )
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size
-    ).check_cuts()
+        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size,
+        stage=num_stages - 1, num_stages=num_stages,
+    ).check_cuts()  # fmt: skip
 
 
 def use_threads(number: int) -> None:

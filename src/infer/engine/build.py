@@ -68,12 +68,11 @@ from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
-from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
-from infer.loader.load import LoadChoice, LoadedModel, choose_device
+from infer.loader.load import LoadChoice, LoadedModel, RankLinks, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
@@ -106,14 +105,14 @@ def build_engine(
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config, ranks = resolve_for(settings, loaded), loaded.ranks
-    if steps_ahead is not None and config.steps_ahead:
+    if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
         config = replace(config, steps_ahead=steps_ahead)
     phases = Phases() if phases is None else phases
     if ranks is not None:
         ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
         bank = make_bank(settings, loaded)
-        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator, bank)
+        wait_for_linears = _bind(config, loaded, ranks, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
@@ -236,9 +235,11 @@ def build_engine(
 def _bind(
     config: ResolvedConfig,
     loaded: LoadedModel,
-    communicator: Communicator | None,
+    link: RankLinks | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    communicator = None if link is None or link.communicator.size == 1 else link.communicator
+    loaded.model.pipe = pipe = None if link is None else link.pipe
     return bind(
         loaded.model,
         loaded.device,
@@ -246,6 +247,7 @@ def _bind(
         mlp_backend=config.backends.mlp,
         cpu_products=config.settings.run.cpu_products,
         communicator=communicator,
+        pipe=pipe,
         vocab_size=loaded.config.vocab_size,
         adapters=adapters,
     )
@@ -276,10 +278,10 @@ def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBan
     return adapters
 
 
-def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communicator) -> ResolvedConfig:
+def bind_rank(settings: EngineConfig, loaded: LoadedModel, link: RankLinks) -> ResolvedConfig:
     """Bind the part of the model that a rank other than 0 has; return the same decisions as rank 0's."""
     config = resolve_for(settings, loaded)
-    _bind(config, loaded, communicator)()
+    _bind(config, loaded, link)()
     return config
 
 
@@ -488,6 +490,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
+            pipe=loaded.model.pipe,
             head=head if isinstance(head, TorchHead) else None,
             adapters=adapters,
         )

@@ -4,6 +4,7 @@
                       told ──► probe       a prompt of made-up tokens, which rank 0 measures
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
                       told ──► order       its part of a step
+                      told ──► ids         what was drawn, where the next order has come before
 
 Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
 is never more than one message behind.
@@ -16,6 +17,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from infer.cache.memory import CacheSize
@@ -25,7 +27,7 @@ from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, link_bytes
-from infer.execution.torch_device import ORDER, TorchDevice
+from infer.execution.torch_device import AHEAD, IDS, ORDER, TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
 
@@ -42,12 +44,13 @@ def make_memory(size: int) -> int:
     return handle
 
 
-def open_link(handle: int, rank: int, size: int) -> RankLink:
+def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLink:
     """One rank's end of this memory."""
     c = library()
     if c is None:
-        raise ConfigError(f"tensor_parallel_size on a CPU needs the C kernels: {why_not()}")
-    return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size)
+        name = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
+        raise ConfigError(f"{name} on a CPU needs the C kernels: {why_not()}")
+    return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size, num_stages)
 
 
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
@@ -56,12 +59,16 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
     config, device = None, None
     while True:
         kind, body = link.receive()
-        if kind == ORDER:
+        if kind in (ORDER, AHEAD, IDS):
             assert isinstance(device, TorchDevice)
-            device.compute_part(read(memoryview(body)))
+            if kind == IDS:
+                device.learn(body)
+            else:
+                receive = partial(_receive_ids, link, device) if kind == AHEAD else None
+                device.compute_part(read(memoryview(body)), receive)
         elif kind == BIND:
             settings = EngineConfig.from_knobs(**json.loads(body))
-            config = bind_rank(settings, loaded, link.communicator)
+            config = bind_rank(settings, loaded, link)
             on_done()
         elif kind == PROBE:
             probe_rank(loaded, json.loads(body))
@@ -70,3 +77,9 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             size, shape = json.loads(body)
             device = build_rank(config, loaded, CacheSize(*size), StateShape(*shape))
             on_done()
+
+
+def _receive_ids(link: RankLink, device: TorchDevice) -> None:
+    kind, body = link.receive()
+    assert kind == IDS, f"ids come before the next order, not a message of kind {kind}"
+    device.learn(body)

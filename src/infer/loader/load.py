@@ -25,6 +25,7 @@ import torch
 
 from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
+from infer.kernels.runtime.communicator import Pipe as Pipe
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -44,10 +45,22 @@ MAX_ROTARY_NUMBERS = 2**27  # positions times head size: tables of half a gigaby
 log = logging.getLogger(__name__)
 
 
-class RankGroup(Protocol):
-    """The ranks of a model as rank 0, which has the engine, sees them."""
+class RankLinks(Protocol):
+    """The ways by which a rank exchanges numbers with others."""
 
-    communicator: Communicator
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks that have parts of the same layers."""
+        ...
+
+    @property
+    def pipe(self) -> Pipe | None:
+        """The stages before and after; None: every rank has all layers."""
+        ...
+
+
+class RankGroup(RankLinks, Protocol):
+    """The ranks of a model as rank 0, which has the engine, sees them."""
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
         """Send all other ranks a message."""
@@ -57,8 +70,11 @@ class RankGroup(Protocol):
         """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
         ...
 
-    def check(self) -> None:
-        """Raise `DeviceLost` if a rank is gone: no result since then can be used."""
+    def check(self, *, is_idle: bool = True) -> None:
+        """Raise `DeviceLost` if a rank is gone: no result since then can be used.
+
+        Until the next message, the others are waited for only if not `is_idle`.
+        """
         ...
 
     def close(self, reason: str = "") -> None:
@@ -145,7 +161,7 @@ def load_model(
     context_len = check_length(max_seq_len, headers.config)
     plan = plan_weights(
         headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
-        world_size=rank.world_size,
+        world_size=rank.world_size, stage=rank.stage, num_stages=rank.num_stages,
     )  # fmt: skip
     plan.check_cuts()
     rule = plan.rule
@@ -197,7 +213,7 @@ def load_model(
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)
-    if rank.world_size == 1:
+    if rank.is_alone:
         _check_tied_head(model, headers)
     return LoadedModel(
         model=model.eval(),

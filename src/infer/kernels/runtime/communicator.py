@@ -6,6 +6,8 @@
 Every rank makes the same calls in the same order, with the same number of rows. Shares are added in the
 order of the ranks, so all ranks have the same bits. On CPUs the ranks share memory
 (kernels/cpu/collectives.py); GPUs would be another class here.
+
+Where the layers of a model are in stages, a `Pipe` takes hidden states from stage to stage.
 """
 
 from __future__ import annotations
@@ -34,4 +36,30 @@ class Communicator(Protocol):
 
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
         """The columns of all ranks side by side, [M, num_columns]; the last ranks have fewer than N."""
+        ...
+
+
+class Pipe(Protocol):
+    """One rank of a model whose layers are in stages, and its ways from the stage before and to the next."""
+
+    @property
+    def stage(self) -> int:
+        """The number of its stage, from 0."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        ...
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows [num_rows, width] that the stage before passes on, which are waited for."""
+        ...
+
+    def pass_on(self, x_MN: torch.Tensor) -> None:
+        """Pass rows on to the next stage."""
+        ...
+
+    def tick(self) -> None:
+        """Say that another layer is computed, for those who watch."""
         ...
