@@ -102,7 +102,9 @@ def test_processes_answer_as_one_and_end_with_a_killed_rank(
     with open_llm(checkpoint, size, num_stages, observer=recorder) as llm:
         assert len(rank_pids()) == size * num_stages - 1
         assert [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)] == alone
-        num_steps = recorder.num_steps
+        num_steps, stats = recorder.num_steps, llm.engine.stats()
+        assert stats.rank_step_s > 0 and len(stats.rank_wait_s) == 3 * size * num_stages
+        assert stats.rank_wait_s[5] > 0, "rank 1 has waited for orders"
         error, passed = lose_rank(llm, signal.SIGKILL, killed)
         assert f"rank {killed} ended with signal 9" in str(error) and passed < PATIENCE
         with pytest.raises(DeviceLost):  # there is no way on, and no waiting

@@ -31,6 +31,7 @@ class RankThreads:
         os.close(handle)
         self.communicator: Communicator = self._links[0].communicator
         self.pipe: Pipe | None = self._links[0].pipe
+        self.lines = self._links[0].lines
         self._threads = []
         for rank in range(1, size):
             loaded = load_part(config, headers, rank_of(config, rank))

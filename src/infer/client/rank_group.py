@@ -96,7 +96,8 @@ class RankProcesses:
             self._link = open_link(handle, 0, size, config.load.pipeline_parallel_size)
             self.communicator: Communicator = self._link.communicator
             self.pipe: Pipe | None = self._link.pipe
-            self._group = group = _Group(self._link.communicator.abort, self._link.lines, on_idle_loss)
+            self.lines = self._link.lines
+            self._group = group = _Group(self._link.communicator.abort, self.lines, on_idle_loss)
             self._num_parts = 0  # parts of a start that have been asked for
             group.is_waited_for = True
             knobs, level = config.knobs(), log_level()

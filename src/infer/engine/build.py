@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
-from infer.loader.load import LoadChoice, LoadedModel, RankLinks, choose_device
+from infer.loader.load import LoadChoice, LoadedModel, RankGroup, RankLinks, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
@@ -224,6 +225,7 @@ def build_engine(
         token_bytes=token_bytes,
         speculation=speculation,
         adapters=None if bank is None else _load_adapters(settings, loaded, bank),
+        rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
@@ -306,6 +308,13 @@ def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
     if loaded.ranks is not None:
         loaded.ranks.check()
     return seconds
+
+
+def _rank_times(device: TorchDevice | GpuDevice, ranks: RankGroup) -> dict[str, Any]:
+    """Return the time that steps took and ranks waited, as fields of `EngineStats`."""
+    waits = [seconds for line in ranks.lines() for seconds in (line.sum_s, line.stage_s, line.idle_s)]
+    step_s = device.step_s if isinstance(device, TorchDevice) else 0.0
+    return {"rank_step_s": step_s, "rank_wait_s": tuple(waits)}
 
 
 def token_bytes_of(

@@ -18,7 +18,6 @@ from infer.errors import DeviceLost
 from infer.kernels.cpu.collectives import (
     HEADER_BYTES,
     WORD_BYTES,
-    RankLine,
     SharedCommunicator,
     SharedPipe,
     address_of,
@@ -26,6 +25,7 @@ from infer.kernels.cpu.collectives import (
     region_bytes,
 )
 from infer.kernels.cpu.library import Library
+from infer.kernels.runtime.communicator import RankLine
 
 NUM_SLOTS: Final = 32  # more than are ever under way while stages wait for each other
 SLOT_BYTES: Final = 1 << 15

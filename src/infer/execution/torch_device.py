@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -131,6 +132,7 @@ class TorchDevice(SyncDevice):
         self._staged: deque[_StagedStep] = deque()  # steps under way, as rank 0 of several stages
         self._drawn: list[int] = []  # rows that the last order draws ids for, as another rank
         self._awaited: set[int] = set()  # rows whose ids are still to come
+        self.step_s = 0.0  # seconds of steps, as rank 0 of several
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
@@ -190,11 +192,13 @@ class TorchDevice(SyncDevice):
 
     def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: OtherRanks) -> StepResult:
         """Execute an order as rank 0 of several."""
+        start = perf_counter()
         with _whole_group(ranks, order), torch.inference_mode():
             self._enter(order)
             ranks.send(ORDER, to_bytes(self._with_last_tokens(order)))
             result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
             ranks.check()
+        self.step_s += perf_counter() - start
         return result
 
     def run(self, order: StepOrder) -> PendingStep:
@@ -227,7 +231,7 @@ class TorchDevice(SyncDevice):
         assert self._ranks is not None and self._pipe is not None
         ranks = self._ranks
         while not step.is_done:
-            first = self._staged[0]
+            start, first = perf_counter(), self._staged[0]
             order, is_followed = first.order, len(self._staged) > 1 and self._staged[1].is_sent
 
             def compute(part: StepOrder, masks: StepMasks, is_followed: bool = is_followed) -> StepResult:
@@ -244,6 +248,7 @@ class TorchDevice(SyncDevice):
                 if self._staged:
                     self._begin(self._staged[0])
                 ranks.check(is_idle=not self._staged)
+            self.step_s += perf_counter() - start
 
     def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
         """The parts in which an order is computed, the same on every rank."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ import torch
 from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
 from infer.kernels.runtime.communicator import Pipe as Pipe
+from infer.kernels.runtime.communicator import RankLine
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -68,6 +69,10 @@ class RankGroup(RankLinks, Protocol):
 
     def wait(self) -> None:
         """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
+        ...
+
+    def lines(self) -> Sequence[RankLine]:
+        """The state of each rank, and how long it has waited."""
         ...
 
     def check(self, *, is_idle: bool = True) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
-from typing import NamedTuple
 
 import torch
 
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
+from infer.kernels.runtime.communicator import RankLine
 
 HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
 WORD_BYTES = 64
@@ -33,21 +33,6 @@ _PIPE_BYTES = 2 * WORD_BYTES + PIPE_SLOTS * CAPACITY * 4
 def region_bytes(size: int) -> int:
     """The memory that this many ranks share for their exchanges; untouched parts of it take no room."""
     return HEADER_BYTES + 2 * size * CAPACITY * 4 + size * _PIPE_BYTES
-
-
-class RankLine(NamedTuple):
-    """The state of a rank, as all ranks see it."""
-
-    progress: int  # a number that grows with every exchange, layer, and piece passed on
-    waiting: int  # 0: it computes; 1: it waits for other ranks; 2: for a message
-    sum_s: float  # seconds that it has waited for sums and columns of other ranks
-    stage_s: float  # seconds that it has waited for another stage
-    idle_s: float  # seconds that it has waited for messages
-
-    @property
-    def needs_others(self) -> bool:
-        """True if it waits for a sum, or for rows of another stage."""
-        return self.waiting == 1
 
 
 def read_line(memory: mmap.mmap, rank: int) -> RankLine:

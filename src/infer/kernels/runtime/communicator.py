@@ -12,7 +12,7 @@ Where the layers of a model are in stages, a `Pipe` takes hidden states from sta
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -63,3 +63,18 @@ class Pipe(Protocol):
     def tick(self) -> None:
         """Say that another layer is computed, for those who watch."""
         ...
+
+
+class RankLine(NamedTuple):
+    """The state of a rank, as all ranks see it."""
+
+    progress: int  # a number that grows with every exchange, layer, and piece passed on
+    waiting: int  # 0: it computes; 1: it waits for other ranks; 2: for a message
+    sum_s: float  # seconds that it has waited for sums and columns of other ranks
+    stage_s: float  # seconds that it has waited for another stage
+    idle_s: float  # seconds that it has waited for messages
+
+    @property
+    def needs_others(self) -> bool:
+        """True if it waits for a sum, or for rows of another stage."""
+        return self.waiting == 1
