@@ -117,6 +117,7 @@ class Engine:
         token_bytes: TokenBytes | None = None,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        rank_times: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -139,7 +140,7 @@ class Engine:
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
-        self._adapters = adapters
+        self._adapters, self._rank_times = adapters, rank_times  # the latter: fields of its stats
         self.speculation = speculation
         self._requests.speculation = speculation
         self._has_drafts = False  # the last step launched has drafts, so it is read before the next
@@ -327,6 +328,7 @@ class Engine:
             grammar_s=self._compile_s.total,
             grammar_times=tuple(self._compile_s.counts),
             **self._draft_counts(),
+            **self._rank_times(),
             **self._form,
         )
 
