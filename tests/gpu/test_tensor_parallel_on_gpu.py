@@ -81,15 +81,6 @@ def exchange_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (2, torch.float16)], ids=str
-)
-def test_exchanges_are_those_of_torch_whatever_comes_first(
-    size: int, dtype: torch.dtype, env: dict[str, str]
-) -> None:
-    assert run_ranks(exchange_all, size, env, dtype) == [0] * size
-
-
 def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
     """Sums that are added to the residual stream, of several shapes, one after the other."""
     wrong, dtype = [], torch.bfloat16
@@ -116,9 +107,17 @@ def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_are_added_to_the_stream_and_its_norm_is_begun(size: int, env: dict[str, str]) -> None:
-    assert run_ranks(add_all, size, env, torch.bfloat16) == [[]] * size
+def exchange_and_add(ranks: GpuCommunicator, link: RankLink, rank: int) -> tuple[int, list[str]]:
+    return exchange_all(ranks, link, rank), add_all(ranks, link, rank) if ranks.can_add else []
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16)], ids=str
+)
+def test_exchanges_are_those_of_torch_whatever_comes_first(
+    size: int, dtype: torch.dtype, env: dict[str, str]
+) -> None:
+    assert run_ranks(exchange_and_add, size, env, dtype) == [(0, [])] * size
 
 
 def wait_for_nobody(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
