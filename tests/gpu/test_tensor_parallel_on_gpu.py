@@ -17,6 +17,7 @@ import torch
 from infer.execution.rank_ring import RankLink
 from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.runtime.gpu_communicator import NCCL_BYTES, GpuCommunicator
+from infer.kernels.runtime.nccl import load_nccl
 from infer.loader.find.source import resolve_model
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -158,13 +159,15 @@ def use_nccl(ranks: GpuCommunicator, link: RankLink, rank: int) -> bool:
 
 def test_long_sums_of_ranks_with_gpus_of_their_own_go_through_nccl(env: dict[str, str]) -> None:
     """One GPU is one rank of its own: the calls are right, whatever NCCL then does."""
+    if load_nccl() is None:
+        pytest.skip("this PyTorch has no NCCL that others can call")
     assert run_ranks(use_nccl, 1, env, torch.float32) == [True]
 
 
 # -- whole models --------------------------------------------------------------------------------------
 
 SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)
-FEW: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 256}
+FEW: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 256}
 
 
 def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -> None:

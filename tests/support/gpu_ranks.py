@@ -113,13 +113,13 @@ def _answer(path: str, size: int, lose: int = 0, **knobs: Any) -> list[Any]:
     from infer import LLM, SamplingParams
     from tests.integration.test_rank_processes import lose_rank, rank_pids, wait_for
 
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
     defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
                                 "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
     prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
     with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
         made = llm.generate(prompts, params)
-        longer = llm.generate(prompts * 3, replace(params, max_tokens=30, prompt_logprobs=None))
+        longer = llm.generate(prompts * 3, replace(params, max_tokens=10, prompt_logprobs=None))
         logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
         answer = [[list(each.token_ids) for each in (*made, *longer)], logprobs]
         if lose:
