@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_
     knobs: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3}
     params = replace(GREEDY, max_tokens=24, logprobs=None)
     assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "gptq"), ("qwen3_moe", ""), ("gpt_oss", "")])
+def test_weights_in_the_forms_of_a_gpu_are_cut_right(
+    family: str, recipe: str, root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.client.load.load_model", partial(loader.load_model, home="cuda"))
+    path = checkpoint(root, family, recipe)
+    assert answers(path, 2, quantization="auto") == answers(path, 1, quantization="auto")
 
 
 @pytest.mark.parametrize(
