@@ -343,3 +343,14 @@ def test_sizes_that_do_not_divide_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         answers(checkpoint(root, family, recipe), size)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, "tensor_parallel_size=2"), ((2, 2), "pipeline_parallel_size=2")]
+)
+def test_gpus_are_refused(
+    size: int | tuple[int, int], name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "has_gpu_kernels", lambda device: True)
+    with pytest.raises(ConfigError, match=f"{name} works on CPUs only so far"):
+        answers(checkpoint(root, "llama"), size)
