@@ -18,6 +18,7 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.client import rank_group
 from infer.errors import DeviceLost, EngineError
+from infer.kernels.runtime.communicator import RankLine
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import replay_model
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -124,6 +125,31 @@ def test_a_stopped_rank_ends_the_group(size: int, num_stages: int, checkpoint: P
         error, _ = lose_rank(llm, signal.SIGSTOP)
         assert "rank 1 was stopped by a signal" in str(error)
         wait_for(lambda: not rank_pids())  # a stopped process is killed as well
+
+
+@pytest.mark.parametrize(
+    ("waiting", "silent"),
+    [([1, 0, 2], 1), ([0, 1, 1], 0), ([1, 1, 0], 2), ([0, 0, 2], None), ([0, 2, 2], None)],
+)
+def test_a_rank_that_others_wait_for_is_silent_if_nothing_moves(
+    waiting: list[int], silent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "LOOK_S", 0.001)
+    monkeypatch.setattr(rank_group, "SILENT_S", 0.01)
+    num_looks = 0
+
+    def lines() -> list[RankLine]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 100 and silent is None:
+            group.lost = "the test has ended"
+        return [RankLine(7, each, 0.0, 0.0, 0.0) for each in waiting]
+
+    group = rank_group._Group(lambda: None, lines, lambda: None)
+    group.is_waited_for = True
+    rank_group._watch(group)
+    wanted = "the test has ended" if silent is None else f"rank {silent} has not answered for 0 s"
+    assert group.lost == wanted
 
 
 # -- failures while they start -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import rank_device
 from infer.loader.slices import Rank
 from infer.models.registry import FAMILIES
+from infer.scheduling.request import Request
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
@@ -308,6 +310,51 @@ def test_settings_and_requests_answer_the_same_in_stages(
     assert answers(path, size, params, **knobs) == answers(path, 1, params, **knobs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("swap_blocks", [0, 20])
+def test_mixed_traffic_answers_the_same_in_stages(family: str, swap_blocks: int, root: Path) -> None:
+    """Requests of all kinds come and go while others are preempted."""
+    path = checkpoint(root, family)
+    knobs: dict[str, Any] = {"num_blocks": 64 if family == "qwen3_next" else 40, "swap_blocks": swap_blocks}
+    knobs |= {"max_batch_size": 7, "prefill_chunk_size": 24, "max_seq_len": 96, "record_cpu_step": False}
+
+    def serve(num_stages: int) -> tuple[dict[tuple[str, int], list[int]], set[str]]:
+        rng, made, aborted = Random(swap_blocks), dict[tuple[str, int], list[int]](), set[str]()
+        waiting = [(rng.randrange(60), mixed_request(number, rng)) for number in range(30)]
+        with LLM(path, device="cpu", quantization="none", pipeline_parallel_size=num_stages, **knobs) as llm:
+            engine, num_calls = llm.engine, 0
+            while waiting or engine.has_work:
+                for pair in [pair for pair in waiting if pair[0] <= num_calls]:
+                    waiting.remove(pair)
+                    engine.add(pair[1])
+                for output in engine.step():
+                    made.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+                num_calls += 1
+                name = str(rng.randrange(30))
+                if num_calls % 13 == 0 and engine.is_serving(name):
+                    engine.abort(name)
+                    aborted.add(name)
+        return made, aborted
+
+    alone, gone = serve(1)
+    for num_stages in (2, 3):
+        made, also_gone = serve(num_stages)
+        wanted = {key: ids for key, ids in alone.items() if key[0] not in gone | also_gone}
+        assert {key: made.get(key) for key in wanted} == wanted
+
+
+def mixed_request(number: int, rng: Random) -> Request:
+    """A request of one of several kinds, with a prompt of some length."""
+    prompt = tuple(rng.randrange(5, 290) for _ in range(rng.choice([1, 2, 5, 17, 33, 60])))
+    params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=rng.choice([0.0, 1.0]), seed=number)
+    kinds: list[dict[str, Any]] = [
+        {}, {"n": 3, "temperature": 1.0}, {"frequency_penalty": 1.0, "logprobs": 2}, {"prompt_logprobs": 1},
+        {"structured": Structured(kind="regex", text="[a-z]{6}")},
+    ]  # fmt: skip
+    return Request(request_id=str(number), prompt=prompt, params=replace(params, **rng.choice(kinds)))
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_stages_work_at_the_same_time(overlaps: bool, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kinds, send = checkpoint(root, "qwen2"), list[int](), RankThreads.send
@@ -383,3 +430,9 @@ def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "is_amd", lambda: True)
     with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
         rank_device("cuda:0", Rank(0, 2))
+
+
+def test_stages_on_gpus_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "has_gpu_kernels", lambda device: True)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 works on CPUs only so far"):
+        answers(checkpoint(root, "llama"), (2, 2))
