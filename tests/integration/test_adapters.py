@@ -34,6 +34,7 @@ from infer.speculative.adaptive import StepCosts
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.adapters import ATTENTION, make_adapter, merge, read_weights
 from tests.support.books import check_books
+from tests.support.thinned import thinned
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 ROOT: list[Path] = []
@@ -133,9 +134,13 @@ def first_logprob(engine: Engine, name: str) -> float:
 MIXED = [(name, number) for number in range(len(PROMPTS)) for name in ("", *SETUPS)]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"]
+    ("family", "on_gpu"),
+    thinned(
+        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"),
+        (False, True),
+        keep=2,
+    ),
 )
 def test_mixed_batch_says_what_merged_weights_say(family: str, on_gpu: bool) -> None:
     engine = make_engine(base(family), on_gpu=on_gpu, lora_modules=modules(family))
@@ -148,20 +153,19 @@ def test_mixed_batch_says_what_merged_weights_say(family: str, on_gpu: bool) -> 
         assert merged == pytest.approx(firsts[name], abs=1e-3)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"max_num_batched_tokens": 7, "max_batch_size": 5},
-        {"num_blocks": 40, "preemption": "recompute"},
-        {"num_blocks": 40, "preemption": "swap", "swap_blocks": 40},
-        {"kv_cache_backend": "naive"},
-        {"speculative_method": "ngram", "adaptive_speculation": False},
-        {"use_prefix_caching": False, "use_overlap": False},
-    ],
-    ids=["chunks", "recompute", "swap", "naive", "drafts", "plain"],
-)
-def test_other_features_change_nothing(knobs: dict[str, Any], on_gpu: bool) -> None:
+FEATURES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7, "max_batch_size": 5},
+    "recompute": {"num_blocks": 40, "preemption": "recompute"},
+    "swap": {"num_blocks": 40, "preemption": "swap", "swap_blocks": 40},
+    "naive": {"kv_cache_backend": "naive"},
+    "drafts": {"speculative_method": "ngram", "adaptive_speculation": False},
+    "plain": {"use_prefix_caching": False, "use_overlap": False},
+}
+
+
+@pytest.mark.parametrize(("feature", "on_gpu"), thinned(FEATURES, (False, True), keep=2))
+def test_other_features_change_nothing(feature: str, on_gpu: bool) -> None:
+    knobs = FEATURES[feature]
     engine = make_engine(base("qwen3"), on_gpu=on_gpu, lora_modules=modules("qwen3"), **knobs)
     for _ in range(2):  # the second time from the prefix cache, where there is one
         made = serve(engine, MIXED)
