@@ -31,10 +31,12 @@ SETUPS: list[tuple[str, dict[str, Any]]] = [
             "alpha_pattern": {"v_proj": 48, "layers.0.self_attn.o_proj": 8},
         },
     ),
+    ("mistral", {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "lm_head", "embed_tokens"]}),
     ("gpt2", {"r": 8, "lora_alpha": 32, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # the base's own, beside the adapter
 @pytest.mark.parametrize(("family", "setup"), SETUPS, ids=[family for family, _ in SETUPS])
 def test_trained_adapter_says_what_its_merged_model_says(
     family: str, setup: dict[str, Any], tmp_path: Path

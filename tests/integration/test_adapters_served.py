@@ -101,7 +101,8 @@ def test_adapters_are_listed_with_their_parent(world: World) -> None:
     cards = {card["id"]: card for card in httpx.get(f"{world.server.url}/v1/models").json()["data"]}
     assert cards["tiny"]["parent"] is None and cards["sql"]["parent"] == "tiny"
     tags = httpx.get(f"{world.server.url}/api/tags").json()["models"]
-    assert {"tiny:latest", "sql:latest"} <= {tag["name"] for tag in tags}
+    parents = {tag["name"]: tag["details"]["parent_model"] for tag in tags}
+    assert parents["tiny:latest"] == "" and parents["sql:latest"] == "tiny:latest"
 
 
 @pytest.mark.parametrize("spelling", ["vllm", "admin"])
@@ -148,6 +149,9 @@ def test_bad_loads_are_refused_and_change_nothing(world: World, tmp_path: Path) 
     ):
         answer = post(world, "/admin/adapters/load", body, **ADMIN)
         assert answer.status_code == status, answer.text
+    for name, path, field in (("tiny", str(base), "lora_name"), ("x", str(tmp_path), "lora_path")):
+        answer = post(world, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, **ADMIN)
+        assert answer.json()["error"]["param"] == field
     assert post(world, "/admin/models/alias", {"alias": "sql", "name": "tiny"}, **ADMIN).status_code == 409
     names = {card["id"] for card in httpx.get(f"{world.server.url}/v1/models").json()["data"]}
     assert names == {"tiny", "sql"}

@@ -5,18 +5,25 @@ Ranks are threads here (tests/support/rank_threads.py); test_rank_processes.py h
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer import LLM, SamplingParams
 from infer.client import load
 from infer.constraints.description import Structured
+from infer.engine import machine
 from infer.errors import ConfigError
+from infer.kernels.cpu.collectives import SharedCommunicator
+from infer.loader import load as loader
 from infer.loader.find.source import resolve_model
+from infer.loader.load import rank_device
+from infer.loader.slices import Rank
 from infer.models.registry import FAMILIES
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -81,6 +88,61 @@ def outputs(
     with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
         made = llm.generate(prompts, params)
     return [(tuple(output.token_ids), output) for each in made for output in each.outputs]
+
+
+# -- the device half of a GPU, on the kernels' references ------------------------------------------------
+
+
+def _first(ranks: SharedCommunicator, x: torch.Tensor) -> None:
+    """`GpuCommunicator.first` for ids on a CPU."""
+    x.copy_(ranks.all_reduce(x.float() if ranks.rank == 0 else torch.zeros_like(x, dtype=torch.float32)))
+
+
+@pytest.fixture
+def gpu_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(SharedCommunicator, "first", _first, raising=False)
+    monkeypatch.setattr(SharedCommunicator, "alone", lambda ranks: nullcontext(), raising=False)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"use_overlap": False},
+        {"prefill_chunk_size": 5, "max_batch_size": 2},
+        {"block_size": 4, "num_blocks": 32, "kv_cache_memory": None, "preemption": "swap", "swap_blocks": 40},
+        {"speculative_method": "ngram", "num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+def test_steps_that_run_ahead_answer_the_same(knobs: dict[str, Any], root: Path, gpu_half: None) -> None:
+    path = checkpoint(root, "llama")
+    assert answers(path, 2, **knobs) == answers(path, 1, **knobs)
+
+
+def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_half: None) -> None:
+    """Rank 0 has it, and the other ranks are told its drafts."""
+    path, draft = checkpoint(root, "llama"), root / "draft"
+    make_checkpoint("llama", draft, sizes=replace(SIZES, num_layers=1), seed=3)
+    knobs: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3}
+    params = replace(GREEDY, max_tokens=24, logprobs=None)
+    assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=10, temperature=1.0, seed=3, n=3, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0, use_beam_search=True, n=2, best_of=3),
+        SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=2, repetition_penalty=1.3),
+        SamplingParams(max_tokens=8, temperature=0, structured=Structured(kind="regex", text="[a-c]{4}")),
+    ],
+    ids=["fork", "beams", "prompt_logprobs", "masks"],
+)
+def test_rank_0_alone_samples(params: SamplingParams, root: Path, gpu_half: None) -> None:
+    path = checkpoint(root, "llama")
+    assert answers(path, 2, params) == answers(path, 1, params)
 
 
 # -- families and formats ------------------------------------------------------------------------------
@@ -234,3 +296,18 @@ def test_sizes_that_do_not_divide_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         answers(checkpoint(root, family, recipe), size)
+
+
+def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for asked in ("auto", "cuda"):
+        assert [rank_device(asked, Rank(number, 2)) for number in range(2)] == ["cuda:0", "cuda:1"]
+    assert [rank_device("cuda:1", Rank(number, 4)) for number in range(4)] == ["cuda:1"] * 4
+    assert rank_device("cpu", Rank(1, 4)) == "cpu" and rank_device("auto", Rank(0, 1)) == "auto"
+    with pytest.raises(ConfigError, match=r"=4 needs as many GPUs, and this machine has 2; .*device=cuda:0"):
+        rank_device("auto", Rank(0, 4))
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
+        rank_device("cuda:2", Rank(0, 2))
+    monkeypatch.setattr(loader, "is_amd", lambda: True)
+    with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
+        rank_device("cuda:0", Rank(0, 2))

@@ -22,6 +22,8 @@ typedef unsigned long long u64;
 struct TensorMap;
 
 static float __fdividef(float a, float b) { return a / b; }
+static int __popc(u32 bits) { return __builtin_popcount(bits); }
+static int __ffs(u32 bits) { return __builtin_ffs(bits); }
 static u32 pack(float2 value) { return pack(value.x, value.y); }
 
 // ---- rules, and waiting ----------------------------------------------------------------------------
@@ -80,10 +82,30 @@ struct Matrix {
 static Matrix matrix_of(const void* map) { Matrix matrix; std::memcpy(&matrix, map, sizeof matrix); return matrix; }
 
 static bool is_waited[MAX_THREADS], has_let_in[SPLIT];
-static const char *tokens_at, *residual_at, *residual_end;
+static const char *tokens_at, *h_at, *residual_at, *residual_end;
 
 static void let_next_kernel_start() { has_let_in[own_block()] = true; }
 static void wait_for_kernel_before() { is_waited[current] = true; }
+static bool is_counted[SPLIT], is_published[MAX_THREADS];
+static void publish_stores() { is_published[current] = true; }
+static void count_up(const char* counter) {
+    for (u32 t = 0; t < num_threads; ++t)
+        require(is_published[own_block() * num_threads + t], "a block counts up before its stores are published");
+    ++*(u32*)counter;
+}
+static void wait_for_count(const char* counter, int count) {
+    require(*(const int*)counter == count, "blocks of h that never count up");
+    is_counted[own_block()] = true;
+}
+template <bool IS_ALWAYS, typename P>
+static void load_weights(P& piece, const char* at, bool is_wanted) {
+    if (IS_ALWAYS || is_wanted) std::memcpy(&piece, at, 16);
+}
+template <bool IS_ALWAYS, typename P>
+static void load_activations(P& piece, const char* at, bool is_wanted) {
+    require(is_waited[current], "tokens are read before the wait");
+    if (IS_ALWAYS || is_wanted) std::memcpy(&piece, at, 16);
+}
 static u32 load_pair(const char* at) {
     require(is_waited[current] || at < residual_at || at >= residual_end, "the residual is read before the wait");
     u32 pair;
@@ -172,7 +194,7 @@ static void land(const Copy& copy) {
         for (int c = 0; c < 64; ++c) {
             const long long row = copy.row + r, column = copy.column + c;
             unsigned short element = 0;
-            if (row < from.num_rows && column < from.num_columns)
+            if (row >= 0 && row < from.num_rows && column < from.num_columns)
                 std::memcpy(&element, from.at + row * from.row_bytes + column * 2, 2);
             const u32 to = swizzled(copy.to + r * 128 + c * 2);
             std::memcpy(memories[copy.block] + to, &element, 2);
@@ -203,10 +225,11 @@ static void fetch_map(const TensorMap&) {}
 
 static void copy_box(char* to, const TensorMap& map, int row, int column, u64* barrier, u64) {
     const Matrix from = matrix_of(&map);
-    const bool is_x = from.at == tokens_at;
+    const bool is_x = from.at == tokens_at || from.at == h_at;
     const u32 at = shared_address(to), num_reading = is_x ? num_threads - 128 : 128;
     require(at % LINE == 0 && from.box_rows % 8 == 0, "a box does not begin at a multiple of 1024");
     require(!is_x || is_waited[current], "tokens are copied before the wait");
+    require(from.at != h_at || is_counted[own_block()], "h is copied before it is complete");
     require(is_x || !has_let_in[own_block()], "weights are asked for when the next kernel is already let in");
     for (u32 line = at / LINE; line < at / LINE + from.box_rows / 8; ++line) {
         Line& book = lines[own_block()][line];
@@ -358,12 +381,13 @@ static void run_cluster(u32 first_block, u32 shared_bytes) {
     std::memset(shuffles, 0, sizeof shuffles);
     std::memset(meetings, 0, sizeof meetings);
     std::fill_n(is_waited, num_all, false);
+    std::fill_n(is_published, num_all, false);
     std::fill_n(has_arrived, num_all, false);
     std::fill_n(is_alone, num_all, false);
     std::fill_n(num_met, num_all, 0);
     std::fill_n(units, num_all, Unit{});
     for (u32 block = 0; block < SPLIT; ++block)
-        has_left[block] = has_let_in[block] = false, written_after[block] = 0;
+        has_left[block] = has_let_in[block] = is_counted[block] = false, written_after[block] = 0;
     cluster = Meeting{};
     copies.clear();
     num_idle = num_polls = 0;
@@ -382,6 +406,12 @@ extern "C" const char* emulate(u32 num_blocks, u32 threads_of_block, u32 shared_
     alignas(64) static char maps[2][128];  // as the driver passes them
     for (int i = 0; i < 2; ++i) arguments[i] = std::memcpy(maps[i], arguments[i], 128);
     tokens_at = matrix_of(maps[1]).at;
+    h_at = nullptr;
+#if LOW_RANK
+    alignas(64) static char added[4][128];
+    for (int i = 0; i < 4; ++i) arguments[16 + i] = std::memcpy(added[i], arguments[16 + i], 128);
+    h_at = matrix_of(added[3]).at;
+#endif
     residual_at = residual_end = *(const char**)arguments[4];
     if (ADDS) residual_end += *(long long*)arguments[8] * *(int*)arguments[9];
     body = [](void** given) {

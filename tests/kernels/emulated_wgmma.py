@@ -31,7 +31,7 @@ class EmulatedLaunch:
         self.config = linear_wgmma._config_of(known)
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type() for of_type in linear_wgmma._TYPES]
+        values = [of_type() for of_type in linear_wgmma.types_of(self.config)]
         for value, argument in zip(values, arguments, strict=True):
             value.value = argument
         broken = self.library.emulate(

@@ -8,7 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.kernels.linear.low_rank import LowRankStack, RowSlots, add_low_rank, add_low_rank_reference
+from infer.kernels.linear.low_rank import (
+    LowRankStack,
+    RowSlots,
+    RowTiles,
+    add_low_rank,
+    add_low_rank_reference,
+    make_tiles,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NUM_SLOTS, SIZE, PARTS, RANK = 3, 150, [70, 33, 33], 48  # multiples of few blocks
@@ -37,8 +44,9 @@ def exact(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, stack: LowRankS
         h = stack.a[slot - 1].double() @ x[row].double()
         at = 0
         for part, count in enumerate(PARTS):
-            b = stack.b[slot - 1, at : at + count].double()
-            out[row, at : at + count] += b @ h[part * RANK : (part + 1) * RANK]
+            out[row, at : at + count] += (
+                stack.b_parts(slot)[part].double() @ h[part * RANK : (part + 1) * RANK]
+            )
             at += count
     return out
 
@@ -79,3 +87,32 @@ class LowRankContract:
         slots = torch.tensor([1, 2, 3], dtype=torch.int32, device=self.device)
         x, y = torch.randn(3, SIZE, device=self.device), torch.randn(3, sum(PARTS), device=self.device)
         assert torch.equal(add_low_rank(y.clone(), x, RowSlots(slots), stack), y)
+
+    @pytest.mark.parametrize("num_rows", [1, 13, 32, 128])
+    def test_rows_with_one_slot_share_tiles(self, num_rows: int) -> None:
+        generator = torch.Generator().manual_seed(num_rows)
+        slots = torch.randint(0, 6, (num_rows,), generator=generator).int()
+        tiles, wanted = make_tiles(slots.to(self.device), 5, 16), tiles_by_hand(slots, 5, 16)
+        assert torch.equal(tiles.table.cpu(), wanted.table)
+        assert tiles.h_TC.shape == wanted.h_TC.shape and not tiles.h_TC.any()
+
+
+def tiles_by_hand(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
+    """What `make_tiles` promises, row by row."""
+    T, columns = len(slots_T), -(-num_slots * rank // 64) * 64
+    table = torch.zeros((1 + min(T, num_slots + T // 8), 16), dtype=torch.int32)
+    rows: dict[int, list[int]] = {}
+    tiles: list[list[int]] = []
+    for row, slot in enumerate(slots_T.tolist()):
+        if slot and len(rows.get(slot, range(8))) == 8:
+            rows[slot] = []
+            tiles.append(rows[slot])
+            table[len(tiles), 0] = slot
+        if slot:
+            rows[slot].append(row + 1)
+            for column in range((slot - 1) * rank, slot * rank):
+                table[0, 0] |= 1 << column // 64
+    for number, tile in enumerate(tiles, 1):
+        table[number, 1 : 1 + len(tile)] = torch.tensor(tile)
+    h_TC = torch.zeros((T, 3 * columns), dtype=torch.bfloat16)
+    return RowTiles(table, h_TC, columns, iter(torch.zeros((8, 1), dtype=torch.int32)))

@@ -32,6 +32,15 @@ from infer.kernels.elementwise.step_state import (
     apply_table_diffs,
     gather_step,
 )
+from infer.kernels.elementwise.windows import (
+    DraftedRows,
+    judge_windows,
+    judge_windows_reference,
+    next_turn,
+    next_turn_reference,
+    unpack_window,
+    unpack_window_reference,
+)
 from infer.kernels.runtime.dispatch import use_triton
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.kernels.sampling.sample_rows import (
@@ -508,6 +517,83 @@ class StepContract:
         assert last_token.tolist() == [0, 2, 77, 99]
         assert position.tolist() == [11, 20, 31, 48]
 
+    def test_rows_that_draft_go_on_from_their_ids(self) -> None:
+        rows = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+        tables = torch.tensor([[4, 5], [6, 7], [8, 9]], dtype=torch.int32)
+        results = []
+        for device, turn in (("cpu", next_turn_reference), (self.device, next_turn)):
+            out = StepInputs.empty(4, device)
+            out.positions_S.copy_(torch.tensor([3, 0, 5, 7]))  # the last one's table ends here
+            out.lens_S.copy_(torch.tensor([4, 0, 6, 8]))
+            ids, drafts = torch.tensor([11, 0, 13, -1], device=device), torch.empty(4, dtype=torch.int64)
+            drafts = drafts.to(device)
+            turn(rows.to(device), ids, tables.to(device), out, drafts, block_size=4)
+            results.append([*(x.tolist() for x in out), drafts.tolist()])
+        tokens, positions, slots, lens, drafts_made = results[1]
+        assert (tokens, positions, lens) == ([11, 0, 13, 0], [4, 0, 6, 8], [5, 0, 7, 9])
+        assert slots[:3] == [36, -1, 22] and drafts_made == [11, 0, 13, 0]
+        for got, expected in zip(results[1], results[0], strict=True):
+            assert got[:3] == expected[:3]
+
+    def test_lines_of_a_window_and_its_drafts(self) -> None:
+        drafts = torch.tensor([50, 51, 52, 53], device=self.device)
+        lines = torch.full((9, 8), -1)
+        lines[0, :7] = torch.tensor([3, 3, 3, 1, 1, 0, 0])
+        lines[1, :5] = torch.tensor([8, 9, 10, 2, 3])
+        lines[4, :7] = torch.tensor([7, -2, -4, 0, -5, 0, -3])  # drafts 0, 2, 3 and 1
+        lines[5, :5] = lines[1, :5] - 1
+        lines[5, 5:7] = torch.tensor([-2, -3])  # the last token of row 0, and one after it
+        lines[6:8, :5] = torch.tensor([[30, 31, 32, 33, 34], [9, 8, 7, 6, 5]])
+        tables = torch.tensor([[[1, 2]] * 4, [[5, 6]] * 4], dtype=torch.int32, device=self.device)
+        last = torch.tensor([77, 0, 0, 0], device=self.device)
+        state = DraftedRows(last, torch.tensor([3, 9, 9, 9], device=self.device), tables, 4)
+        found = []
+        for unpack in (unpack_window, unpack_window_reference):
+            rows, lens = torch.zeros((2, 8), dtype=torch.int32, device=self.device)
+            table = torch.zeros((4, 8), dtype=torch.int64, device=self.device)
+            unpack(lines.to(self.device), drafts, state, rows, lens, table)
+            found.append((rows.tolist(), lens.tolist(), table.tolist()))
+        assert found[0] == found[1]
+        assert found[0][0] == [3, 3, 3, 1, 1, 0, 0, -1] and found[0][1] == [8, 9, 10, 2, 3, 4, 5, 0]
+        assert found[0][2][:2] == [[7, 50, 52, 0, 53, 77, 51, 0], [7, 8, 9, 1, 2, 3, 4, 0]]
+        assert found[0][2][2:] == [[30, 31, 32, 33, 34, 7, 8, -1], [9, 8, 7, 6, 5, 23, 24, -1]]
+
+    def test_windows_are_judged(self) -> None:
+        source = random.Random(6)
+        rows, tokens, ids, decided = [], [], [], []
+        kept = dict[int, int]()  # place of the token that each row goes on from
+        for row in source.sample(range(40), 30):
+            count, num_kept = (length := source.randint(1, 17)), source.randint(1, length)
+            is_decided = source.random() < 0.3
+            kept[row] = len(rows) + num_kept - 1
+            drawn = [source.randrange(2, 9) for _ in range(count)]
+            given = [source.randrange(2, 9), *drawn[:-1]]
+            if num_kept < count:
+                given[num_kept] = 1  # other than the id before it
+            rows += [row] * count
+            tokens += given
+            ids += drawn
+            decided += [int(place == num_kept - 1) if is_decided else -1 for place in range(count)]
+        numbers = (
+            rows + [-1] * 3,
+            tokens + [0] * 3,
+            [*range(len(rows) + 3)],
+            ids + [0] * 3,
+            decided + [-1] * 3,
+        )
+        columns = [torch.tensor(x, device=self.device) for x in numbers]
+        columns[0] = columns[0].int()
+        results = []
+        for judge in (judge_windows, judge_windows_reference):
+            state = torch.full((3, 40), -7, device=self.device)
+            judge(*columns, *state)
+            results.append(state.tolist())
+        assert results[0] == results[1]
+        for row in range(40):
+            place = kept.get(row)
+            expected = [-7] * 3 if place is None else [ids[place], tokens[place], place + 1]
+            assert [line[row] for line in results[0]] == expected
+
     def test_tables_change_where_a_diff_says(self) -> None:
         tables = torch.zeros((3, 4), dtype=torch.int32, device=self.device)
         diffs = torch.tensor([[2, 1, 9], [-1, 0, 5], [0, 3, 4]], dtype=torch.int32, device=self.device)
@@ -572,6 +658,10 @@ class StepContract:
             copy_block(data, source, destination)
             copy_block_reference(expected, source, destination)
         assert torch.equal(data, expected)
+        piece = torch.zeros_like(data[:, :, :1])
+        copy_block(data, 2, 0, piece)  # gathered, and scattered
+        copy_block(piece, 0, 3, data)
+        assert torch.equal(data[:, :, 3], data[:, :, 2])
 
     def test_layers_may_be_more_than_31_bits_apart(self) -> None:
         """The last value lies beyond element 2^31; on the CPU what lies between is never really allocated."""

@@ -20,10 +20,12 @@ def make_pool(kind: str, seed: int) -> PagedKVCachePool:
         return PagedKVCachePool(14, 1, num_host_blocks=8)
     if kind == "no host":
         return PagedKVCachePool(9, 2, placement_seed=seed)
-    return PagedKVCachePool(8, 4, num_host_blocks=10, placement_seed=seed)
+    pool = PagedKVCachePool(8, 4, num_host_blocks=10, placement_seed=seed)
+    pool.keep_evicted(kind == "host tier")
+    return pool
 
 
-@pytest.mark.parametrize("kind", ["paged", "blocks of one", "no host", "uncached", "slotted"])
+@pytest.mark.parametrize("kind", ["paged", "host tier", "blocks of one", "no host", "uncached", "slotted"])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_sequence_reads_a_wrong_token_and_no_block_leaks(kind: str, seed: int) -> None:
     pool = make_pool(kind, seed)
@@ -33,6 +35,7 @@ def test_no_sequence_reads_a_wrong_token_and_no_block_leaks(kind: str, seed: int
 
     assert min(life.counts[op] for op in ("admit", "decode", "step", "fork", "release")) > 10, life.counts
     assert life.traffic.num_refused > 10, "the cache was not too small"
+    assert (pool.usage().num_host_hit_tokens > 100) == (kind == "host tier"), pool.usage()
     life.finish()
     assert pool.num_free_blocks == pool.num_blocks
     pool.reset_prefix_cache()

@@ -22,7 +22,7 @@ from infer.errors import RequestError
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import SWAP_IN, SWAP_OUT
 from infer.scheduling.preemption import PreemptionCost
-from tests.support.oracle import VOCAB_SIZE, OracleWorld
+from tests.support.oracle import VOCAB_SIZE, OracleWorld, SaltedSlots
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 EOS_IDS = tuple(range(0, VOCAB_SIZE, 40))  # one token in forty ends a sequence
@@ -33,7 +33,7 @@ rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda
 
 
 def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Each row with every other combination, the next row with the others; what is left is slow."""
+    """Each row with one combination, the next row with the next one; what is left is slow."""
     return pytest.mark.parametrize(
         f"number, {names}",
         [
@@ -41,15 +41,12 @@ def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytes
                 number,
                 *values,
                 id=f"row {number + 1}-{name}",
-                marks=[pytest.mark.slow] * ((number + place) % 2),
+                marks=[pytest.mark.slow] if (number + place) % len(combinations) else [],
             )
             for place, (name, values) in enumerate(combinations.items())
             for number in range(len(pairwise_rows()))
         ],
     )
-
-
-squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
 
 
 def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
@@ -124,6 +121,8 @@ class Traffic:
             "deadline": rng.choice((None, rng.random())),
             "cache_salt": rng.choice(("", "", "a")),
         }
+        if world.adapters:
+            fields["adapter"] = rng.choice(("", *world.adapters))
         if "priorities" in self.without:
             fields |= {"priority": 0, "deadline": None}
         if "salts" in self.without:
@@ -147,8 +146,7 @@ class Traffic:
         return self._rng.randrange(VOCAB_SIZE)
 
 
-@rows
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze)
     traffic = Traffic(world, f"row {number}", num_requests=60)
@@ -158,6 +156,26 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     assert world.verify() > 12
     assert traffic.num_refused < traffic.num_requests * 2 // 3  # max_batch_size=1 takes no n > 1
     world.check_idle()
+
+
+@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
+@squeezed_or_not
+def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
+    world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
+    Traffic(world, f"adapters {number}", num_requests=60).run()
+    assert world.verify() > 12
+    world.check_idle()
+
+
+def test_the_oracle_sees_adapters_that_share_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = SaltedSlots.enter
+    monkeypatch.setattr(SaltedSlots, "enter", lambda slots, asked: (asked, enter(slots, asked)[1]))
+    world = OracleWorld(adapters=("a", "b"))
+    for name in world.adapters:
+        world.add(name, range(20), request={"adapter": name})
+        world.run()
+    reasons = [output.finish_reason for output in world.finished.values()]
+    assert reasons == ["length", "error"]
 
 
 @rows_in_turns(

@@ -17,6 +17,7 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SWAPPING_IS_CHEAP, Traffic
 from tests.support.oracle import OracleWorld
+from tests.support.thinned import thinned
 from tests.unit.cache.traffic import RandomTraffic
 
 WINDOWS: dict[str, tuple[int | None, ...]] = {
@@ -43,9 +44,7 @@ def make_world(windows: str, squeeze: str, **knobs: Any) -> OracleWorld:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("squeeze", SQUEEZES)
-@pytest.mark.parametrize("steps_ahead", [0, 2])
+@pytest.mark.parametrize(("windows", "squeeze", "steps_ahead"), thinned(WINDOWS, SQUEEZES, (0, 2), keep=2))
 def test_every_request_gets_its_own_tokens(windows: str, squeeze: str, steps_ahead: int) -> None:
     world = make_world(windows, squeeze, steps_ahead=steps_ahead)
     Traffic(world, f"{windows} {squeeze}", num_requests=60, plain_share=0.8 if steps_ahead else 0.0).run()
@@ -62,6 +61,7 @@ def test_they_meet_every_event() -> None:
             usage = world.pool.usage()
             events["preempted"] += world.scheduler.num_preemptions
             events["hit tokens"] += usage.num_hit_tokens
+            events["hit tokens in host memory"] += usage.num_host_hit_tokens
             events["evicted"] += usage.num_evicted_blocks
             events["beam searches"] += sum(r.params.use_beam_search for r in world.requests.values())
             events.update(world.runner.num_transfers)
@@ -75,8 +75,10 @@ def test_no_sequence_reads_a_wrong_token_and_no_block_leaks(windows: str, seed: 
     pool = PagedKVCachePool(
         10 * len(WINDOWS[windows]), 4, num_host_blocks=20, windows=WINDOWS[windows], placement_seed=seed
     )
+    pool.keep_evicted(seed > 0)
     life = RandomTraffic(pool, f"{windows} {seed}")
     life.run(num_ops=400)
+    assert (pool.usage().num_host_hit_tokens > 20) == (seed > 0), pool.usage()
     assert min(life.counts[op] for op in ("admit", "decode", "step", "fork", "release")) > 5, life.counts
     life.finish()
     assert pool.num_free_blocks == pool.num_blocks

@@ -59,6 +59,7 @@ def _(allocator: BlockAllocator) -> None:
 def _(tree: PrefixTree) -> None:
     reached = {ROOT: tree._root}
     by_block: dict[int, PrefixNode] = {}
+    by_copy: dict[int, PrefixNode] = {}
     stack = [tree._root]
     num_bytes, is_in_groups = tree.block_size * ID_BYTES, len(tree._nothing) > 1
     while stack:
@@ -72,18 +73,19 @@ def _(tree: PrefixTree) -> None:
                 raise EngineError(f"cached {blocks} have a wrong label: {label!r}")
             if child.children:
                 stack.append(child)
-            elif blocks == tree._nothing:
+            elif blocks == tree._nothing == child.host:
                 raise EngineError(f"nothing is left of node {child.number} of the prefix tree")
-            if is_in_groups and any(len({block < 0 for block in blocks[part]}) > 1 for part in tree._groups):
-                raise EngineError(f"of a group only a part is cached: {blocks}")
+            for held in (blocks, child.host) if is_in_groups else ():
+                if any(len({block < 0 for block in held[part]}) > 1 for part in tree._groups):
+                    raise EngineError(f"of a group only a part is cached: {held}")
             reached[child.number] = child
-            for block in blocks:
-                if block >= 0:
-                    by_block[block] = child
-    if reached != tree._nodes or by_block != tree._by_block:
+            by_block |= {block: child for block in blocks if block >= 0}
+            by_copy |= {block: child for block in child.host if block >= 0}
+    if reached != tree._nodes or by_block != tree._by_block or by_copy != tree._host.nodes:
         raise EngineError("the prefix tree's nodes are not those that its root leads to")
-    if by_block.keys() != tree._allocator.blocks_of(PREFIX_TREE):
-        raise EngineError("the prefix tree's nodes are not the blocks it holds")
+    for tier, nodes in ((tree._device, by_block), (tree._host, by_copy)):
+        if nodes.keys() != tier.allocator.blocks_of(PREFIX_TREE):
+            raise EngineError(f"the prefix tree's nodes are not the {tier.allocator.place} blocks it holds")
 
 
 @check_books.register
@@ -115,7 +117,10 @@ def _check_sequence(books: SequenceBooks, pool: PagedKVCachePool) -> None:
         "it holds nothing else": pool._device.blocks_of(books.seq_id) == frozenset(holdings),
         "its host blocks are in its name": pool._host.blocks_of(books.seq_id) == frozenset(host_holdings),
         "its tables have blocks from their starts on": all(
-            set(table[:start]) <= {NO_BLOCK} and NO_BLOCK not in table[start:] for table, start in tables
+            set(table[:start]) <= {NO_BLOCK}
+            and {index for index in range(start, len(table)) if table[index] == NO_BLOCK}
+            == {index for which, index, _ in books.incoming if which == number}
+            for number, (table, start) in enumerate(tables)
         ),
         "it holds no more than its windows need": all(
             len(table) - start <= most for (table, start), most in zip(tables, pool._most_held, strict=True)

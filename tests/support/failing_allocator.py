@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer.engine.engine import Engine
-from infer.execution.order import StepOrder
 
 
 class FailingAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,15 +43,17 @@ class FailingEngine:
     def __init__(self, engine: Engine, allocator: FailingAllocator) -> None:
         self.engine = engine
         device: Any = engine._device
-        self._inner, self._allocator, self._is_on = device.run, allocator, False
-        device.run = self._run
+        self._allocator, self._is_on = allocator, False
+        for name in ("run", "draft"):
+            if hasattr(device, name):
+                setattr(device, name, functools.partial(self._run, getattr(device, name)))
 
-    def _run(self, order: StepOrder) -> Any:
+    def _run(self, inner: Callable[..., Any], *args: Any) -> Any:
         if self._is_on:  # a half of a step
-            return self._inner(order)
+            return inner(*args)
         self._is_on = True
         try:
             with self._allocator:
-                return self._inner(order)
+                return inner(*args)
         finally:
             self._is_on = False

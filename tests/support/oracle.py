@@ -6,7 +6,7 @@ writes each row's tokens to their slots, then reads the whole sequence back thro
 its window reaches, and hashes what it finds. Of a row with drafts it says how many are right: the ids of a
 step are those and one token more. A block mixed up, a copy forgotten, a position off by one, a stale swap, a
 difference of state that no order said: each shows as a wrong token. What was not written holds POISON, and
-reading it raises.
+reading it raises. Each place also knows the slot of the LoRA adapter that wrote it: reading another's raises.
 
 `OracleWorld` is a real engine around it. Its `step` looks into every book after each step, and it
 knows, without any cache, what each request must get.
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.profile import SchedulingProfile
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
+from infer.engine.adapters import Adapters
 from infer.engine.build import shape_of
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
@@ -84,6 +86,7 @@ class OracleDevice(SyncDevice):
         self.rows, self.book = HostRows(shape_of(state)), RowBook()
         self.device = np.full((pool.num_blocks, pool.block_size), POISON, dtype=np.int64)
         self.host = np.full((num_host_blocks, pool.block_size), POISON, dtype=np.int64)
+        self.adapters = np.zeros_like(self.device), np.zeros_like(self.host)  # slot that wrote each place
         self.num_steps = 0
         self.num_tokens = 0
         self.num_transfers = dict.fromkeys(TRANSFERS, 0)
@@ -114,6 +117,7 @@ class OracleDevice(SyncDevice):
                 self._advance_states(order, layout, self.rows.tables[table])
             else:
                 self.device[slots // size, slots % size] = layout.tokens
+                self.adapters[0][slots // size, slots % size] = order.adapters.repeat(order.counts)
         return [self._read(order, number) for number in range(order.num_rows)]
 
     def _advance_states(self, order: StepOrder, layout: TokenLayout, tables: np.ndarray) -> None:
@@ -213,6 +217,8 @@ class OracleDevice(SyncDevice):
             assert POISON not in found, (
                 f"row {row} reads a slot that was not written, from {first} on: {found}"
             )
+            by = set(self.adapters[0][blocks].reshape(-1)[first:stop].tolist())
+            assert by == {int(order.adapters[number])}, f"row {row} reads what adapters {by} have written"
             assert seen[first] == POISON or seen[first:] == found, f"the tables of row {row} do not agree"
             seen[first:] = found
         return seen
@@ -229,8 +235,15 @@ class OracleDevice(SyncDevice):
     def _transfer(self, order: StepOrder) -> None:
         device, host = self.device, self.host
         sides = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}
+        on_device, on_host = self.adapters
+        written = {
+            "copy": (on_device, on_device),
+            "swap_out": (on_device, on_host),
+            "swap_in": (on_host, on_device),
+        }
         for kind, source, destination in order.moves():
             sides[kind][1][destination] = sides[kind][0][source]
+            written[kind][1][destination] = written[kind][0][source]
             self.num_transfers[kind] += 1
 
 
@@ -264,6 +277,18 @@ class PlanList(EngineObserver):
         self.plans.append(plan)
 
 
+class SaltedSlots:
+    """What an engine asks its adapters when a request enters."""
+
+    def __init__(self, names: Seq[str]) -> None:
+        self._slots = {name: slot for slot, name in enumerate(names, 1)}
+
+    def enter(self, request: Request) -> tuple[Request, int]:
+        """The request with a salt of its adapter, and the adapter's slot."""
+        salt = f"{request.adapter}/{request.cache_salt}"
+        return replace(request, cache_salt=salt), self._slots[request.adapter]
+
+
 class OracleWorld:
     """A real engine with an oracle for a model; after every step every book is checked."""
 
@@ -285,8 +310,10 @@ class OracleWorld:
         speculation: Callable[[Scheduler], Speculation] | None = None,
         num_stories: int = 0,
         clock: Callable[[], float] = perf_counter,
+        adapters: Seq[str] = (),
         **scheduler_knobs: Any,
     ) -> None:
+        self.adapters = adapters  # their names
         settings = SchedulerConfig(**({"max_batch_size": 8, "max_num_batched_tokens": 64} | scheduler_knobs))
         config = resolve_scheduler(
             EngineConfig(scheduler=settings, cache=CacheConfig(swap_blocks=num_host_blocks)),
@@ -331,6 +358,7 @@ class OracleWorld:
             steps_ahead=steps_ahead,
             speculation=None if speculation is None else speculation(self.scheduler),
             clock=clock,
+            adapters=cast(Adapters, SaltedSlots(adapters)) if adapters else None,
         )
         self.engine.keep_stories(num_stories)
         self.requests: dict[str, Request] = {}
@@ -418,7 +446,7 @@ class OracleWorld:
         """Raise unless the prefix tree is the only owner of blocks."""
         usage = self.pool.usage()
         assert usage.num_used == 0
-        assert usage.num_free_host_blocks == len(self.runner.host)
+        assert usage.num_free_host_blocks + usage.num_cached_host == len(self.runner.host)
         assert self.pool.num_free_blocks == self.pool.num_blocks
 
     def verify(self) -> int:

@@ -76,6 +76,9 @@ class KnowingModel(Knowing):
             raise RuntimeError("the draft model was told to fail")
         self._begun = sequences
 
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Do nothing: it is asked when the step is over."""
+
     def collect(self) -> list[list[int]]:
         """One draft for each place."""
         return [self._drafts(seq, len(seq.drafts)) for seq in self._begun]

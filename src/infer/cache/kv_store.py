@@ -6,6 +6,11 @@ lie in other blocks, so L is the number of layers to a block, and a layer's *pla
 (`layout.py`). The books (`paged_pool.py`) say what owns which block; this file only moves bytes where it is
 told to.
 
+Host memory has one block after the other, [num_host_blocks, L, 2, block_size, G, H]: there a block is one
+piece, which a GPU's copy engine moves at once. On a GPU blocks cross on a stream of their own, by way of a
+small buffer on the device (`_Crossing`): what leaves is gathered there, so that a step may write the block
+while its copy is still on the way; what comes in is waited for by the steps alone, not by the host.
+
 Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has
 their scales, [L, 2, num_blocks, G, block_size], and what moves a block moves both.
 
@@ -26,7 +31,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
+from typing import Final
 
 import torch
 
@@ -36,6 +43,9 @@ from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.elementwise.heads import CacheSlots
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
 from infer.kernels.runtime.dispatch import is_gpu
+
+CROSSING_BYTES: Final = 64 << 20  # buffer for blocks on their way between a GPU and host memory
+MOST_CROSSING: Final = 64  # blocks in it
 
 
 class KVStore:
@@ -58,12 +68,13 @@ class KVStore:
     ) -> None:
         """`state`: the size of what layers of tables without keys keep in a block instead (layout.py)."""
         self.device, self.dtype = device, dtype  # device and number format of the model
+        self.num_host_blocks = num_host_blocks
         self.tables = layout.tables  # the block table of each layer
         shape = (layout.num_planes, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors on the device and in host memory
 
         def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            part, in_host = torch.empty(shape, dtype=dtype, device=device), (*shape[:2], num_host_blocks)
+            part, in_host = torch.empty(shape, dtype=dtype, device=device), (num_host_blocks, *shape[:2])
             pinned = is_gpu(device) and num_host_blocks > 0
             self._parts.append((part, torch.empty((*in_host, *shape[3:]), dtype=dtype, pin_memory=pinned)))
             return part
@@ -94,6 +105,11 @@ class KVStore:
                 if layout.windows[table] == STATE else None
                 for plane, table in zip(layout.planes, layout.tables, strict=True)
             ]  # fmt: skip
+        self._crossing: _Crossing | None = None
+        if is_gpu(device) and num_host_blocks:
+            num_places = CROSSING_BYTES * num_host_blocks // sum(host.nbytes for _, host in self._parts)
+            if num_places:
+                self._crossing = _Crossing(self._parts, min(num_places, num_host_blocks, MOST_CROSSING))
         if is_gpu(device) and num_blocks:
             self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 
@@ -121,13 +137,60 @@ class KVStore:
 
     def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
-        for (kind, source, destination), (device, host) in product(transfers, self._parts):
-            if kind == "copy":
-                copy_block(device, source, destination)
+        for kind, moves in groupby(transfers, key=itemgetter(0)):
+            pairs = [move[1:] for move in moves]
+            if kind != "copy" and self._crossing is not None:
+                self._crossing.cross(pairs, is_out=kind == "swap_out")
                 continue
-            source_side, destination_side = (device, host) if kind == "swap_out" else (host, device)
-            try:
-                destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
-            except torch.OutOfMemoryError:  # it is gathered on the device; plane by plane it is not
-                for to, of in zip(destination_side.flatten(0, 1), source_side.flatten(0, 1), strict=True):
-                    to[destination].copy_(of[source], non_blocking=True)
+            for (source, destination), (device, host) in product(pairs, self._parts):
+                if kind == "copy":
+                    copy_block(device, source, destination)
+                    continue
+                is_out = kind == "swap_out"
+                here, there = (source, destination) if is_out else (destination, source)
+                # plane by plane: a block as large as a sequence would be gathered in memory that is not there
+                for on_device, on_host in zip(device.flatten(0, 1), host[there].flatten(0, 1), strict=True):
+                    to, of = (on_host, on_device[here]) if is_out else (on_device[here], on_host)
+                    to.copy_(of, non_blocking=True)
+
+
+class _Crossing:
+    """Blocks on their way between a GPU and host memory, some at a time, on a stream of their own.
+
+    The stream carries them in order, so a block that has just left can come back at once.
+    """
+
+    def __init__(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], num_places: int) -> None:
+        self._parts, self._num_places = parts, num_places
+        device = parts[0][0].device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_full: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_free: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._buffers = [torch.empty((num_places, *host.shape[1:]), dtype=host.dtype, device=device)
+                         for _, host in parts]  # fmt: skip
+
+    def cross(self, pairs: Sequence[tuple[int, int]], *, is_out: bool) -> None:
+        """Copy blocks, each a (source, destination), out to host memory or in from there."""
+        steps, crossing = torch.cuda.current_stream(self._buffers[0].device), self._stream
+        for start in range(0, len(pairs), self._num_places):
+            batch = [
+                (source, destination, buffer[place], device, host)
+                for place, (source, destination) in enumerate(pairs[start : start + self._num_places])
+                for buffer, (device, host) in zip(self._buffers, self._parts, strict=True)
+            ]
+            self._is_free.wait(steps if is_out else crossing)
+            if is_out:
+                for source, _, buffer, device, _ in batch:
+                    copy_block(device, source, 0, buffer.unsqueeze(2))
+                self._is_full.record(steps)
+                self._is_full.wait(crossing)
+            with torch.cuda.stream(crossing):
+                for source, destination, buffer, _, host in batch:
+                    to, of = (host[destination], buffer) if is_out else (buffer, host[source])
+                    to.copy_(of, non_blocking=True)
+            if not is_out:
+                self._is_full.record(crossing)
+                self._is_full.wait(steps)
+                for _, destination, buffer, device, _ in batch:
+                    copy_block(buffer.unsqueeze(2), 0, destination, device)
+            self._is_free.record(crossing if is_out else steps)

@@ -115,6 +115,7 @@ class CacheSize:
     block_size: int
     bytes_per_token: int  # bytes of a token in the blocks of all tables
     num_tables: int = 1  # blocks that hold a token: one for each group of layers (cache/layout.py)
+    num_host_blocks: int = 0  # blocks in host memory
 
     @property
     def num_tokens(self) -> int:
@@ -232,14 +233,16 @@ def _asker(cache: CacheConfig) -> str:
     return f"kv_cache_memory={cache.kv_cache_memory}" if cache.kv_cache_memory is not None else ""
 
 
-def check_host_blocks(swap_blocks: int, size: CacheSize, free_bytes: int) -> None:
-    """Refuse more blocks for swapped sequences than the host memory holds."""
-    bytes_each = size.block_size * size.bytes_per_token
-    if swap_blocks * bytes_each > free_bytes:
+def check_host_blocks(cache: CacheConfig, size: CacheSize, free_bytes: int) -> None:
+    """Refuse more blocks in host memory than it holds."""
+    taken = size.num_host_blocks * size.bytes_per_block
+    if taken > free_bytes:
+        name, most = "swap_space", format_bytes(max(free_bytes, 0)).replace(" ", "")
+        if cache.swap_space is None:
+            name, most = "swap_blocks", str(max(free_bytes, 0) // (size.bytes_per_block * size.num_tables))
         raise ConfigError(
-            f"swap_blocks={swap_blocks} takes {format_bytes(swap_blocks * bytes_each)} of host "
-            f"memory, but {format_bytes(free_bytes)} are free; "
-            f"set swap_blocks={max(free_bytes, 0) // bytes_each} or less"
+            f"{name}={getattr(cache, name)} takes {format_bytes(taken)} of host memory, but "
+            f"{format_bytes(free_bytes)} are free; set {name}={most} or less"
         )
 
 
@@ -278,7 +281,10 @@ def size_cache(
             + (", or lower max_seq_len" if is_contiguous else "")
             + "; 'infer plan' shows what fits"
         )
-    return CacheSize(num_blocks, block_size, bytes_per_token, num_tables)
+    size = CacheSize(num_blocks, block_size, bytes_per_token, num_tables, cache.swap_blocks * num_tables)
+    if cache.swap_space is None:
+        return size
+    return replace(size, num_host_blocks=parse_bytes(cache.swap_space) // size.bytes_per_block)
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

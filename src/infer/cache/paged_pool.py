@@ -12,6 +12,7 @@ The scheduler makes the same few calls whatever the layout of the cache:
     fork           a second sequence goes on from the same tokens
     swap_out/in    move a sequence's tokens to host memory and back
     release        the sequence is finished, aborted or preempted
+    take_moves     blocks that cross between device and host since the last call
 
 **What may be written.** A block with more than one owner is never written. A sequence that is about to write
 into a shared block (after a fork, or because its whole prompt was cached and the last token must be
@@ -20,7 +21,12 @@ the destination into the sequence's table.
 
 **Transfers run in order.** Copies and swaps come back as pairs of blocks. All of them, even those of a
 sequence preempted since, must be carried out in the order in which the pool returned them and before
-the step's tokens are written. A source may be given to another sequence at once: it is written later.
+the step's tokens are written. A source may be given to another sequence at once: it is written later. What
+`reserve` and `swap_in` move besides (`take_moves`) comes before the pairs that they return.
+
+**Host memory is one pool** for preempted sequences and, with `keep_evicted`, for what the prefix tree
+evicts. A cached prefix may then lie on the device, on the host, or partly on either: `match_prefix` counts
+all of it, and `reserve` has the part on the host brought in. The tree's copies make room for sequences.
 
 **A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
 sequence may write (`reserve`) and when its next block is full (`commit`).
@@ -40,13 +46,13 @@ in `kv_store.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
 from infer.cache.layout import STATE, STATE_WINDOW, blocks_of_sequence, longest_sequence, window_blocks
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, PrefixNode, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, Move, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
@@ -71,8 +77,12 @@ class PoolUsage:
     num_unfilled_slots: int  # this and the next: 0 unless they were asked for
     fragmentation: float  # unfilled slots / all slots of the blocks of sequences
     num_free_host_blocks: int
+    num_cached_host: int  # host blocks that are copies of evicted blocks
+    num_blocks_out: int  # blocks that went to host memory since the start
+    num_blocks_in: int  # blocks that came from there
     num_queried_tokens: int  # tokens of all prompts admitted
     num_hit_tokens: int  # those of them that were found in the cache
+    num_host_hit_tokens: int  # tokens of these that were in host memory
     num_evicted_blocks: int
 
 
@@ -80,7 +90,8 @@ class PagedKVCachePool:
     """Many small blocks, shared where prompts start alike, copied when written; one thread uses it.
 
     `windows` are those of the tables that each sequence has (cache/layout.py); `max_chunk` is the most tokens
-    of a sequence that a step computes, None: any number. `allocator` keeps the books of the device's blocks.
+    of a sequence that a step computes, None: any number. `allocator` keeps the books of the device's blocks,
+    each of which takes `block_bytes`.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class PagedKVCachePool:
         windows: Sequence[int | None] = (None,),
         max_chunk: int | None = None,
         allocator: type[BlockAllocator] = BlockAllocator,
+        block_bytes: int = 0,
     ) -> None:
         if num_blocks < 1 or block_size < 1 or num_host_blocks < 0:
             raise ConfigError(
@@ -105,6 +117,7 @@ class PagedKVCachePool:
         self.num_blocks = num_blocks
         self.windows = tuple(windows)  # tokens that the layers of each table see back; None: all
         self.max_chunk = max_chunk
+        self.block_bytes = block_bytes
         self.caches_prefixes = use_prefix_caching
         self._longest_table = longest_sequence(windows, num_blocks, block_size, max_chunk) // block_size
         if max_blocks_per_sequence is not None:
@@ -117,7 +130,8 @@ class PagedKVCachePool:
         self.num_host_blocks = num_host_blocks
         self._device = allocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
-        self._tree = PrefixTree(self._device, block_size, windows)
+        self._tree = PrefixTree(self._device, block_size, windows, self._host)
+        self._num_out = self._num_in = 0
         self._sequences: dict[int, SequenceBooks] = {}
 
     @property
@@ -167,12 +181,31 @@ class PagedKVCachePool:
         for table, window in self._sliding:
             books.starts[table] = start = max(num_cached - window + 1, 0) // size
             books.tables[table][:start] = [NO_BLOCK] * start
-        self._device.share(books.holdings()[::-1], seq_id)
         books.num_entered = num_cached // size
+        if self._tree.num_host_blocks:
+            self._attach_copies(books, path, num_cached)
+        self._device.share(books.holdings()[::-1], seq_id)
         if books.num_entered:
             books.cursor = path[books.num_entered - 1].number
         books.uncounted = (len(tokens), path, num_cached)
         return num_cached
+
+    def _attach_copies(self, books: SequenceBooks, path: list[PrefixNode], num_cached: int) -> None:
+        """Hold the copies of blocks that are not on the device.
+
+        The nodes from the first of them on are entered anew once the blocks are there, as if computed.
+        """
+        size = self.block_size
+        books.incoming = [
+            (table, index, path[index].host[table])
+            for table, blocks in enumerate(books.tables)
+            for index in range(len(path) - 1, books.starts[table] - 1, -1)
+            if blocks[index] < 0
+        ]
+        self._host.share([block for _, _, block in books.incoming], books.seq_id)
+        indices = {index for _, index, _ in books.incoming}
+        books.num_entered = min([books.num_entered, *indices])
+        books.num_from_host = sum(min(size, num_cached - index * size) for index in indices)
 
     def _continuable(self, path: list[PrefixNode], num_tokens: int) -> int:
         """The token from which a prompt can go on: all blocks within the windows before it must be there."""
@@ -183,7 +216,7 @@ class PagedKVCachePool:
             # a state is that of all tokens of its block, of which the last must be computed again
             is_whole = not self._has_states or candidate == depth * self.block_size
             for table, window in self._sliding:
-                run = runs[table, window] + 1 if node.blocks[table] >= 0 else 0
+                run = runs[table, window] + 1 if node.blocks[table] >= 0 or node.host[table] >= 0 else 0
                 runs[table, window] = run
                 is_whole &= run >= depth - max(candidate - window + 1, 0) // self.block_size
             if is_whole:
@@ -208,7 +241,7 @@ class PagedKVCachePool:
         if self._sliding:
             self._slide(books, num_computed)
         first = num_computed // size  # no block after this one is ever shared
-        num_wanted = 0
+        num_wanted = len(books.incoming)
         short: list[tuple[list[int], int]] = []  # tables, and how many blocks they lack
         shared: list[list[int]] = []
         for number, table in enumerate(books.tables):  # zip takes longer than all the rest
@@ -219,7 +252,8 @@ class PagedKVCachePool:
             if num_new > 0:
                 num_wanted += num_new
                 short.append((table, num_new))
-            if first < num_held and num_tokens > num_computed and device.ref_count(table[first]) > 1:
+            is_written = first < num_held and num_tokens > num_computed and table[first] >= 0
+            if is_written and device.ref_count(table[first]) > 1:
                 num_wanted += 1
                 shared.append(table)
         if num_wanted > len(device.free) and not self._make_room(num_wanted):
@@ -235,10 +269,21 @@ class PagedKVCachePool:
             copies.append((source, destination))
         for table, num_new in short:
             table += device.take(num_new, seq_id)
+        if books.incoming:
+            self._bring_in(books)
         if books.uncounted is not None:
-            self._tree.record(*books.uncounted)
+            self._tree.record(*books.uncounted, books.num_from_host)
             books.uncounted = None
         return copies
+
+    def _bring_in(self, books: SequenceBooks) -> None:
+        """Give a sequence blocks for what it has found in host memory; the copies stay the tree's."""
+        blocks = self._device.take(len(books.incoming), books.seq_id)
+        for (table, index, copy), block in zip(books.incoming, blocks, strict=True):
+            books.tables[table][index] = block
+            self._tree.moves.append(("swap_in", copy, block))
+        self._host.drop([copy for _, _, copy in books.incoming], books.seq_id)
+        books.incoming = []
 
     def _slide(self, books: SequenceBooks, num_computed: int) -> None:
         """Let go of the blocks that no token from `num_computed` on can see."""
@@ -304,8 +349,9 @@ class PagedKVCachePool:
             for table, start in zip(books.tables, books.starts, strict=True)
             for block in table[start:num_blocks]
         ]
-        if not self._host.num_blocks or len(sources) > self._host.num_free:
+        if not self._host.num_blocks or not self._tree.make_host_room(len(sources)):
             return None
+        self._num_out += len(sources)
         targets = self._host.take(len(sources), seq_id)
         self._device.drop(books.holdings(), seq_id)
         left = iter(targets)
@@ -329,6 +375,7 @@ class PagedKVCachePool:
         sources = books.host_holdings()
         if not self._make_room(len(sources)):
             return None
+        self._num_in += len(sources)
         targets = self._device.take(len(sources), seq_id)
         left = iter(targets)
         books.starts = [table.count(NO_BLOCK) for table in books.host_tables]
@@ -338,6 +385,27 @@ class PagedKVCachePool:
         self._host.drop(sources, seq_id)
         books.host_tables = None
         return list(zip(sources, targets, strict=True))
+
+    def keep_evicted(self, keeps: bool) -> None:
+        """Let evicted blocks leave copies in host memory from now on, or not."""
+        self._tree.keeps_evicted = keeps and self.num_host_blocks > 0
+
+    def host_tokens(self, seq_id: int) -> int:
+        """The number of tokens of a sequence that were found in host memory."""
+        return self._sequences[seq_id].num_from_host
+
+    def take_moves(self) -> list[Move]:
+        """The blocks that were evicted to host memory or come from there since the last call, in order."""
+        moves = self._tree.moves
+        if moves:
+            self._tree.moves = []
+            num_out = sum(kind == "swap_out" for kind, _, _ in moves)
+            self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
+        return moves
+
+    def forget_copies(self, host_blocks: Iterable[int]) -> None:
+        """Forget what the prefix tree has in these host blocks, which were never written."""
+        self._tree.forget_copies(host_blocks)
 
     def watch_prefixes(self) -> None:
         """Keep news of cached prefixes from now on; `take_prefix_news` gets them."""
@@ -382,8 +450,12 @@ class PagedKVCachePool:
             num_unfilled_slots=num_unfilled,
             fragmentation=num_unfilled / (num_used * self.block_size) if num_used else 0.0,
             num_free_host_blocks=self._host.num_free,
+            num_cached_host=self._tree.num_host_blocks,
+            num_blocks_out=self._num_out,
+            num_blocks_in=self._num_in,
             num_queried_tokens=self._tree.num_queried_tokens,
             num_hit_tokens=self._tree.num_hit_tokens,
+            num_host_hit_tokens=self._tree.num_host_hit_tokens,
             num_evicted_blocks=self._tree.num_evicted_blocks,
         )
 
@@ -396,6 +468,16 @@ class PagedKVCachePool:
     def idle_blocks(self) -> Collection[int]:
         """The blocks that only the prefix tree holds; live, to be read only."""
         return self._device.idle
+
+    @property
+    def free_host_blocks(self) -> Collection[int]:
+        """The host blocks without an owner; live, to be read only."""
+        return self._host.free
+
+    @property
+    def idle_host_blocks(self) -> Collection[int]:
+        """The host blocks that are copies of evicted blocks and nothing else; live, to be read only."""
+        return self._host.idle
 
     def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield every sequence's id, its device blocks and its host blocks, for pictures."""

@@ -21,6 +21,11 @@ adds its own, and a block that only the tree holds (*idle*) may be evicted. Ther
 block that has been idle for longest goes first, but in a group without a window never before an idle block
 that follows it: without its start the rest of a prefix is useless.
 
+With a `host` the tree has a second tier: an evicted block leaves a copy in host memory, where the copy that
+has been unused for longest makes room. A node then has blocks on the device, on the host or on both, and is
+there as long as it has any. What comes back is a sequence's block at first, and enters the tree as any other
+that it fills; the copy stays, so that the block can be evicted again at no cost.
+
 Two sequences may compute the same tokens side by side. The first to finish a block puts it into the tree;
 the other finds it there and keeps its own to itself. A sequence remembers the deepest node of its path by
 number; should that be gone when its next block is full, its path is entered anew from the root.
@@ -34,10 +39,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, islice
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,9 +59,10 @@ NO_BRANCH: Final = -1
 MAX_CHILDREN: Final = 4096  # children of one node that `hottest` looks at
 ID_TYPE: Final = "I"  # type code of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
-
-
 CHAIN_BYTES: Final = 8
+EVICTION: Final = "eviction"  # owner of a host block until the tree has it
+
+Move = tuple[Literal["swap_out", "swap_in"], int, int]  # kind, source, destination
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[int]:
@@ -81,6 +87,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collect
 
     number: int  # never used again
     blocks: Blocks
+    host: Blocks  # copies in host memory
     label: Label  # the tokens of the edge that leads here
     parent: int  # its number
     depth: int  # blocks from the root to here
@@ -99,24 +106,50 @@ class Branch(NamedTuple):
     num_children: int  # ways in which the tree goes on
 
 
+class _Tier:
+    """A place for cached blocks: its allocator, the nodes by block, and the field of a node that has them."""
+
+    def __init__(self, allocator: BlockAllocator, field: Literal["blocks", "host"]) -> None:
+        self.allocator = allocator
+        self.nodes: dict[int, PrefixNode] = {}
+        self.field = field
+
+    def blocks_of(self, node: PrefixNode) -> Blocks:
+        """The blocks that a node has here."""
+        return node.blocks if self.field == "blocks" else node.host
+
+
 class PrefixTree:
-    """Prefix to blocks, least recently used out first; one engine thread uses it."""
+    """Prefix to blocks, least recently used out first; one engine thread uses it.
+
+    With `keeps_evicted` evicted blocks leave a copy in the `host`, and `moves` has the pairs to be copied, in
+    order: whoever carries them out takes them off the list.
+    """
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, windows: Sequence[int | None] = (None,)
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        windows: Sequence[int | None] = (None,),
+        host: BlockAllocator | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
         self.num_evicted_blocks = 0
+        self.keeps_evicted = False
+        self.moves: list[Move] = []
         self._allocator = allocator
+        self._device = _Tier(allocator, "blocks")
+        self._host = _Tier(host or BlockAllocator(0, place="host"), "host")
         self._label_type = np.dtype((np.void, block_size * ID_BYTES))
         self._sees_all = windows[0] is None  # whether there are layers without a window: they come first
         self._groups = _groups_of(windows)
         self._nothing: Blocks = (NO_BLOCK,) * len(windows)
-        self._root = PrefixNode(ROOT, self._nothing, b"", ROOT, 0)
+        self._root = PrefixNode(ROOT, self._nothing, self._nothing, b"", ROOT, 0)
         self._nodes = {ROOT: self._root}  # nodes by number
-        self._by_block: dict[int, PrefixNode] = {}
+        self._by_block = self._device.nodes
         self._last_number = ROOT
         # changed prefixes by their hash, true where they are cached now; None: nobody asks
         self._news: dict[int, bool] | None = None
@@ -142,24 +175,29 @@ class PrefixTree:
         """The number of blocks that the tree holds, alone or with sequences."""
         return len(self._by_block)
 
+    @property
+    def num_host_blocks(self) -> int:
+        """The number of copies that the tree has in host memory."""
+        return len(self._host.nodes)
+
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[PrefixNode]:
         """The nodes of the longest cached prefix, in order; changes nothing and holds nothing.
 
-        Layers without a window have a block in each of them; others may miss some.
+        Layers without a window have a block or a copy in each of them; others may miss some.
         """
         size, sees_all = self.block_size, self._sees_all
         node: PrefixNode | None = None
         for label in self._labels(tokens[:size]):  # a prompt shorter than a block has none
             node = self._root.children.get((salt, label))
-        if node is None or (sees_all and node.blocks[0] < 0):
+        if node is None or (sees_all and node.blocks[0] < 0 and node.host[0] < 0):
             return []
         path = [node]
         for label in self._labels(tokens[size:]):
             node = node.children.get(label)
-            if node is None or (sees_all and node.blocks[0] < 0):
+            if node is None or (sees_all and node.blocks[0] < 0 and node.host[0] < 0):
                 break
             path.append(node)
         return path
@@ -201,7 +239,7 @@ class PrefixTree:
             depth += 1
             if child is None:
                 self._last_number = number = self._last_number + 1
-                child = PrefixNode(number, blocks, label, node.number, depth)
+                child = PrefixNode(number, blocks, self._nothing, label, node.number, depth)
                 node.children[label] = nodes[number] = child
                 if self._news is not None:
                     child.chain = _next_chain(node.chain if depth > 1 else _first_chain(salt), ids_of_block)
@@ -234,46 +272,88 @@ class PrefixTree:
 
         The blocks of a group go together, so there may be a few more than were asked for.
         """
-        allocator = self._allocator
         num_evicted = 0
-        while num_evicted < count and (block := allocator.oldest_idle()) is not None:
-            node = self._by_block[block]
-            if node.children and self._has_idle_after(node, block):
-                allocator.requeue_idle(block)  # it was let go of before them: they queue behind it
-                continue
+        while num_evicted < count and (block := self._next_victim(self._device)) is not None:
+            if self.keeps_evicted:
+                self._copy_to_host(block)
             num_evicted += self.forget(block)
         self.num_evicted_blocks += num_evicted
         return num_evicted
 
-    def _has_idle_after(self, node: PrefixNode, block: int) -> bool:
+    def make_host_room(self, count: int) -> bool:
+        """Free host blocks, at the cost of copies that nothing waits for; False: there are not that many."""
+        host = self._host.allocator
+        if count > host.num_free + host.num_idle:
+            return False
+        while host.num_free < count and (block := self._next_victim(self._host)) is not None:
+            self._forget(block, self._host)
+        return True
+
+    def forget_copies(self, blocks: Iterable[int]) -> None:
+        """Forget these host blocks, where they are copies: they were never written."""
+        for block in blocks:
+            if block in self._host.nodes:
+                self._forget(block, self._host)
+
+    def _copy_to_host(self, block: int) -> None:
+        """Leave a copy of a block, and of the others of its group, in host memory if there is room."""
+        node, host = self._by_block[block], self._host.allocator
+        group = self._groups[node.blocks.index(block)]
+        sources, copies = node.blocks[group], node.host[group]
+        if copies[0] >= 0:  # it came from there
+            for copy in filter(host.is_idle, copies):
+                host.requeue_idle(copy)
+        elif self.make_host_room(len(sources)):
+            copies = tuple(host.take(len(sources), EVICTION))
+            for copy in copies:
+                host.adopt(copy)
+                self._host.nodes[copy] = node
+            host.drop(copies, EVICTION)
+            node.host = (*node.host[: group.start], *copies, *node.host[group.stop :])
+            self.moves += [("swap_out", *pair) for pair in zip(sources, copies, strict=True)]
+
+    def _next_victim(self, tier: _Tier) -> int | None:
+        """The block that is given up next: unused for longest, and none that an idle one needs."""
+        while (block := tier.allocator.oldest_idle()) is not None:
+            node = tier.nodes[block]
+            if not (node.children and self._has_idle_after(node, block, tier)):
+                return block
+            tier.allocator.requeue_idle(block)  # it was let go of before them: they queue behind it
+        return None
+
+    def _has_idle_after(self, node: PrefixNode, block: int, tier: _Tier) -> bool:
         """Return True if an idle block follows this one in a prefix and would be useless without it."""
-        table = node.blocks.index(block)
+        table = tier.blocks_of(node).index(block)
         if not self._sees_all or self._groups[table].start:
             return False
-        is_idle = self._allocator.is_idle
-        return any(is_idle(child.blocks[table]) for child in node.children.values())
+        is_idle = tier.allocator.is_idle
+        return any(is_idle(tier.blocks_of(child)[table]) for child in node.children.values())
 
     def forget(self, block: int) -> int:
         """Take a block and the others of its group out of a node, whether or not sequences hold them too.
 
         Returns how many.
         """
-        node = self._by_block[block]
-        blocks = node.blocks
+        return self._forget(block, self._device)
+
+    def _forget(self, block: int, tier: _Tier) -> int:
+        node = tier.nodes[block]
+        blocks = tier.blocks_of(node)
         group = self._groups[blocks.index(block)]
         gone = blocks[group]
         for each in gone:
-            del self._by_block[each]
-        node.blocks = (*blocks[: group.start], *self._nothing[group], *blocks[group.stop :])
-        self._allocator.drop(gone, PREFIX_TREE)
-        if self._sees_all and group.start == 0:
+            del tier.nodes[each]
+        setattr(node, tier.field, (*blocks[: group.start], *self._nothing[group], *blocks[group.stop :]))
+        tier.allocator.drop(gone, PREFIX_TREE)
+        if self._sees_all and group.start == 0 and node.blocks[0] < 0 and node.host[0] < 0:
             self._note(node, is_there=False)
         self._prune(node)
         return len(gone)
 
     def _prune(self, node: PrefixNode) -> None:
         """Remove a node that nothing is left of, and those above it that led only there."""
-        while node.number != ROOT and not node.children and node.blocks == self._nothing:
+        nothing = self._nothing
+        while node.number != ROOT and not node.children and node.blocks == nothing == node.host:
             parent = self._nodes[node.parent]
             del parent.children[node.label]
             del self._nodes[node.number]
@@ -283,19 +363,23 @@ class PrefixTree:
 
     def reset(self) -> int:
         """Forget everything; blocks that sequences hold stay theirs. Returns how many were forgotten."""
-        blocks = list(self._by_block)
-        for node in self._by_block.values() if self._news is not None else ():
-            self._note(node, is_there=False)
+        num_blocks = 0
         self._root.children.clear()
         self._nodes = {ROOT: self._root}
-        self._by_block.clear()
-        self._allocator.drop(blocks, PREFIX_TREE)
-        return len(blocks)
+        for tier in (self._device, self._host):
+            for node in tier.nodes.values() if self._news is not None else ():
+                self._note(node, is_there=False)
+            blocks = list(tier.nodes)
+            tier.nodes.clear()
+            tier.allocator.drop(blocks, PREFIX_TREE)
+            num_blocks += len(blocks)
+        return num_blocks
 
-    def record(self, num_queried: int, path: Sequence[PrefixNode], num_hit: int) -> None:
-        """Count the tokens of one prompt, the nodes it was found in, and the tokens that they spared."""
+    def record(self, num_queried: int, path: Sequence[PrefixNode], num_hit: int, num_host: int = 0) -> None:
+        """Count the tokens of a prompt, its nodes, the tokens that they spared, and those from the host."""
         self.num_queried_tokens += num_queried
         self.num_hit_tokens += num_hit
+        self.num_host_hit_tokens += num_host
         for node in path:
             node.num_hits += 1
 

@@ -17,7 +17,7 @@ every call that depends on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infer.cache.prefix_tree import ROOT, PrefixNode
 
@@ -35,17 +35,22 @@ class SequenceBooks:
     cursor: int = ROOT  # the number of the node after which its next full block goes
     host_tables: list[list[int]] | None = None  # not None: swapped out
     uncounted: tuple[int, Sequence[PrefixNode], int] | None = None  # see `PrefixTree.record`, until admitted
+    num_from_host: int = 0  # tokens that were found in host memory
+    incoming: list[tuple[int, int, int]] = field(default_factory=list)
+    """Cached blocks that are in host memory and have no block here yet: table, index, host block."""
 
     def holdings(self) -> list[int]:
         """Every device block the sequence holds, deepest first: the order in which they should idle."""
-        if len(self.tables) == 1 and not self.starts[0]:
+        if len(self.tables) == 1 and not self.starts[0] and not self.incoming:
             return self.tables[0][::-1]
         return [
             block
             for table, start in zip(self.tables, self.starts, strict=True)
             for block in reversed(table[start:])
+            if block >= 0
         ]
 
     def host_holdings(self) -> list[int]:
         """Every host block the sequence holds."""
-        return [block for table in self.host_tables or () for block in table if block >= 0]
+        swapped = [block for table in self.host_tables or () for block in table if block >= 0]
+        return swapped + [block for _, _, block in self.incoming]

@@ -219,7 +219,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     if (num_ranks := plan.choice.plan.rank.world_size) > 1:
         where = (
             f"{where}, each of {num_ranks} ranks,"
-            if plan.machine.kind == "cpu"
+            if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device
             else f"each of {num_ranks} GPUs"
         )
     rows = [
@@ -250,7 +250,9 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     ]
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
     if plan.host_cache:
-        lines.append(f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for swapped sequences")
+        lines.append(
+            f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for what is swapped or evicted"
+        )
     lines += ["", *_context_table(plan), "", *_scheme_table(forms), ""]
     if plan.longest_sequence < plan.choice.max_seq_len:
         lines.append(

@@ -16,9 +16,7 @@ import torch
 
 from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
-from infer.engine.machine import has_gpu_kernels
-from infer.errors import ConfigError
-from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model
+from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model, rank_device
 from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import plan_weights
 from infer.tools.memory_plan import check_settings
@@ -65,10 +63,13 @@ def load_part(
 ) -> LoadedModel:
     """Load one rank's part of the model of a config; the first rank checks the settings of all."""
     load = config.load
+    device = choose_device(rank_device(load.device, rank))
+    if rank.world_size > 1 and device.index is not None:
+        torch.cuda.set_device(device)
     return load_model(
         headers.source,
         dtype=load.dtype,
-        device=load.device,
+        device=load.device if rank.world_size == 1 else str(device),
         quantization=load.quantization,
         max_seq_len=load.max_seq_len,
         show_progress=show_progress,
@@ -81,12 +82,8 @@ def load_part(
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
-    device, size = choose_device(load.device), load.tensor_parallel_size
-    if has_gpu_kernels(device):
-        raise ConfigError(
-            f"tensor_parallel_size={size} works on CPUs only so far, and the model would be on {device}; "
-            "leave it out, or set device=cpu"
-        )
+    size = load.tensor_parallel_size
+    device = choose_device(rank_device(load.device, Rank(0, size)))
     plan_weights(
         headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size
     ).check_cuts()

@@ -37,7 +37,7 @@ from infer.loader.load import Communicator
 
 logger = logging.getLogger(__name__)
 
-RANK_MODULE: Final = "infer.client.rank_process"
+RANK_MODULE = "infer.client.rank_process"
 LOOK_S: Final = 0.25  # seconds between two looks at ranks that others wait for
 STOPPED_S: Final = 1.0  # seconds after which a process that a signal has stopped counts as gone
 SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that others wait for counts as gone
@@ -97,6 +97,7 @@ class RankProcesses:
             self.communicator: Communicator = self._link.communicator
             self._group = group = _Group(self._link.communicator.abort, self._link.arrived, on_idle_loss)
             self._num_parts = 0  # parts of a start that have been asked for
+            self._num_open = 0  # messages that no `check` or `wait` has followed
             group.is_waited_for = True
             knobs, level = config.knobs(), log_level()
             self._threads = []
@@ -119,7 +120,8 @@ class RankProcesses:
         self._finalizer = weakref.finalize(self, _end, group, os.getpid())
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send all other ranks a message; until the next `check` or `wait` they are waited for."""
+        """Send all other ranks a message; until as many `check`s, or a `wait`, they are waited for."""
+        self._num_open += 1
         self._group.is_waited_for = True
         try:
             self._link.send(kind, body)
@@ -136,14 +138,15 @@ class RankProcesses:
                 group.num_done[rank] < self._num_parts for rank in group.num_done
             ):
                 group.changed.wait()
-        group.is_waited_for = False
+        self._num_open = 0
         if group.error is not None:
             raise group.error
         self.check()
 
     def check(self) -> None:
         """Raise `DeviceLost` if a rank is gone."""
-        self._group.is_waited_for = False
+        self._num_open = max(self._num_open - 1, 0)
+        self._group.is_waited_for = self._num_open > 0
         if self._link.communicator.is_aborted:
             with self._group.changed:  # wait for the reason from the thread that aborted
                 raise DeviceLost(self._group.lost or "a rank of the model is gone")

@@ -161,7 +161,9 @@ def own_names(
         if row is None:
             raise ConfigError(_unknown(name, spelled, elsewhere or {}))
         if row.name in knobs:
-            raise ConfigError(f"{row.name} is given twice, once as {name}; give it once")
+            names = [name, *(str(key).replace("-", "_") for key in given)]
+            other = next((n for n in names if n in row.spellings), name)
+            raise ConfigError(f"{row.name} is given twice, once as {other}; give it once")
         if says_own_name and name != row.name:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):

@@ -110,7 +110,7 @@ class LoadConfig:
     tensor_parallel_size: int = knob(
         1,
         "processes that share the weights and the KV cache of the model, each computing its part of every "
-        "step; on CPUs only so far (docs/features/tensor-parallelism.md)",
+        "step: a GPU for each, or parts of a CPU (docs/features/tensor-parallelism.md)",
         aliases=("tp", "tp_size"),
     )
 
@@ -174,8 +174,14 @@ class CacheConfig:
     )
     swap_blocks: int = knob(
         0,
-        "blocks in host memory for sequences preempted by swapping; 0: never swap",
+        "blocks in host memory for preempted sequences and for cached prefixes that make room; 0: none",
         formerly=("num_host_blocks",),
+    )
+    swap_space: str | None = knob(
+        None,
+        "the same as a size, such as 16GiB, of each rank; a number alone is GiB",
+        aliases=("kv_offloading_size", "hicache_size"),
+        is_size=True,
     )
     use_prefix_caching: bool = knob(
         True,
@@ -218,6 +224,15 @@ class CacheConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if not isinstance(self.swap_blocks, int) or self.swap_blocks < 0:
             raise ConfigError(f"swap_blocks must be an integer >= 0, got {self.swap_blocks!r}")
+        if self.swap_space is not None:
+            if self.swap_blocks:
+                raise ConfigError("swap_blocks and swap_space both size the host memory; give one of them")
+            space = self.swap_space.strip()
+            if space.replace(".", "", 1).isdigit():
+                space = f"{space}GiB"
+            object.__setattr__(self, "swap_space", None if space == "0GiB" else space)
+        if self.swap_space is not None:
+            parse_bytes(self.swap_space, "swap_space")
         if self.kv_cache_share is not None and not 0 < self.kv_cache_share <= 1:
             raise ConfigError(f"kv_cache_share must be above 0 and at most 1, got {self.kv_cache_share!r}")
         if self.device_memory is not None:
@@ -229,6 +244,11 @@ class CacheConfig:
         size = "num_blocks" if self.num_blocks is not None else "kv_cache_memory"
         if self.kv_cache_share is not None and getattr(self, size) is not None:
             raise ConfigError(f"{size} and kv_cache_share both size the KV cache; give one of them")
+
+    @property
+    def has_host_memory(self) -> bool:
+        """True if blocks may go to host memory."""
+        return self.swap_blocks > 0 or self.swap_space is not None
 
     @property
     def keeps_cache(self) -> bool:
@@ -403,10 +423,10 @@ class EngineConfig:
         if self.adapters.is_on and (self.load.tensor_parallel_size > 1 or self.run.deterministic):
             other = "deterministic" if self.run.deterministic else "tensor_parallel_size"
             raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
-        if self.scheduler.preemption == "swap" and self.cache.swap_blocks == 0:
+        if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:
             raise ConfigError(
                 "preemption=swap needs host memory to swap to, but swap_blocks is 0; "
-                "set swap_blocks, or use preemption=recompute"
+                "set swap_blocks or swap_space, or use preemption=recompute"
             )
 
     @classmethod

@@ -33,6 +33,11 @@ def _is_naive(knobs: dict[str, Any]) -> bool:
     return bool(knobs["kv_cache_backend"] == "naive")
 
 
+def _never_swaps(knobs: dict[str, Any]) -> bool:
+    caches = knobs["use_prefix_caching"] and knobs["kv_cache_backend"] == "paged"
+    return bool(knobs["preemption"] == "recompute" and not caches)
+
+
 def _speculation(knobs: dict[str, Any]) -> SpeculationConfig:
     return SpeculationConfig(**{field.name: knobs[field.name] for field in fields(SpeculationConfig)})
 
@@ -50,8 +55,14 @@ UNUSED = (
     UnusedKnob("use_chunked_prefill", _is_naive, "kv_cache_backend is naive, which computes prompts whole"),
     UnusedKnob("prefill_chunk_size", _is_naive, "kv_cache_backend is naive, which computes prompts whole"),
     UnusedKnob("prefill_chunk_size", lambda k: not k["use_chunked_prefill"], "use_chunked_prefill is off"),
-    UnusedKnob("swap_blocks", lambda k: bool(k["preemption"] == "recompute"), "preemption is recompute"),
-    UnusedKnob("swap_blocks", _is_naive, "kv_cache_backend is naive, which has nothing to swap"),
+    *(
+        UnusedKnob(name, test, why)
+        for name in ("swap_blocks", "swap_space")
+        for test, why in (
+            (_never_swaps, "preemption is recompute, and no prefixes are cached"),
+            (_is_naive, "kv_cache_backend is naive, which has nothing to swap"),
+        )
+    ),
     UnusedKnob("preemption", _is_naive, "kv_cache_backend is naive, which always recomputes"),
     UnusedKnob(
         "max_decode_gap",

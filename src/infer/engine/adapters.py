@@ -22,8 +22,8 @@ import torch
 
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
 from infer.errors import ConfigError, NameTaken, UnknownModel, closest
-from infer.layers.adapted import AdapterBank
-from infer.loader.adapter import LowRankPair, read_adapter
+from infer.layers.adapted import OUTER, AdapterBank, AdapterRoom
+from infer.loader.adapter import LowRankPair, check_whole, read_adapter
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
 from infer.scheduling.request import Request
@@ -76,6 +76,12 @@ class Adapters:
             raise ConfigError(
                 f"adapter {name!r} has rank {rank}, but max_lora_rank is {self._bank.rank}; start with more"
             )
+        if missing := {pair.module for pair in pairs} - set(self._bank.stacks):
+            raise ConfigError(
+                f"adapter {name!r} adapts the {' and the '.join(sorted(missing))}; there is room for that "
+                "only if an adapter of lora_modules does, too: name it there"
+            )
+        check_whole(Path(os.path.expanduser(path)), self._model, self._weight_map)
         self._fill(slot, pairs)
         self.loaded[name] = LoadedAdapter(slot, path, secrets.token_hex(16))
         logger.info("adapter loaded name=%s rank=%d matrices=%d path=%s", name, rank, len(pairs), path)
@@ -105,12 +111,14 @@ class Adapters:
         return UnknownModel(f"no adapter {name!r} is loaded{hint}", param="adapter")
 
 
-def largest_rank(config: AdapterConfig, model: Model, weight_map: WeightMap) -> int:
-    """The rank that a bank has room for; the headers of all adapters of the config are read and checked."""
-    found, most = LEAST_RANK, config.max_lora_rank or MAX_RANK
+def needed_room(config: AdapterConfig, model: Model, weight_map: WeightMap) -> AdapterRoom:
+    """The room that a bank has; the headers of all adapters of the config are read and checked."""
+    found, most, outer = LEAST_RANK, config.max_lora_rank or MAX_RANK, set[str]()
     for name, path in config.modules.items():
-        rank = max(pair.rank for pair in read_adapter(Path(os.path.expanduser(path)), model, weight_map))
+        pairs = read_adapter(Path(os.path.expanduser(path)), model, weight_map)
+        rank = max(pair.rank for pair in pairs)
+        outer |= {pair.module for pair in pairs}.intersection(OUTER)
         if rank > most:
             raise ConfigError(f"adapter {name!r} has rank {rank}, but max_lora_rank is {most}")
         found = max(found, rank)
-    return config.max_lora_rank or found
+    return AdapterRoom(config.num_slots, config.max_lora_rank or found, frozenset(outer))

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -31,7 +32,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, largest_rank
+from infer.engine.adapters import Adapters, needed_room
 from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
@@ -54,22 +55,23 @@ from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
-    head_of,
     load_draft,
     make_draft_device,
     make_speculation,
 )
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
-from infer.errors import ConfigError
+from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
+from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
@@ -85,7 +87,7 @@ from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
 
-BIND, PROBE, BUILD = 2, 3, 4  # kinds of messages to other ranks; orders are 1
+BIND, PROBE, BUILD, PREPARE = 2, 3, 4, 5  # kinds of messages to other ranks; orders are 1
 
 
 def build_engine(
@@ -113,13 +115,20 @@ def build_engine(
         ranks.send(BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
         bank = make_bank(settings, loaded)
-        wait_for_linears = _bind(config, loaded, None if ranks is None else ranks.communicator, bank)
+        communicator = None
+        if ranks is not None:
+            try:
+                communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+            except DeviceLost:
+                ranks.wait()  # it raises the error of the rank that is gone
+                raise
+        wait_for_linears = _bind(config, loaded, communicator, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
-        step = _rehearse(config, loaded, wait_for_linears, bank)
+        step = _rehearse(config, loaded, wait_for_linears, bank, communicator)
         layout = kv_layout(loaded.config, config)
         beside = NO_DRAFT
         if draft is not None:
@@ -128,7 +137,7 @@ def build_engine(
         size = fit_to_device(config, loaded, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
-    if cost is None and config.scheduler.preemption == "auto" and settings.cache.swap_blocks:
+    if cost is None and size.num_host_blocks:
         wait_for_linears()
         cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
@@ -149,21 +158,13 @@ def build_engine(
         spans=layout.spans,
     )
     with phases("warm up"):
-        graph_bytes = 0 if step is None else step.graph_block
         shape = shape_of(scheduler.state)
         if ranks is not None:
-            ranks.send(BUILD, json.dumps([astuple(size), shape]).encode())
+            ranks.send(BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        head = head_of(draft_device)
-        device = make_device(config, loaded, store, shape, graph_bytes, head, bank)
+        device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
         if ranks is not None:
             ranks.wait()
-        warm_up: WarmUp | None = None
-        if isinstance(device, GpuDevice):
-            warm_up = WarmUp(device)
-            device.wait_for_compilers()
-            if step is not None:  # after the device's own buffers, which would lie in the arena for good
-                device.arena = _make_arena(step, loaded.device)
     with phases("compile"):
         wait_for_linears()
     with phases("measure steps"):
@@ -178,14 +179,29 @@ def build_engine(
             costs=step_costs,
         )
     on_gpu = is_gpu(loaded.device)
+    told, ready = ranks is None, ranks is None  # whether other ranks prepare their steps, and have done so
+
+    def prepare_all() -> bool:
+        """Prepare one more piece, while other ranks prepare everything."""
+        nonlocal told, ready
+        if warm_up is None:
+            return False
+        if ranks is not None and not told:
+            ranks.send(PREPARE, b"")
+        told, is_more = True, warm_up.prepare()
+        if ranks is not None and not (is_more or ready):
+            ranks.wait()
+            ready = True
+        return is_more
+
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
         time_step: Callable[[int], float] = partial(_prefill_seconds, loaded)
         if warm_up is not None:
             with phases("capture"):
-                while warm_up.prepare():
+                while prepare_all():
                     pass
-            time_step = warm_up.step_seconds
+            time_step = partial(_step_seconds, loaded, warm_up)
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
@@ -198,7 +214,7 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        is_more = warm_up is not None and warm_up.prepare()
+        is_more = prepare_all()
         if is_more:
             token_bytes.start()  # runs while steps are captured
         return is_more or (speculation is not None and speculation.prepare())
@@ -240,6 +256,8 @@ def _bind(
     communicator: Communicator | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,
@@ -256,15 +274,12 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
     """Return the room for the LoRA adapters of a model; None: it has none."""
     if not settings.adapters.is_on:
         return None
-    rank = largest_rank(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
-    num_slots = settings.adapters.num_slots
+    room = needed_room(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
     try:
-        return AdapterBank(
-            loaded.model, num_slots=num_slots, rank=rank, dtype=loaded.dtype, device=loaded.device
-        )
+        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device)
     except RuntimeError as error:
         raise ConfigError(
-            f"{num_slots} LoRA adapters of rank {rank} could not be allocated "
+            f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
             f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
         ) from error
 
@@ -284,17 +299,42 @@ def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communi
     return config
 
 
+def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
+    """Return what joins the ranks of this model on their devices; all ranks come here together."""
+    if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
+        return GpuCommunicator(communicator, loaded.device, loaded.dtype)
+    return communicator
+
+
 def build_rank(
-    config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, shape: StateShape
-) -> TorchDevice | GpuDevice:
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    size: CacheSize,
+    shape: StateShape,
+    step: StepBytes | None,
+    communicator: Communicator,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
     """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
     store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
-    return make_device(config, loaded, store, shape)
+    return _make_warm(config, loaded, store, shape, step, communicator=communicator)
 
 
-def probe_rank(loaded: LoadedModel, num_tokens: int) -> None:
+def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> None:
     """Compute what rank 0 measures."""
-    prefill_seconds(loaded.model, loaded.device, num_tokens)
+    if warm_up is None:
+        prefill_seconds(loaded.model, loaded.device, num_tokens)
+    else:
+        warm_up.step_seconds(num_tokens)
+
+
+def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> float:
+    """Return the seconds of a step with this many prompt tokens, on all ranks together."""
+    if loaded.ranks is not None:
+        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+    seconds = warm_up.step_seconds(num_tokens)
+    if loaded.ranks is not None:
+        loaded.ranks.check()
+    return seconds
 
 
 def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
@@ -364,12 +404,13 @@ def make_pool(
         size.num_blocks,
         size.block_size,
         use_prefix_caching=cache.caches_prefixes,
-        num_host_blocks=cache.swap_blocks * len(windows),
+        num_host_blocks=size.num_host_blocks,
         max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
         placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,
         allocator=_find_allocator(cache.block_allocator),
+        block_bytes=size.bytes_per_block,
     )
 
 
@@ -387,7 +428,6 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 
 def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
-    swap_blocks = config.settings.cache.swap_blocks
     num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
     try:
         return KVStore(
@@ -398,16 +438,16 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
             head_dim=head_dim,
             dtype=loaded.dtype,
             device=loaded.device,
-            num_host_blocks=swap_blocks * len(layout.windows),
+            num_host_blocks=size.num_host_blocks,
             kept_as=kept_as(config.settings.cache, loaded.dtype),
             fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
             state=state_size(loaded.config),
         )
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} and {swap_blocks} blocks in host "
+            f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
             f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks or swap_blocks"
+            "kv_cache_memory, num_blocks, swap_blocks or swap_space"
         ) from error
 
 
@@ -427,6 +467,7 @@ def _rehearse(
     loaded: LoadedModel,
     wait_for_linears: Callable[[], bool],
     adapters: AdapterBank | None,
+    communicator: Communicator | None,
 ) -> StepBytes | None:
     """Return the memory that the largest step takes on a GPU, by running it; None: it is only computed."""
     if not (config.uses_gpu_device and is_gpu(loaded.device)):
@@ -440,7 +481,7 @@ def _rehearse(
         layout = kv_layout(loaded.config, config)
         store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
         shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
-        device = make_device(config, loaded, store, shape, adapters=adapters)
+        device = make_device(config, loaded, store, shape, adapters=adapters, communicator=communicator)
         assert isinstance(device, GpuDevice)
         return WarmUp(device)
 
@@ -473,12 +514,14 @@ def make_device(
     store: KVStore,
     shape: StateShape,
     graph_bytes: int = 0,
-    head: TorchDevice | GpuDevice | None = None,
+    drafter: TorchDevice | GpuDevice | None = None,
     adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
 ) -> TorchDevice | GpuDevice:
     """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
 
-    A `head` that drafts follows its steps; `adapters` are those of the model.
+    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model;
+    `communicator` joins its ranks.
     """
     if not config.uses_gpu_device:
         return TorchDevice(
@@ -490,7 +533,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
-            head=head if isinstance(head, TorchHead) else None,
+            head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )
     return GpuDevice(
@@ -507,9 +550,33 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        head=head if isinstance(head, GpuDevice) else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) else None,
         adapters=adapters,
+        ranks=loaded.ranks,
+        communicator=cast("GpuCommunicator | None", communicator),
     )
+
+
+def _make_warm(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    store: KVStore,
+    shape: StateShape,
+    step: StepBytes | None,
+    drafter: TorchDevice | GpuDevice | None = None,
+    adapters: AdapterBank | None = None,
+    communicator: Communicator | None = None,
+) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
+    """Return the device half with the memory of its steps, and what prepares it on a GPU."""
+    graph_bytes = 0 if step is None else step.graph_block
+    device = make_device(config, loaded, store, shape, graph_bytes, drafter, adapters, communicator)
+    if not isinstance(device, GpuDevice):
+        return device, None
+    warm_up = WarmUp(device)
+    device.wait_for_compilers()
+    if step is not None:  # after the device's own buffers, which would lie in the arena for good
+        device.arena = _make_arena(step, loaded.device)
+    return device, warm_up
 
 
 def _facts(

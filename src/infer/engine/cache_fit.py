@@ -7,10 +7,12 @@ largest step was seen to take (rehearsal.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from infer.cache.kv_store import CROSSING_BYTES, MOST_CROSSING
 from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.cache.memory import (
     FLOAT32_BYTES,
@@ -71,10 +73,12 @@ def fit_to_device(
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
-    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     num_ranks = ranks_sharing(config.settings, loaded.device)
+    if is_gpu(loaded.device):  # `device_memory` is that of all ranks on a GPU, which hold as much as this one
+        memory = replace(memory, held=num_ranks * memory.held)
+    size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
-    check_host_blocks(config.settings.cache.swap_blocks, size, free_host // num_ranks)
+    check_host_blocks(config.settings.cache, size, free_host // num_ranks)
     return size
 
 
@@ -88,10 +92,14 @@ def fit_to_memory(
     """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
+    crossing = 0
+    if cache.has_host_memory and is_gpu(loaded.device):
+        block_bytes = cache.block_size * kept.bytes_per_token // len(kept.layout.windows)
+        crossing = min(CROSSING_BYTES, MOST_CROSSING * block_bytes)
     return fit_cache(
         cache,
         config.scheduler,
-        step._replace(buffers=step.buffers + draft.step),
+        step._replace(buffers=step.buffers + draft.step + crossing),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kept.bytes_per_token + draft.per_token,
         free_bytes=memory.room // ranks_sharing(config.settings, loaded.device),
@@ -103,8 +111,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
-    return 1 if is_gpu(device) else settings.load.tensor_parallel_size
+    """Return how many ranks of a model take their memory from this device: of a CPU, all of them."""
+    shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
+    return settings.load.tensor_parallel_size if shares else 1
 
 
 def cache_share(device: torch.device) -> float:

@@ -14,6 +14,16 @@ the prefix cache, came back from host memory, or is a fork. So each full block r
 end as a number (a hash of the block before and its ids). When a sequence begins to run, its blocks are
 compared with its text, and the first that does not match is where the model catches up from. Blocks that it
 never computed, because drafts did not pay then, do not match either. Nothing is copied or swapped here.
+
+On a CPU each turn is an order of its own. On a GPU all turns are one graph (execution/gpu/device.py), which
+computes the last two tokens of a text first: after a window the model never lacks more. Its block tables
+there are those of the sequences' own model. The device knows what came of a window before the host does, so
+the turns for the next one begin at once (`go_on`), and the host finds drafts when it has read the window:
+
+    device      verify 1 | turns 2 | verify 2 | turns 3 | ...
+    host                 └ read 1, plan and launch verify 2, turns 3 ┘
+
+Where the turns are over before the host is ready, the step that verifies them is launched with them.
 """
 
 from __future__ import annotations
@@ -21,15 +31,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from infer.config.speculation import MAX_DRAFTS
 from infer.engine.host_half import HostHalf
 from infer.execution.device import DeviceHalf, PendingStep
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.late_drafts import LateDrafts
+from infer.execution.gpu.readback import PendingTensor
+from infer.execution.order import StepOrder
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
@@ -46,6 +60,14 @@ class _DraftedText(NamedTuple):
     drafts: Seq[int]  # drafts computed after them
     num_full: int  # blocks that are full of known tokens, and
     last_text: int  # the number of the last one
+
+
+class _Drafted(NamedTuple):
+    """Drafts that a GPU has, or will have: a column for each stay of a sequence in a row."""
+
+    stays: list[tuple[int, int]]
+    num_drafts: int
+    ids_KS: PendingTensor
 
 
 NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT)
@@ -73,8 +95,12 @@ class DraftModel:
         self._rows = [NOTHING] * len(state.tenancy)
         self._changes: list[int] = []  # blocks that tables have got since the last order
         self._step = 0
+        self._context_len = device.model.config.context_len if isinstance(device, GpuDevice) else 0
         self._sequences: Seq[Sequence] = ()  # it drafts for these, turn by turn:
         self._turns: list[tuple[np.ndarray, PendingStep]] = []  # numbers of the sequences, and their step
+        self._late: LateDrafts | None = None  # drafts of all turns at once, for the next step
+        self._early: _Drafted | None = None  # drafts for the step after that
+        self._most_behind = 2 if target is not None else MAX_DRAFTS  # tokens of a text that turns compute
 
     @property
     def is_late(self) -> bool:
@@ -85,6 +111,9 @@ class DraftModel:
         """Remember the blocks that tables get with a plan, and forget drafts for one that did not run."""
         if self._target is not None:
             self._target.expect(None)
+            if not self._state.num_drafts:  # texts go on without them
+                self._early = None
+            self._changes = []  # it has had those of all plans before
         self._changes += plan.table_changes
         if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
             self._changes, self._host = [], HostHalf(self._state, is_draft=True)
@@ -95,24 +124,39 @@ class DraftModel:
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Launch drafting for these sequences, as many ids as each has places for; `collect` brings them."""
-        starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
-        known = np.array([len(seq.tokens) for seq in sequences])
-        chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
-        self._sequences, self._turns, late = sequences, [], LateDrafts()
-        for turn in range(int(counts.max())):
-            has_all = int(counts[numbers].min()) > turn  # rows of the last turn
-            if not has_all:
-                numbers = numbers[counts[numbers] > turn]
-                chunks = self._chunks([sequences[number] for number in numbers.tolist()])
-            is_same = has_all and turn > 0
-            stops = known[numbers] + turn
-            begins = stops - 1 if turn else starts
-            self._turns.append((numbers, self._run(chunks.at(begins, stops, is_repeated=is_same))))
-            if self._target is not None:
-                assert isinstance(self._device, GpuDevice)
-                late.add(numbers, self._device.newest(chunks.rows, is_same=is_same))
-        if self._target is not None:
-            self._target.expect(late)
+        self._sequences = sequences
+        if self._target is None:
+            self._run_turns(sequences)
+            return
+        assert isinstance(self._device, GpuDevice)
+        longest = max(len(seq.drafts) for seq in sequences)
+        early, self._early = self._early, None
+        stays = self._stays(sequences)
+        if early is None or not all(stay in early.stays for stay in stays) or early.num_drafts < longest:
+            self._enter(self._device, sequences)
+            is_roomy = all(self._room(seq) > len(seq.tokens) + longest - 2 for seq in sequences)
+            counts = [longest if is_roomy else len(seq.drafts) for seq in sequences]
+            early = self._draft(sequences, counts)
+        columns = [early.stays.index(stay) for stay in stays]
+        self._late = LateDrafts(early.ids_KS, self._device.drafts_KS.shape[1], columns)
+        self._target.expect(self._late)
+
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Draft for the next window of these sequences while the step that verifies this one runs.
+
+        Nothing happens unless all of them have drafts in that step, and room for whatever comes of it. With
+        `verifies` the step after that is launched as well: there is no other sequence.
+        """
+        self._early = None
+        if self._target is None or not self._target.has_judged or not sequences:
+            return
+        longest, has_all = max(counts), set(self._stays(sequences)) <= set(self._stays(self._sequences))
+        if has_all and all(self._room(seq) > seq.num_tokens + longest for seq in sequences):
+            with suppress(torch.OutOfMemoryError):  # they are made when the step has been read
+                self._early = self._draft(sequences, [longest] * len(sequences))
+        if verifies and self._early is not None:
+            rows = np.array([seq.row for seq in sequences])
+            self._target.verify_early(rows, np.array(counts), self._early.ids_KS)
 
     def collect(self) -> list[list[int]]:
         """The drafts that were begun, sequence by sequence."""
@@ -120,10 +164,50 @@ class DraftModel:
         for numbers, step in self._turns:
             for number, ids in zip(numbers.tolist(), step.wait().ids, strict=True):
                 drafts[number] += ids
+        if self._late is not None:
+            drafts = self._late.collect([len(seq.drafts) for seq in self._sequences])
         for seq, found in zip(self._sequences, drafts, strict=True):
             self._note_text(seq, found)
-        self._sequences, self._turns = (), []
+        self._sequences, self._turns, self._late = (), [], None
         return drafts
+
+    def _draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> _Drafted:
+        """Launch the turns for sequences whose rows the device knows."""
+        assert isinstance(self._device, GpuDevice)
+        ids_KS = self._device.draft(np.array([seq.row for seq in sequences]), np.array(counts))
+        return _Drafted(self._stays(sequences), max(counts), ids_KS)
+
+    def _stays(self, sequences: Seq[Sequence]) -> list[tuple[int, int]]:
+        """The row of each sequence, and the stay for which it was given out."""
+        rows = [seq.row for seq in sequences]
+        return [*zip(rows, self._state.tenancy[rows].tolist(), strict=True)]
+
+    def _room(self, seq: Sequence) -> int:
+        """The number of tokens of a text that turns may compute."""
+        return min(seq.num_reserved, self._context_len)
+
+    def _enter(self, device: GpuDevice, sequences: Seq[Sequence]) -> None:
+        """Let a GPU have the state of these sequences' rows, from which turns begin."""
+        self._catch_up(sequences)
+        known = np.array([len(seq.tokens) for seq in sequences])
+        with self._order(self._chunks(sequences).at(known - 1, known, is_repeated=False)) as order:
+            device.enter(order, np.array([seq.tokens[-2] for seq in sequences]))
+
+    def _run_turns(self, sequences: Seq[Sequence]) -> None:
+        """Launch the turns one by one, each for the sequences that have places left."""
+        starts, counts = np.array(self._catch_up(sequences)), np.array([len(seq.drafts) for seq in sequences])
+        known = np.array([len(seq.tokens) for seq in sequences])
+        chunks, numbers = self._chunks(sequences), np.arange(len(sequences))
+        self._turns = []
+        for turn in range(int(counts.max())):
+            has_all = int(counts[numbers].min()) > turn  # rows of the last turn
+            if not has_all:
+                numbers = numbers[counts[numbers] > turn]
+                chunks = self._chunks([sequences[number] for number in numbers.tolist()])
+            stops = known[numbers] + turn
+            begins = stops - 1 if turn else starts
+            is_same = has_all and turn > 0
+            self._turns.append((numbers, self._run(chunks.at(begins, stops, is_repeated=is_same))))
 
     def _chunks(self, sequences: Seq[Sequence]) -> Chunks:
         """Chunks of these sequences, at positions that are not given yet, each followed by one draw."""
@@ -132,11 +216,17 @@ class DraftModel:
         return Chunks(seq_ids, ones, ones, ones, rows, sequences=list(sequences))
 
     def _run(self, chunks: Chunks) -> PendingStep:
+        with self._order(chunks) as order:
+            return self._device.run(order)
+
+    @contextmanager
+    def _order(self, chunks: Chunks) -> Iterator[StepOrder]:
+        """The order of some chunks; should it fail, their rows begin anew."""
         self._step += 1
         changes, self._changes = self._changes, []
         plan = StepPlan(self._step, chunks, table_changes=changes)
         try:
-            return self._device.run(self._host.order(plan))
+            yield self._host.order(plan)
         except BaseException:
             self._host.forget(plan)
             for seq in chunks.sequences:
@@ -152,7 +242,7 @@ class DraftModel:
             budget, chunks, chosen = self._max_tokens, list[Chunk](), list[Sequence]()
             for number, seq in enumerate(sequences):
                 start, stop = starts[number], min(len(seq.tokens) - 1, starts[number] + budget)
-                if len(seq.tokens) - start > MAX_DRAFTS and stop > start:
+                if len(seq.tokens) - start > self._most_behind and stop > start:
                     chunks.append(Chunk(seq.seq_id, start, stop, 0))
                     chosen.append(seq)
                     budget -= stop - start

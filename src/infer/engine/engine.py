@@ -297,7 +297,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts for metrics, health and the router, as of now."""
-        usage = self.scheduler.pool.usage()
+        pool = self.scheduler.pool
+        usage = pool.usage()
         return EngineStats(
             num_steps=sum(self._step_tokens.counts),
             num_running=len(self.scheduler.running),
@@ -313,10 +314,15 @@ class Engine:
             step_sizes=tuple(self._step_tokens.counts),
             num_queried_tokens=usage.num_queried_tokens,
             num_hit_tokens=usage.num_hit_tokens,
-            block_size=self.scheduler.pool.block_size,
+            num_host_hit_tokens=usage.num_host_hit_tokens,
+            host_bytes_out=usage.num_blocks_out * pool.block_bytes,
+            host_bytes_in=usage.num_blocks_in * pool.block_bytes,
+            block_size=pool.block_size,
             num_blocks=usage.num_blocks,
             num_used_blocks=usage.num_used,
             num_cached_blocks=usage.num_cached,
+            num_host_blocks=pool.num_host_blocks,
+            num_used_host_blocks=pool.num_host_blocks - usage.num_free_host_blocks,
             num_grammar_failures=self._compiling.num_failures,
             grammar_s=self._compile_s.total,
             grammar_times=tuple(self._compile_s.counts),

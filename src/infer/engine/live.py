@@ -207,7 +207,8 @@ class LiveView:
         ]
         own = [row[:2] for row in held]
         codes_of_blocks = _codes(own, pool.num_blocks, pool.free_blocks, pool.idle_blocks)
-        host = _codes([(code, swapped) for code, _, swapped in held], pool.num_host_blocks)
+        swapped = [(code, blocks) for code, _, blocks in held]
+        host = _codes(swapped, pool.num_host_blocks, pool.free_host_blocks, pool.idle_host_blocks)
         per_cell, cells = _cells(codes_of_blocks)
         host_per_cell, host_cells = _cells(host)
         first = turns[0].group if turns else None
@@ -315,15 +316,12 @@ def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
 def _codes(
     held: Iterable[tuple[int, list[int]]],
     num_blocks: int,
-    free: Collection[int] = (),
-    idle: Collection[int] | None = None,
+    free: Collection[int],
+    idle: Collection[int],
 ) -> np.ndarray:
-    """A code for each block, from what sequences hold and whichever of `free` and `idle` are fewer.
-
-    Without `idle`, all that no sequence holds are free.
-    """
-    is_idle_few = idle is None or len(idle) <= len(free)
-    few = (idle or ()) if is_idle_few else free
+    """A code for each block, from what sequences hold and whichever of `free` and `idle` are fewer."""
+    is_idle_few = len(idle) <= len(free)
+    few = idle if is_idle_few else free
     codes = np.full(num_blocks, FREE if is_idle_few else CACHED, dtype=np.int64)
     codes[_numbers(few)] = CACHED if is_idle_few else FREE
     blocks: list[int] = []

@@ -15,6 +15,7 @@ from infer.models.model import Model
 from infer.scheduling.preemption import PreemptionCost
 
 PROBE_TOKENS = 64  # tokens of the prefill that measures what recomputing costs
+PROBE_BLOCKS = 16  # blocks that are copied to measure what swapping costs
 NUM_PROBES = 3  # the best counts: another process may disturb one
 
 
@@ -22,9 +23,11 @@ NUM_PROBES = 3  # the best counts: another process may disturb one
 def measure_cost(
     prefill: Callable[[int], float], model: Model, store: KVStore, block_size: int
 ) -> PreemptionCost:
-    """Time one block's way to host memory and a short `prefill` of the model, and return both per token."""
-    num_tokens = min(PROBE_TOKENS, model.config.context_len)
-    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), store.device) / block_size
+    """Time some blocks' way to host memory and a short `prefill` of the model, and return both per token."""
+    num_tokens, num_tables = min(PROBE_TOKENS, model.config.context_len), max(store.tables) + 1
+    blocks = range(min(PROBE_BLOCKS, store.num_host_blocks))
+    moves = [("swap_out", 0, block) for block in blocks]
+    swap = _seconds(lambda: store.transfer(moves), store.device) * num_tables / (len(blocks) * block_size)
     recompute = prefill(num_tokens) / num_tokens
     return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
 

@@ -3,6 +3,7 @@
     load its part ──► told ──► bind        the projections that it runs with; ranks can compute together now
                       told ──► probe       a prompt of made-up tokens, which rank 0 measures
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
+                      told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
                       told ──► order       its part of a step
 
 Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
@@ -18,14 +19,14 @@ import tempfile
 from collections.abc import Callable
 from typing import NoReturn
 
-from infer.cache.memory import CacheSize
+from infer.cache.memory import CacheSize, StepBytes
 from infer.config.settings import EngineConfig
-from infer.engine.build import BIND, BUILD, PROBE, bind_rank, build_rank, probe_rank
+from infer.engine.build import BIND, BUILD, PREPARE, PROBE, bind_rank, build_rank, join_ranks, probe_rank
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, link_bytes
-from infer.execution.torch_device import ORDER, TorchDevice
+from infer.execution.torch_device import ORDER
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
 
@@ -46,27 +47,35 @@ def open_link(handle: int, rank: int, size: int) -> RankLink:
     """One rank's end of this memory."""
     c = library()
     if c is None:
-        raise ConfigError(f"tensor_parallel_size on a CPU needs the C kernels: {why_not()}")
+        raise ConfigError(f"tensor_parallel_size above 1 needs the C kernels: {why_not()}")
     return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size)
 
 
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
     """Do what rank 0 says until it is gone, a `DeviceLost`; `on_done` follows each part of a start."""
     on_done()
-    config, device = None, None
+    config, device, warm_up, communicator = None, None, None, None
     while True:
         kind, body = link.receive()
         if kind == ORDER:
-            assert isinstance(device, TorchDevice)
+            assert device is not None
             device.compute_part(read(memoryview(body)))
         elif kind == BIND:
             settings = EngineConfig.from_knobs(**json.loads(body))
-            config = bind_rank(settings, loaded, link.communicator)
+            communicator = communicator or join_ranks(link.communicator, loaded)
+            config = bind_rank(settings, loaded, communicator)
             on_done()
         elif kind == PROBE:
-            probe_rank(loaded, json.loads(body))
+            probe_rank(loaded, warm_up, json.loads(body))
+        elif kind == PREPARE:
+            while warm_up is not None and warm_up.prepare():
+                pass
+            on_done()
         else:
-            assert kind == BUILD and config is not None, kind
-            size, shape = json.loads(body)
-            device = build_rank(config, loaded, CacheSize(*size), StateShape(*shape))
+            assert kind == BUILD and config is not None and communicator is not None, kind
+            size, shape, step = json.loads(body)
+            step = None if step is None else StepBytes(*step)
+            device, warm_up = build_rank(
+                config, loaded, CacheSize(*size), StateShape(*shape), step, communicator
+            )
             on_done()

@@ -47,6 +47,13 @@ class Drafter(Protocol):
         """Begin to draft for these sequences, as many ids as each has places for."""
         ...
 
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Begin to draft for their next window, if that need not wait for the step that was launched.
+
+        `verifies`: that window may begin as well.
+        """
+        ...
+
     def collect(self) -> Seq[Seq[int]]:
         """The drafts that were begun, sequence by sequence."""
         ...
@@ -163,6 +170,7 @@ class Speculation:
         if self._drafter is None:
             return
         self._drafter.note(plan)
+        self._scheduler.state.ahead = 0
         self._drafted = [seq for seq in plan.chunks.sequences if seq.drafts]
         if self._drafted:
             self._drafter.begin(self._drafted)
@@ -171,12 +179,19 @@ class Speculation:
 
     def settle(self, order: StepOrder) -> None:
         """Write drafts into an order that was launched before they were known."""
-        drafted = self._drafted
-        if not drafted:
+        drafted, drafter = self._drafted, self._drafter
+        if not drafted or drafter is None:
             return
-        if self._is_adaptive:  # while the device works: what is chosen now need not be chosen before the next
-            asked = [(wish.seq_id, wish.num_drafts) for _, wish in self._wishes()]
-            self._chosen = asked, len(self._scheduler.running), self._choose(asked)
+        # while the device works: what is chosen now need not be chosen before the next
+        pairs = list(self._wishes())
+        asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
+        counts = self._choose(asked) if self._is_adaptive else [count for _, count in asked]
+        self._chosen = asked, len(self._scheduler.running), counts
+        going_on = [(seq, count) for (seq, _), count in zip(pairs, counts, strict=True) if count]
+        num_rows = len(self._scheduler.running)
+        is_short = self.costs.is_host_slower(num_rows, max(counts, default=0))
+        sequences, lengths = [seq for seq, _ in going_on], [count for _, count in going_on]
+        drafter.go_on(sequences, lengths, verifies=is_short and len(going_on) == num_rows)
         self._fill()
         places = (order.counts.cumsum() - order.counts)[order.num_sampled > 1].tolist()
         for seq, place in zip(drafted, places, strict=True):
@@ -276,18 +291,26 @@ class Speculation:
         """
         scheduler, available = self._scheduler, [len(drafts) for drafts in found]
         asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
-        count_of, num_blocks = dict(asked), 0
-        for seq in scheduler.running:
-            num_short = seq.num_tokens + count_of.get(seq.seq_id, 0) - seq.num_reserved
-            num_blocks += self._pool.blocks_of(max(num_short, 0))
-        if num_blocks > self._pool.num_free_blocks:
-            return [0] * len(available)
+        is_late = self._drafter is not None and self._drafter.is_late
+        scheduler.state.ahead = self._max_drafts + 1 if is_late else 0  # turns may begin before this is known
+        if not self._has_room(asked):
+            scheduler.state.ahead = 0
+            if not (is_late and self._has_room(asked)):
+                return [0] * len(available)
         if self._is_adaptive:
             (*chosen_for, counts), self._chosen = self._chosen, ([], 0, [])
             is_chosen = chosen_for == [asked, len(scheduler.running)]
             return counts if is_chosen else self._choose(asked)
         ends = [min(end, self._room) for end in accumulate(available, initial=0)]
         return [end - start for start, end in pairwise(ends)]
+
+    def _has_room(self, asked: list[tuple[int, int]]) -> bool:
+        """True if there are blocks for what sequences could use, and for as many more as they get ahead."""
+        count_of, num_blocks, ahead = dict(asked), 0, self._scheduler.state.ahead
+        for seq in self._scheduler.running:
+            num_short = seq.num_tokens + count_of.get(seq.seq_id, 0) + ahead - seq.num_reserved
+            num_blocks += self._pool.blocks_of(max(num_short, 0))
+        return num_blocks <= self._pool.num_free_blocks
 
     def _choose(self, asked: list[tuple[int, int]]) -> list[int]:
         """The drafts of each sequence that are worth their time, given how many it could use."""

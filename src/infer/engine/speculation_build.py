@@ -22,7 +22,7 @@ from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.own_code import load_code, names_code
 from infer.config.resolve import ResolvedConfig
-from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS, SpeculationConfig
+from infer.config.speculation import WINDOW_TOKENS, SpeculationConfig
 from infer.engine.cache_fit import DraftBytes, step_bytes
 from infer.engine.draft_head import DraftHead
 from infer.engine.draft_model import DraftModel
@@ -253,7 +253,7 @@ def make_speculation(
     max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
     prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
-    is_head = head_of(draft_device) is not None
+    is_head = draft_device is not None and isinstance(draft_device.model, HeadModel)
     if draft_device is not None:
         if isinstance(draft_device, GpuDevice):
             prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
@@ -348,7 +348,7 @@ def make_draft_device(
         head_dim=model.head_dim,
         dtype=draft.dtype,
         device=draft.device,
-        num_host_blocks=config.settings.cache.swap_blocks * len(layout.windows) * is_head,
+        num_host_blocks=size.num_host_blocks * is_head,
     )
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
     network: Network
@@ -377,11 +377,5 @@ def make_draft_device(
         use_cuda_graphs=config.use_cuda_graphs,
         attention_backend="triton" if is_head and attention != "invariant" else attention,
         decode_attention_backend=config.backends.decode_attention,
-        steps_ahead=MAX_DRAFTS,
-        window_tokens=0 if is_head else WINDOW_TOKENS,
+        num_drafts=config.settings.speculation.max_drafts,
     )
-
-
-def head_of(device: TorchDevice | GpuDevice | None) -> TorchDevice | GpuDevice | None:
-    """Return the device half of what drafts, if that is a head; None: a model drafts, or none."""
-    return device if device is not None and isinstance(device.model, HeadModel) else None

@@ -80,8 +80,16 @@ def kv_cache_dtype(config: ResolvedConfig) -> str:
 def _computer(config: ResolvedConfig) -> dict[str, object]:
     if config.device.startswith("cuda"):
         name = torch.cuda.get_device_name(config.device)
-        return {"device": config.device, "gpu": name.replace(" ", "_")}
+        ranks = {"ranks": _ranks(config)} if config.settings.load.tensor_parallel_size > 1 else {}
+        return {"device": config.device, "gpu": name.replace(" ", "_"), **ranks}
     return {"device": config.device, "threads": torch.get_num_threads()}
+
+
+def _ranks(config: ResolvedConfig) -> str:
+    """The number of ranks, and whether they share a GPU."""
+    load = config.settings.load
+    shared = f', which share {load.device}"' if ":" in load.device else '"'
+    return f'"{load.tensor_parallel_size}{shared}'
 
 
 def _speculation(config: ResolvedConfig) -> dict[str, object]:
@@ -93,4 +101,4 @@ def _speculation(config: ResolvedConfig) -> dict[str, object]:
 def _preemption(config: ResolvedConfig) -> str:
     """The mode; `auto` without host memory to swap to is recompute."""
     mode = config.scheduler.preemption
-    return "recompute" if mode == "auto" and not config.settings.cache.swap_blocks else mode
+    return "recompute" if mode == "auto" and not config.settings.cache.has_host_memory else mode

@@ -44,6 +44,9 @@ class EngineStats(EngineForm):
     step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
     num_hit_tokens: int = 0  # counter: those of them that were found
+    num_host_hit_tokens: int = 0  # counter: those of these that were in host memory
+    host_bytes_out: int = 0  # counter: bytes of blocks that went to host memory
+    host_bytes_in: int = 0  # counter: bytes of blocks that came from there
     num_restarts: int = 0  # counter: times it was started again, counted by its client
     num_grammar_failures: int = 0  # counter: constraints that could not be compiled
     grammar_s: float = 0.0  # counter: seconds of compiling, and
@@ -57,6 +60,8 @@ class EngineStats(EngineForm):
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
+    num_host_blocks: int = 0  # blocks in host memory
+    num_used_host_blocks: int = 0  # those of them that hold something
 
 
 PACE_WEIGHT = 0.1  # weight of the last step
@@ -65,7 +70,7 @@ GRAMMAR_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # bounds for compil
 
 GAUGES = (
     "num_running", "num_waiting", "max_batch_size", "block_size", "num_blocks", "num_used_blocks",
-    "num_cached_blocks", "num_queued_tokens", "token_s", "row_s",
+    "num_cached_blocks", "num_host_blocks", "num_used_host_blocks", "num_queued_tokens", "token_s", "row_s",
 )  # fmt: skip
 
 

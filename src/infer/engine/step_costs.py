@@ -21,6 +21,7 @@ import numpy as np
 
 from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.device import DeviceHalf, StateShape
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import DECODE, EMPTY, VERIFY, RowFacts, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
@@ -59,9 +60,12 @@ def measure_step_costs(
             break
         size *= 2
     draft_s = draft_row_s = 0.0
-    if drafter is not None:
+    num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
+    if isinstance(drafter, GpuDevice):
+        draft_s, many = (_turn_seconds(drafter, shape, count) for count in (1, num_rows))
+        draft_row_s = max(many - draft_s, 0.0) / num_rows
+    elif drafter is not None:
         draft_s = _draft_seconds(drafter, shape, draft_start)
-        num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
         few, many = (_fastest(drafter, _turn(shape, count, draft_start)) for count in (1, num_rows))
         draft_row_s = max(many - few, 0.0) / num_rows
     return StepCosts.measured(
@@ -71,6 +75,7 @@ def measure_step_costs(
         draft_s=draft_s,
         draft_row_s=draft_row_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
+        is_ahead=isinstance(drafter, GpuDevice),
     )
 
 
@@ -122,6 +127,17 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
             step.wait()
         best = min(best, time.perf_counter() - began)
     return best / len(turns)
+
+
+def _turn_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> float:
+    """Return what a turn takes in a graph of several."""
+    device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # the token before has a place
+    num_drafts, rows, best = min(DRAFT_PROBES, len(device.drafts_KS)), np.arange(num_rows), float("inf")
+    for _ in range(1 + NUM_PROBES):  # the first one compiles, captures and allocates
+        began = time.perf_counter()
+        device.draft(rows, np.full(num_rows, num_drafts)).wait()
+        best = min(best, time.perf_counter() - began)
+    return best / num_drafts
 
 
 def _fastest(device: DeviceHalf, order: StepOrder) -> float:

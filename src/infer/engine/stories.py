@@ -91,6 +91,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     num_running: int = 0  # sequences that ran when it came
     num_overtakers: int = 0  # requests that came later and were let in before it, at least
     num_cached: int = 0  # tokens of its prompt
+    num_from_host: int = 0  # those of them that were in host memory
     prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
@@ -221,7 +222,8 @@ class Stories:
             return
         self._end_wait(life, now)
         story.begun_at, story.begun_step = now, self._scheduler.step
-        story.num_cached, life.masks_then = seq.num_computed, self.mask_s
+        story.num_cached, story.num_from_host = seq.num_computed, seq.num_from_host
+        life.masks_then = self.mask_s
         self._num_begun += 1
 
     def _end_wait(self, life: _Life, now: float) -> None:

@@ -24,7 +24,8 @@ given the token that came next *then*. It stays, and makes guesses a little wors
 computing it again would take g of that position, which nothing keeps.
 
 g is kept for the positions that a step draws at, since one of them is where drafts begin: in a ring for each
-row, in which position p has the place p mod P. A turn reads its state there and leaves y for the next one.
+row, in which position p has the place p mod P. A turn reads its state there and leaves y for the next one;
+in a graph of several turns (gpu/device.py) only the first does, and y goes from one to the next by itself.
 
 Shapes:  T tokens, S of them that are drawn at, R rows of state, P places of a ring, D width of the head,
 F width of the model's states, V vocabulary, W draft vocabulary.
@@ -39,7 +40,7 @@ from torch import nn
 from infer.execution.order import DECODE, StepOrder
 from infer.layers.attention import StepContext
 from infer.models.config import ModelConfig
-from infer.models.eagle3 import Eagle3
+from infer.models.eagle3 import Eagle3, Guess
 
 
 class HeadModel(nn.Module):
@@ -62,11 +63,19 @@ class HeadModel(nn.Module):
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """One turn: guess on from the newest token of each row; its position is one before the token's."""
         assert step.rows is not None
-        rows, positions, num_places = step.rows.long(), step.positions, self.ring_RPD.shape[1]
-        guess = self.head(tokens_T, self.ring_RPD[rows, positions % num_places], step)
-        self.ring_RPD[rows, (positions + 1) % num_places] = guess.states_SD
-        hidden_SD: torch.Tensor = guess.hidden_SD
-        return hidden_SD
+        guess = self.guess(tokens_T, step)
+        self.ring_RPD[step.rows.long(), (step.positions + 1) % self.ring_RPD.shape[1]] = guess.states_SD
+        return guess.hidden_SD
+
+    def guess(
+        self, tokens_T: torch.Tensor, step: StepContext, states_TD: torch.Tensor | None = None
+    ) -> Guess:
+        """One turn that leaves nothing; it begins with states of the turn before, or with those kept."""
+        if states_TD is None:
+            assert step.rows is not None
+            states_TD = self.ring_RPD[step.rows.long(), step.positions % self.ring_RPD.shape[1]]
+        guess: Guess = self.head(tokens_T, states_TD, step)
+        return guess
 
     def follow(
         self,

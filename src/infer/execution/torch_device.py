@@ -176,7 +176,9 @@ class TorchDevice(SyncDevice):
         hidden_TD, last_rows, inputs = self._hidden(order)
         pooled = None
         if order.flags & READS_PROMPTS:  # while nothing is drawn: without memory, the step is run again
-            pooled = pool_hidden(order, self._book, last_rows, hidden_TD).by_number()
+            pooled = pool_hidden(
+                order, self._book, last_rows, hidden_TD[:, : self.model.config.hidden_size]
+            ).by_number()
         result = self._sampler.sample(order, last_rows, hidden_TD, masks)
         if self._head is not None:
             self._head.follow(order, inputs.states(order.num_tokens), result.ids)

@@ -5,7 +5,8 @@
 
 Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
 runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
-kernels and recorded programs included: that step costs nothing.
+kernels and recorded programs included: that step costs nothing. Few rows with adapters on a GPU keep the
+fused kernels, too: these compute A x beside their product, and B is further columns of W (linear/wgmma.py).
 
 After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
 
@@ -14,7 +15,8 @@ Shapes:  T rows of the step, S of them that go on, K columns of a matrix, N rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,27 +24,39 @@ from torch import nn
 from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.low_rank import RANK_BLOCK, LowRankStack, RowSlots, add_low_rank
-from infer.kernels.linear.residual import ResidualSum
+from infer.kernels.linear.residual import LowRankTerm, ResidualInput, ResidualSum
+from infer.kernels.linear.small import launch, launch_add, launch_of_sum
+from infer.kernels.linear.wgmma import WgmmaConfig
+from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
-from infer.quant.projection import Neighbours, Projection, WeightSpec
-from infer.quant.residual import NormedInput, ResidualNorm, as_tensor
+from infer.quant.dense import Dense
+from infer.quant.projection import Neighbours, Projection
+from infer.quant.residual import NormedInput, ResidualNorm
+
+OUTER = ("embedding", "head")
+
+
+class AdapterRoom(NamedTuple):
+    """The room that a model has for adapters."""
+
+    num_slots: int  # adapters at a time
+    rank: int  # the largest
+    outer: frozenset[str] = frozenset()  # those of `OUTER` that can be adapted, too
 
 
 class AdapterBank:
     """The adapters of one model: a stack for each matrix, and the slots of the step that is computed."""
 
     def __init__(
-        self, model: nn.Module, *, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device
+        self, model: nn.Module, room: AdapterRoom, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take memory for `num_slots` adapters whose ranks are at most `rank`."""
-        self.num_slots, self.rank = num_slots, rank
+        """Take the memory for all of a model's matrices that can be adapted."""
+        self.num_slots, self.rank = room.num_slots, room.rank
         self.rows: RowSlots | None = None  # None: no row of the step has an adapter
-        kept = _padded(rank)
+        kept = _padded(room.rank)
         self.stacks = {
-            name: LowRankStack(
-                spec.row_counts, spec.size, num_slots=num_slots, rank=kept, dtype=dtype, device=device
-            )
-            for name, spec in _specs(model)
+            name: LowRankStack(rows, size, num_slots=room.num_slots, rank=kept, dtype=dtype, device=device)
+            for name, rows, size in _matrices(model, room.outer)
         }
 
     def begin(self, slots_T: torch.Tensor | None) -> None:
@@ -54,25 +68,76 @@ class AdapterBank:
         if self.rows is not None:
             self.rows = self.rows.select(indices_S)
 
-    def wrap(self, model: nn.Module) -> None:
+    def wrap(self, model: Any) -> None:
         """Wrap the projections of all matrices that have a stack."""
+        outer = {name: stack for name, stack in self.stacks.items() if name in OUTER}
+        model.outer = OuterAdapters(self, outer) if outer else None
         for name, stack in self.stacks.items():
+            if name in OUTER:
+                continue
             layer = model.get_submodule(name)
             assert isinstance(layer, Linear), name
             layer.projection = Adapted(layer.projection, stack, self)
 
 
-def bank_bytes(model: nn.Module, *, num_slots: int, rank: int, dtype: torch.dtype) -> int:
+class OuterAdapters:
+    """The adapters of the embedding and of the head, in plain PyTorch: all slots at once, then a row's own.
+
+    Only some rows have logits, and others than the model choose them. So h = A x is appended to the hidden
+    states, [x | 0 h 0 ..], with zeros in the slots that are not the row's: its slot is where its h stands.
+    """
+
+    def __init__(self, bank: AdapterBank, stacks: dict[str, LowRankStack]) -> None:
+        self._bank, self._embedding, self._head = bank, stacks.get("embedding"), stacks.get("head")
+
+    def _own(self, h_TC: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> torch.Tensor:
+        slots = torch.arange(1, stack.num_slots + 1, device=h_TC.device).repeat_interleave(stack.rank)
+        return torch.where(rows.slots_T[:, None] == slots, h_TC, 0)
+
+    def add_embedded(self, x_TD: torch.Tensor, ids_T: torch.Tensor, factor: float | None) -> torch.Tensor:
+        """Add the rows of the adapters to embeddings, which were multiplied by `factor`."""
+        stack, rows = self._embedding, self._bank.rows
+        if stack is None or rows is None:
+            return x_TD
+        h_TC = self._own(stack.a.flatten(0, 1)[:, ids_T].T, rows, stack)
+        return torch.addmm(x_TD, h_TC, stack.b.T, alpha=1.0 if factor is None else factor)
+
+    def extend(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Append to hidden states what `add_logits` needs, if a row has an adapter."""
+        stack, rows = self._head, self._bank.rows
+        if stack is None or rows is None:
+            return hidden_TD
+        h_TC = self._own(hidden_TD @ stack.a.flatten(0, 1).T, rows, stack)
+        return torch.cat([hidden_TD, h_TC], dim=1)
+
+    def split(self, hidden_SX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states, and what was appended to them."""
+        assert self._head is not None
+        size = self._head.a.shape[-1]
+        return hidden_SX[:, :size].contiguous(), hidden_SX[:, size:]
+
+    def add_logits(self, logits_SV: torch.Tensor, h_SC: torch.Tensor) -> torch.Tensor:
+        """Add the logits of the adapters."""
+        assert self._head is not None
+        return torch.addmm(logits_SV, h_SC, self._head.b.T)
+
+
+def bank_bytes(model: nn.Module, room: AdapterRoom, dtype: torch.dtype) -> int:
     """The bytes of a bank; the model may be one without weights."""
-    per_rank = sum(len(spec.row_counts) * spec.size + spec.num_rows for _, spec in _specs(model))
-    return num_slots * _padded(rank) * per_rank * dtype.itemsize
+    per_rank = sum(len(rows) * size + sum(rows) for _, rows, size in _matrices(model, room.outer))
+    return room.num_slots * _padded(room.rank) * per_rank * dtype.itemsize
 
 
-def _specs(model: nn.Module) -> Iterator[tuple[str, WeightSpec]]:
-    """The matrices that can be adapted: those of the layers, but for experts and their routers."""
+def _matrices(model: nn.Module, outer: Collection[str]) -> Iterator[tuple[str, list[int], int]]:
+    """The matrices that can be adapted, the rows of their parts, their columns.
+
+    These are those of the layers, but for experts and their routers, and the `outer` ones that are asked for.
+    """
     for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and name.startswith("layers.") and not layer.always_dense:
-            yield name, layer.spec
+        if isinstance(layer, Embedding) and name in outer:
+            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # from an id to its row
+        elif isinstance(layer, Linear) and not layer.always_dense and name.startswith(("layers.", *outer)):
+            yield name, layer.spec.row_counts, layer.spec.size
 
 
 def _padded(rank: int) -> int:
@@ -86,15 +151,21 @@ class Adapted(Projection):
         super().__init__(base.spec, base.tensors)
         self.scheme, self.bias, self.batch_invariant = base.scheme, base.bias, base.batch_invariant
         self._base, self._stack, self._bank = base, stack, bank
+        self._compiled: CompiledLinears | None = None  # where kernels may add the terms of adapters
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
-        """True if no row of the step has an adapter, and the projection adds to the residual stream."""
-        return self._bank.rows is None and self._base.can_add
+        """True if the projection adds to the residual stream, in a step with adapters with them."""
+        is_plain = self._bank.rows is None
+        return self._base.can_add and (is_plain or self._compiled is not None)
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Prepare the projection for steps without adapters."""
-        self._base.prepare(compiled, neighbours)
+        """Prepare the projection, and ask for kernels that multiply and add the terms of adapters."""
+        base = self._base
+        base.prepare(compiled, neighbours)
+        if isinstance(base, Dense) and (matrix := base.matrix(neighbours)) is not None:
+            self._compiled = compiled
+            compiled.want_low_rank(matrix, self._stack)
 
     def scratch_bytes(self, num_tokens: int) -> int:
         """The scratch memory of a product of the projection."""
@@ -106,11 +177,51 @@ class Adapted(Projection):
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 
     def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
-        """Multiply; with adapters, the norm comes before and the gate after."""
+        """Multiply, with norm and gate; a step without adapters is the projection's own."""
         if self._bank.rows is None:
             return self._base.project(x, activation)
-        y = self.multiply(as_tensor(x))
-        return gated_activation(y, activation=activation) if activation else y
+        return super().project(x, activation)
+
+    def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Multiply and add the terms of adapters in one kernel, or one after the other."""
+        plan, gate = self._plan(x, activation), activation if self.bias is None else ""
+        if plan is None:
+            return super().project_rows(x, activation)
+        y = launch(plan, x, self._weight, bias_N=self.bias, activation=gate, low_rank=self._term())
+        return y if gate == activation else gated_activation(y, activation=activation)
+
+    def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
+        """The same for a norm that another projection began: its last factor is that of both terms."""
+        x, gate = total.scaled_MN, activation if self.bias is None else ""
+        plan = self._plan(x, activation)
+        assert plan is not None, "it said that it reads sums"
+        y = launch_of_sum(
+            plan, total, self._weight, eps=eps, bias_N=self.bias, activation=gate, low_rank=self._term()
+        )
+        return y if gate == activation else gated_activation(y, activation=activation)
+
+    def _plan(self, x: torch.Tensor, activation: str) -> WgmmaConfig | None:
+        """The cut of a kernel that adds the terms of adapters to the product; None: none does."""
+        if self._compiled is None or x.dim() != 2:
+            return None
+        (N, K), gated = self._weight.shape, bool(activation) and self.bias is None
+        return self._compiled.find_low_rank(
+            x, self._weight, N // 2 if gated else N, K, self._stack, gated=gated
+        )
+
+    def _term(self) -> LowRankTerm:
+        assert self._bank.rows is not None
+        return self._stack.term(self._bank.rows)
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return self.tensors["weight"]
+
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Return True if a kernel finishes the norm of a sum, with adapters if the step has any."""
+        if self._bank.rows is None:
+            return self._base.reads_sum(x, num_parts, activation)
+        return self._plan(x, activation) is not None
 
     def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
         """The activation of the scheme that multiplies."""
@@ -119,5 +230,11 @@ class Adapted(Projection):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Multiply for a sum, where no row has an adapter."""
-        return self._base.add_to(x, residual, norm, reader, activation)
+        """Multiply for a sum."""
+        if self._bank.rows is None:
+            return self._base.add_to(x, residual, norm, reader, activation)
+        plan = self._plan(x, "")
+        if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
+            return self.project_rows(x, "")
+        stream = ResidualInput(residual, norm.weight, norm.offset)
+        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._term())

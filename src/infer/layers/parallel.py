@@ -20,10 +20,13 @@ from torch import nn
 from infer.kernels.cpu.collectives import column_share, own_ids
 from infer.kernels.cpu.library import library
 from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.dispatch import on_cpu
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected
 from infer.quant.projection import Neighbours, Projection
+from infer.quant.residual import ResidualNorm
 
 BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up", "shared.gate_up")
 BY_COLUMNS = ("attention.out", "mlp.down", "shared.down")
@@ -52,7 +55,26 @@ class Wrapped(Projection):
 
 
 class RowParallel(Wrapped):
-    """Some columns of a matrix, of the inputs that this rank has: the products of all ranks are added up."""
+    """Some columns of a matrix, of the inputs that this rank has: the products of all ranks are added up.
+
+    On a GPU one launch adds them up and to the residual stream, where few tokens are read by a kernel that
+    finishes the norm.
+    """
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Prepare the part."""
+        super().prepare(compiled, neighbours)
+        self.can_add = neighbours.writes_sum and self._communicator.can_add and not self.batch_invariant
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor | ResidualSum:
+        """Multiply, and add the products of all ranks to the stream."""
+        y = self._local.multiply(x)
+        parts = self._communicator.num_parts(*y.shape) if y.dim() == 2 else None
+        if parts is None or not reader.reads_sum(x, parts, activation):
+            return self.reduced(y)
+        return self._communicator.add(y.contiguous(), ResidualInput(residual, norm.weight, norm.offset))
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b of the whole matrix; rank 0 alone has the bias."""
@@ -89,7 +111,7 @@ class VocabularyShare:
 
     def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows of all ids, whichever rank has them."""
-        c = library() if embedding.dtype is torch.float32 else None
+        c = library() if embedding.dtype is torch.float32 and on_cpu(ids_T) else None
         if c is not None:
             rows_TD = embedding.rows(own_ids(c, ids_T, self._first, self._num_rows))
         else:

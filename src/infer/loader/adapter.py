@@ -2,6 +2,9 @@
 
     base_model.model.<module>.lora_A.weight   [r, in]
     base_model.model.<module>.lora_B.weight   [out, r]      y += scale B (A x)
+    base_model.model.<module>.lora_embedding_A [r, ids], lora_embedding_B [size, r]: an adapted embedding
+    base_model.model.<module>.base_layer.weight  the embedding or the head itself, which PEFT may save beside
+                                              their adapters: it must be the model's own
 
 The module is named as in the base model's checkpoint, so the family's weight map says where it goes, fused
 parts included. The tensors decide what is adapted: `target_modules` of the config is not read, and a tensor
@@ -26,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.errors import CheckpointError
+from infer.layers.adapted import OUTER
+from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Linear
 from infer.loader.formats.checkpoint import StoredTensor, read_header
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
@@ -36,7 +41,9 @@ from infer.models.weight_map import WeightMap, find_target
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MAX_PATTERNS = 4096
-_LEAF = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_LEAF = re.compile(r"(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|embedding_(?P<of_embedding>[AB]))")
+_WHOLE = re.compile(r"(?P<module>.+?)(\.base_layer)?\.weight")
+_ROWS_AT_ONCE = 4096
 
 # other things that a PEFT checkpoint may ask for: the key in the config, and the name of the feature
 _REFUSED = {
@@ -85,7 +92,7 @@ def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[L
             f"{directory} has adapter_model.bin and no {WEIGHTS}; pickles are not opened: convert it with "
             f"scripts/unpickle.py {directory / 'adapter_model.bin'} {directory}"
         )
-    sides = _sides(directory, read_header(directory / WEIGHTS))
+    sides = _sides(directory, read_header(directory / WEIGHTS), weight_map)
     pairs = [
         _pair(directory, name, found, config, patterns, model, weight_map) for name, found in sides.items()
     ]
@@ -154,17 +161,61 @@ def _read_patterns(
     return patterns
 
 
-def _sides(directory: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+def _sides(
+    directory: Path, tensors: Mapping[str, StoredTensor], weight_map: WeightMap
+) -> dict[str, dict[str, StoredTensor]]:
     """The tensors A and B of each module of the base model; a tensor that is neither is refused."""
     sides: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         found = _LEAF.fullmatch(name)
+        if found is None and _whole(name, weight_map):
+            continue  # compared when the adapter is loaded
         if found is None or not name.startswith(PREFIX):
-            kinds = {"lora_magnitude_vector": "DoRA", "lora_embedding": "an adapted embedding"}
-            what = next((what for leaf, what in kinds.items() if leaf in name), "no matrix of a LoRA adapter")
+            is_dora = "lora_magnitude_vector" in name
+            what = "DoRA" if is_dora else "no matrix of a LoRA adapter"
             raise CheckpointError(f"{directory / WEIGHTS} has {name!r}, {what}, which cannot be served")
-        sides.setdefault(found["module"].removeprefix(PREFIX), {})[found["side"]] = tensor
+        side = found["side"] or found["of_embedding"]
+        sides.setdefault(found["module"].removeprefix(PREFIX), {})[side] = tensor
     return sides
+
+
+def _whole(name: str, weight_map: WeightMap) -> str | None:
+    """The module whose own weight a tensor is, if that is the embedding or the head."""
+    found = _WHOLE.fullmatch(name.removeprefix(PREFIX))
+    if found is None or not name.startswith(PREFIX):
+        return None
+    try:
+        target, leaf = find_target(f"{found['module']}.weight", weight_map)
+    except CheckpointError:
+        return None
+    return target.module if target.module in OUTER and leaf == "weight" else None
+
+
+def check_whole(directory: Path, model: Model, weight_map: WeightMap) -> None:
+    """Refuse an embedding or a head of its own: what PEFT saves beside adapters must be the model's."""
+    for name, tensor in read_header(directory / WEIGHTS).items():
+        if (module := _whole(name, weight_map)) is None:
+            continue
+        if not (tensor.is_readable and _is_own(tensor, model, module)):
+            raise CheckpointError(
+                f"{directory / WEIGHTS} has {name!r}, which is not the model's own; an adapter that changes "
+                "whole weights cannot be served"
+            )
+
+
+def _is_own(tensor: StoredTensor, model: Model, module: str) -> bool:
+    """Return True if a stored matrix is the model's embedding or head."""
+    embedding, head = model.embedding, model.head.stored
+    is_known = module == "embedding" or head.can_dequantize
+    if not is_known or tensor.shape != tuple(embedding.weight.shape):
+        return False
+    theirs = torch.empty(tensor.shape, dtype=embedding.dtype)
+    tensor.copy_to(theirs)
+    device = embedding.weight.device
+    if module == "head":
+        return torch.equal(head.dequantized().to(embedding.dtype), theirs.to(device))
+    pieces = torch.split(torch.arange(len(theirs), device=device), _ROWS_AT_ONCE)
+    return all(torch.equal(embedding.rows(ids), theirs[ids[0] : ids[-1] + 1].to(device)) for ids in pieces)
 
 
 def _pair(
@@ -188,12 +239,20 @@ def _pair(
         raise CheckpointError(f"{where}, which the model does not have; is it for another model?") from None
     if isinstance(layer, ExpertLinear) or target.expert is not None:
         raise CheckpointError(f"{where}, a matrix of experts; only attention of such a model can be adapted")
-    if target.ignored or not isinstance(layer, Linear) or not target.module.startswith("layers."):
-        raise CheckpointError(f"{where}; only the matrices of attention and MLP can be adapted")
-    if layer.always_dense:
-        raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
-    rows = layer.spec.part_rows(target.part)
-    shapes, wanted = (a.shape, b.shape), (layer.spec.size, rows.stop - rows.start)
+    is_outer = target.module in OUTER
+    can_adapt = isinstance(layer, Linear | Embedding) and (is_outer or target.module.startswith("layers."))
+    if target.ignored or not can_adapt:
+        raise CheckpointError(f"{where}; only attention, MLP, embedding and head can be adapted")
+    parts: Mapping[str, int] = {}
+    if isinstance(layer, Embedding):
+        wanted = layer.weight.shape[0], layer.weight.shape[1]
+    else:
+        assert isinstance(layer, Linear)
+        if layer.always_dense:
+            raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
+        rows = layer.spec.part_rows(target.part)
+        wanted, parts = (layer.spec.size, rows.stop - rows.start), layer.spec.parts
+    shapes = a.shape, b.shape
     if (
         len(a.shape) != 2
         or len(b.shape) != 2
@@ -216,7 +275,7 @@ def _pair(
         )
     assert alpha is not None  # checked with the config
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
-    if order := row_order(model.config, target.module, target.part, layer.spec.parts, b.shape[0]):
+    if order := row_order(model.config, target.module, target.part, parts, b.shape[0]):
         b = reordered(b, order, name, model.config.head_dim)  # the order of the rows of the matrix
-    part = None if target.part is None else list(layer.spec.parts).index(target.part)
+    part = None if target.part is None else list(parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)

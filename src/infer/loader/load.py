@@ -25,6 +25,7 @@ import torch
 
 from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
+from infer.kernels.runtime.dispatch import is_amd
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -241,6 +242,24 @@ def choose_device(device: str) -> torch.device:
         have = f"{num_gpus} GPUs, numbered from 0" if num_gpus else "no GPU that PyTorch can use"
         raise ConfigError(f"device is {device!r}, but this machine has {have}; use cpu or auto")
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+def rank_device(device: str, rank: Rank) -> str:
+    """The device of one of several ranks: a GPU for each, unless one was named, which then all share."""
+    if rank.world_size == 1 or choose_device(device).index is None:
+        return device
+    if is_amd():
+        raise ConfigError(
+            "tensor_parallel_size above 1 needs GPUs of NVIDIA; leave it out, or use device=cpu"
+        )
+    if ":" in device:
+        return device
+    if (num_gpus := torch.cuda.device_count()) < rank.world_size:
+        raise ConfigError(
+            f"tensor_parallel_size={rank.world_size} needs as many GPUs, and this machine has {num_gpus}; "
+            "ask for fewer, let all ranks share one GPU with device=cuda:0, or use device=cpu"
+        )
+    return f"cuda:{rank.number}"
 
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:

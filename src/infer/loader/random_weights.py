@@ -26,6 +26,7 @@ from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.headers import headers_of_config
 from infer.loader.load import LoadedModel, check_length, choose_device
 from infer.loader.quantization import DENSE, home_of
+from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import plan_weights, refused_if_full
 from infer.models.model import Model
 
@@ -41,10 +42,11 @@ def load_random(
     home: str | None = None,
     max_seq_len: int | None = None,
     seed: int = 0,
+    rank: Rank = ALONE,
 ) -> LoadedModel:
     """A random model of the shape in `config_dir/config.json`; it has no tokenizer and no end of text.
 
-    `quantization` and `home` as in load.py; auto has nothing to keep, and means none.
+    `quantization`, `home` and `rank` as in load.py; auto has nothing to keep, and means none.
     """
     if read_hf_config(config_dir).get("quantization_config"):
         raise ConfigError(
@@ -60,7 +62,11 @@ def load_random(
     chosen_device = choose_device(device)
     if quantization in ("auto", DENSE):  # weights as stored, which are dense here
         quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"
-    plan = plan_weights(headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home)
+    plan = plan_weights(
+        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
+        world_size=rank.world_size,
+    )  # fmt: skip
+    plan.check_cuts()
     settle_products(plan.rule.dtype, chosen_device)
     context_len = check_length(max_seq_len, headers.config)
     model = plan.build(context_len)
@@ -68,7 +74,7 @@ def load_random(
         fill_random(model, seed)
     return LoadedModel(
         model=model.eval(),
-        config=headers.config,
+        config=plan.config,
         name=name,
         dtype=plan.rule.dtype,
         device=chosen_device,
@@ -76,6 +82,7 @@ def load_random(
         eos_ids=(),
         weights=plan.rule.label,
         kept_as=plan.describe(),
+        whole=None if rank.world_size == 1 else headers.config,
     )
 
 

@@ -21,6 +21,10 @@ order in which they run: so the binder learns which matrix reads the output of w
 
 A tied head *is* the embedding's parameter, not a copy of it.
 
+LoRA adapters of the embedding and of the head (`outer`) are the model's own matter, because the rows that
+need logits are chosen outside of it: `forward` appends to each hidden state what its adapter's A makes of it,
+and `logits` takes it off again.
+
 Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden size, V vocabulary.
 """
 
@@ -34,6 +38,7 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.embedding import scaled
+from infer.layers.adapted import OuterAdapters
 from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
@@ -77,6 +82,7 @@ class Model(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
         tied_weight = self.embedding.weight if config.tie_embeddings else None
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
+        self.outer: OuterAdapters | None = None  # adapters of these two, where there is room for them
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states after the final norm, for all tokens [T, D] or for some of them [S, D]."""
@@ -88,11 +94,15 @@ class Model(nn.Module):
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)
-        return as_tensor(self.norm(stream))
+        hidden = as_tensor(self.norm(stream))
+        return hidden if self.outer is None else self.outer.extend(hidden)
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
         """The residual stream as the first layer gets it: the tokens' embeddings."""
-        return ResidualStream(self.embedding(tokens_T))
+        x_TD = self.embedding(tokens_T)
+        if self.outer is not None:
+            x_TD = self.outer.add_embedded(x_TD, tokens_T, self.embedding.factor)
+        return ResidualStream(x_TD)
 
     def with_layers(self, numbers: Iterable[int]) -> Self:
         """A view of this model that has some of its layers, and shares all weights with it."""
@@ -103,7 +113,12 @@ class Model(nn.Module):
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V] for those rows of `forward`'s result that need them."""
-        logits_SV = as_tensor(self.head(hidden_SD))
+        if hidden_SD.shape[1] == self.config.hidden_size:
+            logits_SV = as_tensor(self.head(hidden_SD))
+        else:
+            assert self.outer is not None
+            hidden_SD, h_SC = self.outer.split(hidden_SD)
+            logits_SV = self.outer.add_logits(as_tensor(self.head(hidden_SD)), h_SC)
         cap, factor = self.config.logit_softcap, self.config.logit_scale
         if cap is not None:
             return (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)

@@ -58,14 +58,17 @@ class Dense(Projection):
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Ask for the kernels in CUDA C++, which know bfloat16, and fuse where there are kernels to do it."""
         self.compiled = compiled
-        weight, (reads, writes, activation, is_head) = self.weight, neighbours
-        self.can_add = writes and use_triton(weight)
-        if weight.dtype is torch.bfloat16 and weight.dim() == 2:
-            (N, K), activation = weight.shape, "" if self.bias is not None else activation
-            compiled.want(
-                Matrix(N // 2 if activation else N, K, activation, self.bias is not None, reads, writes),
-                is_head=is_head,
-            )
+        self.can_add = neighbours.writes_sum and use_triton(self.weight)
+        if (matrix := self.matrix(neighbours)) is not None:
+            compiled.want(matrix, is_head=neighbours.is_head)
+
+    def matrix(self, neighbours: Neighbours) -> Matrix | None:
+        """The matrix as kernels in CUDA C++ know it; None: they do not."""
+        weight, (reads, writes, activation, _) = self.weight, neighbours
+        if weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+            return None
+        (N, K), activation = weight.shape, "" if self.bias is not None else activation
+        return Matrix(N // 2 if activation else N, K, activation, self.bias is not None, reads, writes)
 
     def invariant(self) -> Projection | None:
         """A projection with this matrix that gives a row the same bits whatever the other rows are."""

@@ -90,6 +90,7 @@ class BatchState:
         self.sequences: list[Sequence] = []  # running, by sort key: one per column
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
+        self.ahead = 0  # tokens after its last that each column gets slots for in the next plan
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
         self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
@@ -234,9 +235,18 @@ class BatchState:
         if self.sequences and not self.num_drafts:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
+    @property
+    def num_wanted(self) -> np.ndarray:
+        """The tokens that each column should have slots for: `ahead` more, as far as tables go."""
+        if not self.ahead:
+            return self.num_tokens
+        most = self.tables.shape[2] * self.block_size
+        wanted: np.ndarray = np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+        return wanted
+
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
         """The columns without a slot for their last token, among `places` or among all columns."""
-        is_short: np.ndarray = self.num_tokens > self.num_reserved
+        is_short: np.ndarray = self.num_wanted > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:

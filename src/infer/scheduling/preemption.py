@@ -5,6 +5,9 @@
 
 Both grow with the length, so their ratio decides, and the ratio depends on the machine. The engine
 measures both once at start-up, before the first request, so that equal queues give equal plans.
+
+A cached prefix that is evicted leaves a copy in host memory where the way back is cheaper than computing it
+again: the way out is taken while steps run, and only what is asked for again comes back.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ class PreemptionCost:
 
     swap_seconds: float = 1.0
     recompute_seconds: float = 1.0
+
+    @property
+    def favors_host(self) -> bool:
+        """True if a token comes from host memory in less time than it takes to compute it."""
+        return self.swap_seconds < self.recompute_seconds
 
     def prefers_swap(self, mode: str, num_computed: int) -> bool:
         """Return True if this mode swaps a sequence with this many computed tokens."""

@@ -9,7 +9,8 @@ A sequence one behind goes first (its client is watching), then prompts already 
 the policy's order; the `prefill_first` policy turns that round. A long prompt leaves a share of its steps to
 shorter ones, so that newcomers do not wait for all of it. A newcomer gets room for all the tokens it
 has, so prompts never fight each other half way. When the cache is full the running sequence with the
-largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory.
+largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory. Where
+that is cheaper than computing them again, blocks that the prefix tree evicts leave copies there too.
 
 No sequence waits for ever: one that has waited `max_wait_steps` for its next token, preemptions included, is
 promoted to the front of every policy and is then the last to be preempted. A sequence that decodes is left
@@ -38,7 +39,7 @@ from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan, Transfer
 from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
@@ -65,6 +66,7 @@ class Scheduler:
         self.policy = find_policy(config.scheduler_policy)
         self._token_budget = config.max_num_batched_tokens
         self.cost = cost or PreemptionCost()
+        pool.keep_evicted(self.cost.favors_host)
         self.keeps_cache = keeps_cache  # False: every step starts from an empty cache (the naive baseline)
         self.step = 0
         longest = pool.longest() if max_seq_len is None else min(max_seq_len, pool.longest())
@@ -296,6 +298,7 @@ class Scheduler:
                 seq.is_swapped = False
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
+        self.pool.forget_copies(move.destination for move in plan.transfers if move.kind == SWAP_OUT)
         for seq in [s for s in self.running if self._holds(s, moved)]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)
@@ -509,7 +512,7 @@ class Scheduler:
             if pairs is None:
                 self.hold = CACHE_FULL if can_start else NO_TOKENS
                 return False
-            draft.transfer(SWAP_IN, pairs)
+            self._transfer(SWAP_IN, pairs, draft)
             seq.is_swapped = False
         elif self.running and self._waiting.is_refused(seq, pool.num_free_blocks, self.step):
             self.hold = CACHE_FULL
@@ -525,9 +528,9 @@ class Scheduler:
             if length:
                 self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
-        draft.transfer(COPY, copies)
+        self._transfer(COPY, copies, draft)
         if not seq.was_admitted:  # later its own blocks are among those it finds
-            seq.num_cached = seq.num_computed
+            seq.num_cached, seq.num_from_host = seq.num_computed, pool.host_tokens(seq_id)
         self._waiting.remove(seq)
         self._run(seq)
         self.state.enter_tables(seq, pool.block_tables(seq_id))
@@ -568,7 +571,7 @@ class Scheduler:
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
         """Make room for the last tokens of these columns."""
         sequences = [self.running[place] for place in places.tolist()]
-        self._reserve(sequences, self.state.num_tokens[places].tolist(), draft)
+        self._reserve(sequences, self.state.num_wanted[places].tolist(), draft)
 
     def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
         """Make room for `num_tokens` of each, in order and if it still runs, preempting from the back."""
@@ -578,10 +581,14 @@ class Scheduler:
                 copies = pool.reserve(seq.seq_id, count, seq.num_computed)
                 if copies is not None:
                     write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
-                    if copies:
-                        draft.transfer(COPY, copies)
+                    self._transfer(COPY, copies, draft)
                     break
                 self._preempt(self.running[-1], draft)
+
+    def _transfer(self, kind: str, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
+        """Move blocks, after those that were evicted for them or have been found in host memory."""
+        draft.transfers += [Transfer(*move) for move in self.pool.take_moves()]
+        draft.transfer(kind, pairs)
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
@@ -596,7 +603,7 @@ class Scheduler:
             if pairs is None:
                 self._forget_cache(seq)
             else:
-                draft.transfer(SWAP_OUT, pairs)
+                self._transfer(SWAP_OUT, pairs, draft)
                 seq.is_swapped = True
             draft.preempted.append(seq.seq_id)
             self.num_preemptions += 1

@@ -76,9 +76,9 @@ class Sequence:
     __slots__ = (
         "arrival", "bare_until", "cells", "column", "cumulative_logprob", "draft_counts", "drafts",
         "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
-        "num_cached", "num_prompt", "num_slots", "num_tokens_then", "place", "request_id",
-        "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens", "waiting_since",
-        "was_admitted",
+        "num_cached", "num_from_host", "num_prompt", "num_slots", "num_tokens_then", "place",
+        "request_id", "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens",
+        "waiting_since", "was_admitted",
     )  # fmt: skip
 
     num_tokens, num_computed, num_reserved = _Count(), _Count(), _Count()  # what each is: `LINES`
@@ -104,6 +104,7 @@ class Sequence:
         self.bare_until = 0  # an output that leaves it with fewer tokens says its ids and nothing else
         self.num_slots = 1  # places of the batch it takes, the sequences it will fork into included
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
+        self.num_from_host = 0  # tokens of these that were in host memory
         self.is_beam = request.params.use_beam_search
         self.is_running = False
         self.is_swapped = False

@@ -49,6 +49,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "num_requests_running": ("sequences being computed", lambda c: c.stats().num_running),
     "num_requests_waiting": ("sequences waiting for room", lambda c: c.stats().num_waiting),
     "kv_cache_usage_perc": ("share of KV-cache blocks in use, 0 to 1", _cache_use),
+    "kv_host_blocks": ("blocks kept in host memory", lambda c: c.stats().num_used_host_blocks),
     "spec_decode_seconds_saved": (
         "by drafts, estimated; falls where they are wrong",
         lambda c: c.stats().draft_saved_s,
@@ -58,6 +59,9 @@ GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up", lambda s: s.num_queried_tokens),
     "prefix_cache_hits": ("of these, found", lambda s: s.num_hit_tokens),
+    "prefix_cache_host_hits": ("of these, in host memory", lambda s: s.num_host_hit_tokens),
+    "kv_host_bytes_out": ("of blocks that went to host memory", lambda s: s.host_bytes_out),
+    "kv_host_bytes_in": ("of blocks that came from host memory", lambda s: s.host_bytes_in),
     "num_preemptions": ("sequences that gave back blocks", lambda s: s.num_preemptions),
     "engine_restarts": ("times the engine was started again", lambda s: s.num_restarts),
     "spec_decode_num_drafts": ("steps of a sequence with drafts", lambda s: s.num_draft_windows),

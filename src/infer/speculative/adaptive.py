@@ -35,6 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import itemgetter
+from typing import Any
 
 MEMORY = 16  # judged drafts over which a rate is a mean
 PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
@@ -53,6 +54,7 @@ class StepCosts:
     draft_row_s: float = 0.0  # more for each sequence
     row_gap_s: float = 0.0  # seconds lost for each sequence of a step with drafts
     seen_s: float = 0.0  # seconds for each position that a token attends to
+    is_ahead: bool = False  # drafts are made in the gap, before the host has read the step that comes before
 
     def __post_init__(self) -> None:
         if not self.pairs or self.pairs[0][0] < 0 or not self.pairs[0][1] > 0:
@@ -68,15 +70,15 @@ class StepCosts:
                 raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
 
     @classmethod
-    def measured(cls, pairs: Iterable[tuple[int, float]], **other_s: float) -> StepCosts:
-        """The costs that measurements show; `other_s` are the fields in seconds.
+    def measured(cls, pairs: Iterable[tuple[int, float]], **others: Any) -> StepCosts:
+        """The costs that measurements show; `others` are the other fields.
 
         Disturbances only slow steps, so more tokens bound fewer.
         """
         falling = sorted(pairs, reverse=True)
         fastest = accumulate((seconds for _, seconds in falling), min)
         repaired = [(tokens, least) for (tokens, _), least in zip(falling, fastest, strict=True)]
-        return cls(tuple(reversed(repaired)), **other_s)
+        return cls(tuple(reversed(repaired)), **others)
 
     @classmethod
     def roofline(cls, floor_s: float, per_token_s: float, gap_s: float = 0, draft_s: float = 0) -> StepCosts:
@@ -96,8 +98,13 @@ class StepCosts:
 
     def drafting(self, num_rows: int, num_drafted: int, longest: int) -> float:
         """The seconds of making drafts for some rows of a step, `longest` of them for one, and of its gap."""
-        each = self.draft_s + num_drafted * self.draft_row_s
-        return self.gap_s + num_rows * self.row_gap_s + each * longest
+        gap, making = self.gap_s + num_rows * self.row_gap_s, self.draft_s + num_drafted * self.draft_row_s
+        return max(gap, making * longest) if self.is_ahead else gap + making * longest
+
+    def is_host_slower(self, num_rows: int, longest: int) -> bool:
+        """True if drafts for all rows of a step are made before the host has read the step before."""
+        making = self.draft_s + num_rows * self.draft_row_s
+        return self.is_ahead and making * longest < self.gap_s + num_rows * self.row_gap_s
 
     def per_draft(self, num_rows: int, num_drafts: int, longest: int) -> tuple[float, float]:
         """The seconds that a kept draft of a step saves, and those that each draft adds to the step.

@@ -40,7 +40,7 @@ from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
-from infer.engine.adapters import largest_rank
+from infer.engine.adapters import needed_room
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
     NO_DRAFT,
@@ -137,7 +137,7 @@ class MemoryPlan:
     step: StepBytes
     graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
     workspace: int
-    host_cache: int  # room for sequences preempted by swapping
+    host_cache: int  # room for preempted sequences and evicted prefixes
     cache: CacheSize
     layout: KVLayout  # groups of layers that share its blocks
 
@@ -217,8 +217,7 @@ def plan_adapters(config: EngineConfig, choice: LoadChoice) -> int:
     if not config.adapters.is_on:
         return 0
     model, weight_map = choice.plan.skeleton, get_family(choice.config.family).weight_map
-    rank = largest_rank(config.adapters, model, weight_map)
-    return bank_bytes(model, num_slots=config.adapters.num_slots, rank=rank, dtype=choice.dtype)
+    return bank_bytes(model, needed_room(config.adapters, model, weight_map), choice.dtype)
 
 
 def plan_draft(
@@ -276,7 +275,7 @@ def plan_memory(
         raise NoRoom(_too_small(config, choice, machine, needs, step, draft) if advises else needs)
     cache = fit_to_memory(resolved, choice, beside, step, draft.beside)
     if machine.kind == "cpu":
-        check_host_blocks(config.cache.swap_blocks, cache, left - activations - cache.num_bytes)
+        check_host_blocks(config.cache, cache, left - activations - cache.num_bytes)
     plan = MemoryPlan(
         choice=choice,
         resolved=resolved,
@@ -289,7 +288,7 @@ def plan_memory(
         step=step,
         graphs=step.total - activations,
         workspace=int(cache.num_bytes * share),
-        host_cache=config.cache.swap_blocks * cache.block_size * bytes_per_token,
+        host_cache=cache.num_host_blocks * cache.bytes_per_block,
         cache=cache,
         layout=layout,
     )

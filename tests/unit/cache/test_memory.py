@@ -253,13 +253,12 @@ def test_a_refusal_names_the_limit_and_what_is_missing() -> None:
 
 
 def test_blocks_in_host_memory_must_fit_there() -> None:
-    size = CacheSize(4, 16, 10)
-    check_host_blocks(10, size, 1600)
+    check_host_blocks(CacheConfig(swap_blocks=10), CacheSize(4, 16, 10, num_host_blocks=10), 1600)
     with pytest.raises(
         ConfigError,
         match="swap_blocks=11 takes 1.7 KiB of host memory.*; set swap_blocks=10 or less$",
     ):
-        check_host_blocks(11, size, 1600)
+        check_host_blocks(CacheConfig(swap_blocks=11), CacheSize(4, 16, 10, num_host_blocks=11), 1600)
 
 
 def machine(root: Path, groups: str, files: dict[str, str]) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from infer.cache.layout import STATE_WINDOW
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.cache.prefix_tree import NO_BLOCK
 from tests.support.books import check_books
 
 History = tuple[str | None, tuple[int, ...]]
@@ -75,10 +76,12 @@ class Traffic:
         num_free = self.pool.num_free_blocks
         lengths = [len(table) for table in self.pool.block_tables(seq_id)]
         copies = self.pool.reserve(seq_id, stop, seq.num_computed)
+        self._take_moves()
         if copies is None:
             self.num_refused += 1
             table_len = -(-stop // self.pool.block_size)
             num_new = sum(max(0, table_len - length) for length in lengths)
+            num_new += len(self.pool._sequences[seq_id].incoming)
             assert num_free < num_new + len(lengths) or not self.pool.can_ever_fit(stop), (
                 "refused although there is room"
             )
@@ -89,8 +92,15 @@ class Traffic:
         self._chunks[seq_id] = stop
         return True
 
+    def _take_moves(self) -> None:
+        """Let what was evicted or found in host memory be transferred before all that comes next."""
+        for kind, source, target in self.pool.take_moves():
+            memories = (self._device, self._host) if kind == "swap_out" else (self._host, self._device)
+            self._transfers.append((memories[0], source, memories[1], target))
+
     def finish_step(self) -> None:
         """Carry out the transfers in order, write every planned chunk, read everything back, commit."""
+        self._take_moves()
         for source, from_block, target, to_block in self._transfers:
             target[to_block] = dict(source.get(from_block, {}))
         self._transfers.clear()
@@ -131,6 +141,7 @@ class Traffic:
         return self.sequences.pop(seq_id)
 
     def swap_out(self, seq_id: int) -> bool:
+        self._take_moves()
         pairs = self.pool.swap_out(seq_id, self.sequences[seq_id].num_computed)
         if pairs is None:
             return False
@@ -141,11 +152,17 @@ class Traffic:
 
     def swap_in(self, seq_id: int) -> bool:
         pairs = self.pool.swap_in(seq_id)
+        self._take_moves()
         if pairs is None:
             return False
         self._transfers += [(self._host, host, self._device, block) for host, block in pairs]
         self.sequences[seq_id].is_swapped = False
         return True
+
+    def evict(self, count: int) -> int:
+        num_evicted = self.pool._tree.evict(count)
+        self._take_moves()
+        return num_evicted
 
     def verify_reads(self, seq_id: int) -> None:
         """Every computed token must be read back through the table as what it was written."""
@@ -153,6 +170,9 @@ class Traffic:
         for table, window in zip(tables, self.pool.windows, strict=True):
             first = 0 if window is None else max(seq.num_computed - (window or STATE_WINDOW) + 1, 0)
             for position in range(first, seq.num_computed):
+                if table[position // size] == NO_BLOCK:  # in host memory, until `reserve` brings it in
+                    assert self.pool._sequences[seq_id].incoming
+                    continue
                 found = self._device.get(table[position // size], {}).get(position % size)
                 assert found == seq.history(position), f"sequence {seq_id} reads {found} at {position}"
 
@@ -221,7 +241,7 @@ class RandomTraffic:
         if roll < 0.75:
             return "fork", lambda: traffic.fork(seq_id)
         if roll < 0.77:
-            return "evict", lambda: traffic.pool._tree.evict(rng.randint(1, 3))
+            return "evict", lambda: traffic.evict(rng.randint(1, 3))
         if roll < 0.775:
             return "reset", traffic.pool.reset_prefix_cache
         victim = rng.choice(list(traffic.sequences))

@@ -72,6 +72,14 @@ def test_more_replicas_than_gpus_are_refused(
         places(3, **knobs)
 
 
+def test_replicas_of_ranks_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, num_gpus=4)
+    with pytest.raises(
+        ConfigError, match=r"replicas=2 with tensor_parallel_size=2 is not .* a server for each"
+    ):
+        places(2, tensor_parallel_size=2)
+
+
 def test_replicas_that_share_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, num_gpus=2)
     third, half = "12884901888B", f"{9 << 30}B"

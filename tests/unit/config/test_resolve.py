@@ -169,6 +169,8 @@ def test_deterministic_needs_a_kernel_that_can() -> None:
 
 
 def test_the_start_line_names_knobs_without_effect() -> None:
-    config = resolved(CPU, swap_blocks=4, preemption="recompute")
+    config = resolved(CPU, swap_blocks=4, preemption="recompute", use_prefix_caching=False)
     line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=("c", "c"))
-    assert line.endswith('note="swap_blocks is without effect: preemption is recompute"')
+    assert line.endswith(
+        'note="swap_blocks is without effect: preemption is recompute, and no prefixes are cached"'
+    )

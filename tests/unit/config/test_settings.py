@@ -128,6 +128,8 @@ def test_the_own_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_knob_given_under_two_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lora_modules is given twice, once as lora; give it once"):
+        EngineConfig.from_knobs(lora=("a=X",), lora_modules=("b=Y",))
     with pytest.raises(ConfigError, match="max_seq_len is given twice, once as max_model_len; give it once"):
         EngineConfig.from_knobs(max_seq_len=1, max_model_len=1)
 
@@ -155,7 +157,7 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
         ({"n_gpu_layers": 99}, "n_gpu_layers must be left out, got 99: .* use device=cpu or device=cuda"),
         ({"n_gpu_layers": 0}, "n_gpu_layers must be left out, got 0: .* use device=cpu or device=cuda"),
         ({"parallel": 4}, "parallel must be left out, got 4: .* use max_batch_size"),
-        ({"swap_space": 4}, "use swap_blocks"),
+        ({"hicache_ratio": 2.0}, "use swap_space"),
         ({"speculative_num_draft_tokens": 4}, "use num_speculative_tokens, which is one less"),
         ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4: drafts are chains"),
         ({"draft_min": 2}, "draft_min must be 0, got 2: .* use adaptive_speculation"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -25,6 +26,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "prefill_chunk_size": (3,),
     "prefill_tokens_while_decoding": (2,),
     "max_prefill_chunks_per_step": (1,),
+    "use_prefix_caching": (False,),
     "preemption": ("recompute", "swap"),
     "max_wait_steps": (3,),
     "max_decode_gap": (1,),
@@ -41,7 +43,8 @@ def unused(knobs: dict[str, Any]) -> dict[str, str]:
     return dict(unused_knobs(config, decided))
 
 
-def plans(knobs: dict[str, Any]) -> list[StepPlan]:
+@functools.cache  # pairs of knobs share a half
+def plans(**knobs: Any) -> list[StepPlan]:
     """The plans of a load with long and short prompts, forks, priorities and too little cache."""
     settings = SMALL_STEPS | knobs
     world = OracleWorld(num_host_blocks=settings.pop("swap_blocks", 0), num_blocks=20, **settings)
@@ -63,14 +66,15 @@ def test_a_knob_said_to_have_no_effect_has_none(knobs: dict[str, Any]) -> None:
         return
     for name in found:
         default = {} if knob_table()[name].default is None else {name: knob_table()[name].default}
-        assert plans(knobs) == plans({k: v for k, v in knobs.items() if k != name} | default), found
+        assert plans(**knobs) == plans(**{k: v for k, v in knobs.items() if k != name} | default), found
 
 
 @pytest.mark.parametrize(
     ("knobs", "name"),
     [
         ({"prefill_chunk_size": 64, "use_chunked_prefill": False}, "prefill_chunk_size"),
-        ({"swap_blocks": 8, "preemption": "recompute"}, "swap_blocks"),
+        ({"swap_blocks": 8, "preemption": "recompute", "use_prefix_caching": False}, "swap_blocks"),
+        ({"swap_space": "1GiB", "preemption": "recompute", "kv_cache_backend": "contiguous"}, "swap_space"),
         ({"swap_blocks": 8, "kv_cache_backend": "naive"}, "swap_blocks"),
         ({"max_decode_gap": 2}, "max_decode_gap"),
         ({"prefill_tokens_while_decoding": 9, "batching_mode": "static"}, "prefill_tokens_while_decoding"),
@@ -105,6 +109,7 @@ def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
         {},
         {"prefill_chunk_size": 64},
         {"swap_blocks": 8},
+        {"swap_blocks": 8, "preemption": "recompute"},
         {"max_decode_gap": 2, "scheduler_policy": "prefill_first"},
         {"max_decode_gap": 2, "max_num_batched_tokens": 4},
         {"max_decode_gap": 8},  # the default

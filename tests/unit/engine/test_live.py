@@ -347,7 +347,7 @@ def test_a_cell_shows_what_most_of_its_blocks_are(blocks: list[int], shown: int)
 
 
 def test_no_blocks_are_no_cells() -> None:
-    assert _cells(_codes([], 0)) == (1, [])
+    assert _cells(_codes([], 0, (), ())) == (1, [])
 
 
 # -- the prefix tree ------------------------------------------------------------------------------

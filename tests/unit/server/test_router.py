@@ -10,7 +10,7 @@ from infer.engine.prefixes import prefix_hashes
 from infer.errors import EngineStopped
 from infer.scheduling.request import Request
 from infer.server.fleet import router as router_module
-from infer.server.fleet.router import EXPECTED_S, MAX_IMBALANCE, MAX_LOAD, PREFIX_BLOCK, Router
+from infer.server.fleet.router import ADAPTER_S, EXPECTED_S, MAX_IMBALANCE, MAX_LOAD, PREFIX_BLOCK, Router
 from tests.support.fake_client import FakeClient
 
 
@@ -121,6 +121,17 @@ def test_what_the_base_model_has_cached_is_no_prefix_of_an_adapter() -> None:
     plain = request(*prompt_of(1))
     keys = [prefix_hashes(each, PREFIX_BLOCK, 64) for each in (plain, replace(plain, adapter="sql"))]
     assert set(keys[0]).isdisjoint(keys[1])
+
+
+def test_prompts_of_an_adapter_go_on_meeting_though_no_engine_tells_of_them() -> None:
+    clients, now = [FakeClient() for _ in range(3)], [0.0]
+    router = Router(clock=lambda: now[0])
+    asked = replace(request(*prompt_of(1, 20)), adapter="sql")
+    home = router.pick(asked, clients)
+    for now[0] in (5 * EXPECTED_S, ADAPTER_S):  # the second is counted from the first
+        for client in clients:
+            set_load(client, 0)
+        assert router.pick(asked, clients) is home
 
 
 def test_a_replica_that_is_down_gets_nothing_unless_all_are() -> None:

@@ -134,7 +134,9 @@ H200 = DeviceProfile(
         # Only short splits let few rows fill the machine, but each item waits for its table and first keys.
         # So splits get twice, four times ... as long while there are more items than wanted.
         split_lens=((32, 64), (64, 128), (128, 512), (math.inf, 1024)),
-        most_items=256,
+        # Few rows want two items for nearly each SM. Many rows want more: with one item to a row of 500 to
+        # 6,000 positions (64 of them) the long rows run on while other SMs have nothing left to read.
+        most_items=((256, 256), (math.inf, 2048)),
         least_items=128,
         prefill=_PREFILL,
         # Where four or more query heads share a kv head, finding a row's query takes the registers that the

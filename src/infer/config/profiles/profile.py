@@ -141,7 +141,7 @@ class AttentionProfile:
     handful: int  # heads from which there may be items for a third program of each SM
     prefetched: int  # positions of a program's first item; few heads only: all of them must fit L2
     split_lens: tuple[tuple[float, int], ...]  # (heads up to, positions of the shortest split)
-    most_items: int  # items wanted for all kv heads: two for nearly each SM
+    most_items: tuple[tuple[float, int], ...]  # (heads up to, items wanted for all kv heads together)
     least_items: int  # items wanted for all kv heads of a row alone: one for nearly each SM
     prefill: Mapping[int, PrefillConfig]  # tiles by the bytes of one head's key
     prefill_grouped: Mapping[int, PrefillConfig]  # the same where four query heads or more share a kv head

@@ -8,15 +8,21 @@
              an order that awaits masks is sampled when these are there                       (masks.py)
              a step for which there is no memory is run in halves                             (halves.py)
              a head that drafts sees what was computed and drawn, in the same graph     (head_model.py)
+    draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
 tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams) a
 step is sampled on the host; while there is a request of this kind, the engine does not overlap steps. Ids are
 drawn next to drafts on the device and judged on the host. The number of ids kept decides what the next step
-computes, so a row that verifies does not go on from what the device knows.
+computes, so a row that verifies does not go on from what the device knows. Only what drafts for it does: the
+device judges as well, and the next turns begin before the host has read the step (engine/draft_model.py).
 
 warm_up.py prepares what the first step needs: compiled kernels, captured graphs.
+
+Where several ranks share a model, rank 0 has the engine: it sends each order on before it launches it, and
+the others launch theirs (`compute_part`). Rank 0 alone samples. The ids go to the others on the device, in
+the same graph, so steps run ahead there as well. A rank computes padding alone: nothing is exchanged.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -26,9 +32,11 @@ Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -41,14 +49,14 @@ from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
-from infer.execution.gpu.readback import Asked, Drawn, Readback
+from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
 from infer.execution.halves import SmallerSteps
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
-from infer.execution.host_sampling import HostSampler, Judge, PromptTable, drafts_of
+from infer.execution.host_sampling import HostSampler, Judge, PromptTable
 from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
@@ -60,16 +68,21 @@ from infer.execution.order import (
     VERIFY,
     StepMasks,
     StepOrder,
+    to_bytes,
 )
+from infer.execution.torch_device import ORDER, OtherRanks
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
+from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.dispatch import is_gpu
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs
+from infer.models.eagle3 import Guess
 from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
@@ -94,6 +107,31 @@ class DecodedRows(NamedTuple):
     has_logprobs: bool  # whether any of them asks for logprobs
 
 
+class EarlyWindow(NamedTuple):
+    """A step that verifies drafts, launched before the host knew the tokens before them."""
+
+    rows: list[int]
+    num_sampled: list[int]  # ids of each row
+    ids_KS: PendingTensor  # its drafts
+    decided: dict[int, int]
+    ids: PendingIds
+
+
+class JoinedResult(NamedTuple):
+    """The result of a step that several ranks compute."""
+
+    pending: Pending[StepResult]
+    finishing: Callable[[], AbstractContextManager[None]]  # ends all ranks if this one fails
+    ranks: OtherRanks
+
+    def wait(self) -> StepResult:
+        """The result, once it is there and all ranks have computed it."""
+        with self.finishing():
+            result = self.pending.wait()
+            self.ranks.check()
+        return result
+
+
 class GpuDevice:
     """A model whose decode state lives on its device."""
 
@@ -115,15 +153,21 @@ class GpuDevice:
         graph_bytes: int = 0,
         busy_tokens: int = 0,
         window_tokens: int = 0,
-        head: GpuDevice | None = None,
+        num_drafts: int = 0,
+        drafter: GpuDevice | None = None,
         adapters: AdapterBank | None = None,
+        ranks: OtherRanks | None = None,
+        communicator: GpuCommunicator | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
-        `head` follows its steps, to draft; a head's own steps are turns of rows that decode. `adapters` are
-        those of the model.
+        `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
+        block tables; a head follows its steps, too. `adapters` are those of the model. `communicator` joins
+        the ranks that share the model; `ranks` are those that rank 0 tells each order.
         """
         self._adapters = adapters
+        self._ranks, self._communicator = ranks, communicator
+        self._samples = communicator is None or communicator.rank == 0
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -131,8 +175,10 @@ class GpuDevice:
         max_blocks = -(-max_seq_len // block_size)
         # a state goes through the tokens of a row one after the other: each cannot be a row that decodes
         self.window_tokens = window_tokens if config.delta is None else 0
-        self.head = head
-        self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
+        is_head = isinstance(model, HeadModel)
+        self.drafter = drafter
+        self.head = drafter if drafter is not None and isinstance(drafter.model, HeadModel) else None
+        self._behind = int(is_head)  # positions by which a row is behind its token
         self._layer_inputs = LayerInputs(())  # inputs of a step that its head has not seen
         self.rows: DeviceRows = DeviceRows(
             shape.num_rows,
@@ -141,10 +187,13 @@ class GpuDevice:
             device,
             shape.num_tables,
             window_tokens,
-            None if head is None else head.rows.tables_KRB,
+            None if drafter is None else drafter.rows.tables_KRB,
         )
         self._sampler = HostSampler(model, self.rows.book, send)
-        max_rows = max(max_batch_size, window_tokens)
+        # the first turn of a model that drafts computes two tokens of each row
+        max_rows = max(max_batch_size * (1 + (num_drafts > 0 and not is_head)), window_tokens)
+        self.drafts_KS = torch.zeros((num_drafts, max_batch_size), dtype=torch.int64, device=device)
+        self._places = torch.arange(max_batch_size, device=device)
         self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
         backends = attention_backend, decode_attention_backend
         chosen = choose_backend(backends, config, store, block_size)
@@ -176,9 +225,13 @@ class GpuDevice:
             num_tables=shape.num_tables,
             max_chunks=profile.max_chunks,
         )
-        self._readback = Readback(max_rows + profile.max_chunks, device, steps_ahead=steps_ahead)
+        self._readback = Readback(
+            max_rows + profile.max_chunks, device, steps_ahead=steps_ahead, drafts_KS=self.drafts_KS
+        )
         self._late: LateDrafts | None = None  # drafts of the next order
-        self._asked_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._early: EarlyWindow | None = None  # a step that the next order may be
+        self._has_chance = False  # whether drafts are kept by chance
+        self.has_judged = False  # whether the drafter can go on from the last step without the host
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
         sees_all = self._windows == (None,) and config.delta is None
@@ -207,6 +260,7 @@ class GpuDevice:
             captures=use_cuda_graphs and is_gpu(device),
             window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
+            num_drafts=num_drafts,
             profile=profile,
         )
 
@@ -219,15 +273,17 @@ class GpuDevice:
         """Set the drafts of the next order, whatever it says; None: those that it says."""
         self._late = late
 
-    def newest(self, rows: np.ndarray, *, is_same: bool) -> torch.Tensor:
-        """The ids that rows have drawn last, on the device; `is_same`: of the rows asked for last."""
-        if not is_same:
-            self._asked_rows = send(torch.from_numpy(rows), self.device)
-        return self.rows.last_token_R[self._asked_rows]
-
     def use_judge(self, judge: Judge) -> None:
-        """Let drafts be judged in another way: for benchmarks."""
+        """Let drafts be judged in another way, whatever is drawn: for benchmarks."""
         self._sampler.judge = self._readback.judge = judge
+        self._has_chance = True
+
+    def _decided(self, num_sampled: list[int]) -> dict[int, int]:
+        """The number of ids that each row with drafts keeps, where chance decides: the device is told."""
+        if not self._has_chance:
+            return {}
+        judge = self._readback.judge
+        return {n: judge((), range(count - 1)) for n, count in enumerate(num_sampled) if count > 1}
 
     @property
     def attention(self) -> tuple[str, str]:
@@ -239,15 +295,51 @@ class GpuDevice:
 
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; see the module's docstring for the order of things."""
+        if self._ranks is None:
+            return self._run(order)
+        with self._together(order.step):
+            if self._late is not None:  # the others are told all drafts
+                self._late.read(order)
+                self._late = None
+            self._ranks.send(ORDER, to_bytes(order))
+            return self._run(order)
+
+    def compute_part(self, order: StepOrder) -> None:
+        """Launch an order as a rank other than 0."""
+        step = self._run(order)
+        if order.flags & AWAITS_MASKS:  # rank 0 has them
+            step.masks(0)
+            step.sample((), ())
+
+    @contextmanager
+    def _together(self, step: int) -> Iterator[None]:
+        """End all ranks with a step that is not finished: the others wait for what does not come."""
+        try:
+            yield
+        except BaseException as error:
+            if self._ranks is None:
+                raise
+            self._ranks.check()
+            self._ranks.close(f"step {step} was not finished: {type(error).__name__}")
+            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
+                raise
+            raise DeviceLost(f"the device failed in step {step}") from error
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Compute padding, without the other ranks."""
+        return nullcontext() if self._communicator is None else self._communicator.alone()
+
+    def _run(self, order: StepOrder) -> PendingStep:
         late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
-        self.graphs.is_replaying = False
+        early, self._early = self._early, None
+        self.graphs.is_replaying = self.has_judged = False
         try:
             if len(order.transfers):
                 self.store.transfer(order.moves())
                 if self.head is not None:
                     self.head.store.transfer(order.moves())
             try:
-                sample = self._start(order, late)
+                sample = self._start(order, late, None if len(order.transfers) else early)
             except torch.OutOfMemoryError as error:  # run in halves once everything that halves need is there
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
@@ -270,12 +362,23 @@ class GpuDevice:
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
     ) -> Pending[StepResult]:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
+        if self._ranks is None:
+            return self._launch_own(order, late, sample, masks)
+        with self._together(order.step):
+            pending = self._launch_own(order, late, sample, masks)
+        return JoinedResult(pending, partial(self._together, order.step), self._ranks)
+
+    def _launch_own(
+        self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
+    ) -> Pending[StepResult]:
         try:
             try:
                 if order.flags & AWAITS_MASKS and not order.flags & ON_HOST and VERIFY not in order.kinds:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
+                if self._communicator is not None:  # the others are not told of halves
+                    raise
                 if late is not None:
                     late.read(order)  # the halves are told their drafts
                 self._readback.settle()  # the halves take the buffers of steps that have not been read
@@ -307,7 +410,7 @@ class GpuDevice:
         """Memory for the masks of a step that the host samples, which may have one for each position."""
         return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
-    def _start(self, order: StepOrder, late: LateDrafts | None) -> Sampler:
+    def _start(self, order: StepOrder, late: LateDrafts | None, early: EarlyWindow | None) -> Sampler:
         """Launch a step up to its logits; return the function that launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
@@ -322,7 +425,8 @@ class GpuDevice:
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
             window = self._window_of(order) if is_verified and runs_plain else None
             if window is not None:
-                return self._start_window(order, window, late)
+                found = self._find_early(order, window, late, early)
+                return self._start_window(order, window, late) if found is None else found
             if late is not None:
                 late.read(order)
             size = None if is_verified or not runs_plain else self._size_of(order)
@@ -360,7 +464,7 @@ class GpuDevice:
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
         """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
         counts = self.rows.num_logprobs[rows]
-        if not len(rows) or counts.max() == NONE:
+        if not (len(rows) and self._samples) or counts.max() == NONE:
             return None
         (asking,) = (counts != NONE).nonzero()
         places = asking if where is None else where[asking]
@@ -433,24 +537,27 @@ class GpuDevice:
         if has_lanes and late is not None:  # drafts are counted
             late.read(order)
             late = None
-        lines_YS = np.full((6 + len(order.slots), size.num_rows), -1, dtype=np.int64)
+        self.graphs.ensure(size)
+        lines_YS = self.inputs.blank_window(size.num_rows)
         lines_YS[:3, : len(rows)] = rows
-        lines_YS[4, : len(rows)], lines_YS[5, : len(rows)] = order.tokens, positions
-        lines_YS[6:, : len(rows)] = order.slots
+        lines_YS[4, : len(rows)] = order.tokens if late is None else late.codes(order)
+        lines_YS[5, : len(rows)] = positions
+        lines_YS[6:-1, : len(rows)] = order.slots
+        decided = self._decided(order.num_sampled.tolist())
+        _mark(lines_YS[-1], decided, counts, ends)
         lines_YS[1] = lines_YS[5] + 1
         lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
-        self.graphs.ensure(size)
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
-        self.inputs.send_window(lines_YS)
+        self.inputs.send_window(size.num_rows)
         if size.has_adapters:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
-        if late is not None:
-            late.write(order, self.inputs.window(size.num_rows)[4])
         self.graphs.forward(size)
-        windows = partial(_windows_of, order, ends - 1)  # made when the ids are there, for drafts may be late
+        # made when the ids are there, for drafts may be late
+        windows = partial(_windows_of, order, ends - 1, decided)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
+            self.has_judged = True
             if order.flags & AWAITS_MASKS:
                 numbers = np.asarray(masks.numbers, dtype=np.int64)
                 places = (ends - stops)[numbers] + np.asarray(masks.positions, dtype=np.int64) - 1
@@ -463,11 +570,67 @@ class GpuDevice:
         return sample
 
     @torch.inference_mode()
+    def verify_early(self, rows: np.ndarray, counts: np.ndarray, ids_KS: PendingTensor) -> None:
+        """Launch the next window of some rows, whose drafts are being made; the device knows where it begins.
+
+        If the next order is this step, it has run; any other order computes again what it needs. Rows whose
+        tokens are counted, or that ask for logprobs, wait for their order.
+        """
+        assert self.drafter is not None
+        lengths, width = counts + 1, self.drafter.drafts_KS.shape[1]
+        num_tokens = int(lengths.sum())
+        size = self.graphs.window_size_for(num_tokens)
+        is_plain = self.rows.num_logprobs[rows].max() == NONE and not self.rows.has_uses[rows].any()
+        is_alone = self._adapters is None and self._ranks is None and not self.rows.masks.has_any
+        if size is None or not (is_plain and is_alone):
+            return
+        with _losing_device(0), suppress(torch.OutOfMemoryError):
+            self.graphs.ensure(size)
+            lines_YS, ends = self.inputs.blank_window(size.num_rows), lengths.cumsum()
+            turns = np.arange(num_tokens) - (ends - lengths).repeat(lengths)
+            lines_YS[:3, :num_tokens] = rows.repeat(lengths)
+            columns = np.arange(len(rows)).repeat(lengths)
+            lines_YS[4, :num_tokens] = np.where(turns, FIRST_CODE - ((turns - 1) * width + columns), 0)
+            lines_YS[5, :num_tokens] = FIRST_CODE - turns
+            num_sampled = lengths.tolist()
+            decided = self._decided(num_sampled)
+            _mark(lines_YS[-1], decided, lengths, ends)
+            self.inputs.send_window(size.num_rows)
+            self.graphs.forward(size)
+            self.graphs.sample(size)
+            ids = self._readback.take(0, self._scratch.ids_S[:num_tokens], len(rows))
+            self._early = EarlyWindow(rows.tolist(), num_sampled, ids_KS, decided, ids)
+
+    def _find_early(
+        self, order: StepOrder, size: StepSize, late: LateDrafts | None, early: EarlyWindow | None
+    ) -> Sampler | None:
+        """The second part of a step that has run already, if the order is that step."""
+        if early is None or late is None or late.ids_KS is not early.ids_KS or not late.are_all:
+            return None
+        is_same = early.rows == order.rows.tolist() and early.num_sampled == order.num_sampled.tolist()
+        if not is_same or order.flags & AWAITS_MASKS or size.has_adapters:
+            return None
+        self.graphs.is_replaying = True
+        pending = early.ids.scatter(partial(_windows_of, order, order.counts.cumsum() - 1, early.decided))
+
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            self.has_judged = True
+            return pending
+
+        return sample
+
+    @torch.inference_mode()
     def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
         """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self.inputs, size.num_rows
+        if size.num_drafts:
+            return self._compute_turns(model, size)
         if size.has_windows:
-            inputs.unpack_window(num_rows)
+            state = (self.drafter or self).rows
+            drafted = DraftedRows(
+                state.last_token_R, state.position_R, self.rows.tables_KRB, self._block_size
+            )
+            inputs.unpack_window(num_rows, self._drafts_D, drafted)
             rows_S, has_adapters = inputs.rows_S[:num_rows], size.has_adapters
             return model.logits(
                 self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters)
@@ -484,6 +647,9 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
+        if size.num_drafts:
+            self._end_turn(logits_SV, size.num_drafts - 1)
+            return
         if size.num_tokens:
             num_samples = num_rows + self.profile.max_chunks
             places_C, rows_C, positions_C = inputs.samples_3C[:, :num_samples].unbind()
@@ -497,8 +663,12 @@ class GpuDevice:
         if size.has_windows:  # the host says how rows with drafts go on
             sampled_S, advanced_S = inputs.window(num_rows)[2:4].int()
             ids_S = self.sample_rows(logits_SV, sampled_S, positions_S + 1, advanced_S)
+            if self.drafter is not None:
+                state, decided_S = self.drafter.rows, inputs.window(num_rows)[-1]
+                where = state.last_token_R, state.previous_R, state.position_R
+                judge_windows(rows_S, inputs.table_XT[0, :num_rows], positions_S, ids_S, decided_S, *where)
         else:  # the sampled token's place is the one after its input's
-            ids_S = self.sample_rows(logits_SV, rows_S, positions_S + 1 + self._behind)
+            ids_S = self.sample_rows(logits_SV, rows_S, positions_S + 1)
         self._follow(lambda: Followed(ids_S, slice(None), rows_S))
 
     def _follow(self, followed: Callable[[], Followed]) -> None:
@@ -525,18 +695,11 @@ class GpuDevice:
 
     def gather(self, rows_S: torch.Tensor) -> None:
         """Tokens, positions, slots and lengths of rows that decode, from their state."""
-        state, decode = self.rows, self.inputs.decode(len(rows_S))
+        state, size, decode = self.rows, self._block_size, self.inputs.decode(len(rows_S))
         if len(rows_S):
-            position_R = state.position_R - 1 if self._behind else state.position_R
+            tokens_R, position_R = state.last_token_R, state.position_R
             for tables_RB, out in zip(state.tables_KRB, decode, strict=True):
-                gather_step(
-                    rows_S,
-                    state.last_token_R,
-                    position_R,
-                    tables_RB,
-                    block_size=self._block_size,
-                    out=out,
-                )
+                gather_step(rows_S, tokens_R, position_R, tables_RB, block_size=size, out=out)
 
     def sample_rows(
         self,
@@ -550,7 +713,11 @@ class GpuDevice:
         `advanced_S`: these rows instead, -1: none.
         """
         state, rows_S, positions_S = self.rows, rows_S.int(), positions_S.contiguous()
-        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        ids_S = self._scratch.ids_S[: len(rows_S)]
+        if self._samples:
+            ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        if self._communicator is not None:
+            self._communicator.first(ids_S)
         advanced_S = rows_S if advanced_S is None else advanced_S
         advance_rows(advanced_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
         return ids_S
@@ -568,6 +735,30 @@ class GpuDevice:
         has_adapters: bool = False,
     ) -> torch.Tensor:
         """Hidden states of all tokens, or of those at `places_C`."""
+        step = self._context(num_tokens, rows_S, tiles, batches, has_windows=has_windows)
+        step.logit_indices = places_C
+        if self.head is not None:
+            assert isinstance(self.head.model, HeadModel)
+            layers = self.head.model.captured_layers
+            if model is not self.model:  # it has few layers, and computes padding
+                layers = (0,) * len(layers)
+            self._layer_inputs = step.layer_inputs = LayerInputs(layers)
+        if self._adapters is not None:
+            self._adapters.begin(self.inputs.adapters_T[:num_tokens] if has_adapters else None)
+            step.on_select = self._adapters.select
+        hidden_CD: torch.Tensor = model(self.inputs.table_XT[0, :num_tokens], step)
+        return hidden_CD
+
+    def _context(
+        self,
+        num_tokens: int,
+        rows_S: torch.Tensor,
+        tiles: PrefillChunks | None = None,
+        batches: Sequence[Batch] = (),
+        *,
+        has_windows: bool = False,
+    ) -> DeviceStep:
+        """A step over the inputs that are there."""
         table_XT = self.inputs.table_XT
         step = DeviceStep(
             self.store,
@@ -584,19 +775,109 @@ class GpuDevice:
             backend=self.backend,
             has_shared_rows=has_windows,
         )
-        step.logit_indices = places_C
         step.rows = rows_S
-        if self.head is not None:
-            assert isinstance(self.head.model, HeadModel)
-            layers = self.head.model.captured_layers
-            if model is not self.model:  # it has few layers, and computes padding
-                layers = (0,) * len(layers)
-            self._layer_inputs = step.layer_inputs = LayerInputs(layers)
-        if self._adapters is not None:
-            self._adapters.begin(self.inputs.adapters_T[:num_tokens] if has_adapters else None)
-            step.on_select = self._adapters.select
-        hidden_CD: torch.Tensor = model(table_XT[0, :num_tokens], step)
-        return hidden_CD
+        return step
+
+    # -- drafts ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def enter(self, order: StepOrder, previous: np.ndarray) -> None:
+        """Take over the rows of an order in which all decode, and the tokens before theirs; nothing runs."""
+        with _losing_device(order.step):
+            self.rows.apply(order)
+            rows_2K = send(torch.from_numpy(np.stack([order.rows, previous]).astype(np.int64)), self.device)
+            self.rows.previous_R[rows_2K[0]] = rows_2K[1]
+
+    @torch.inference_mode()
+    def draft(self, rows: np.ndarray, counts: np.ndarray) -> PendingTensor:
+        """Launch as many turns of each row as it has count; rows go on from their state, which stays.
+
+        Returns the ids, a column for each row; they are also in `drafts_KS` until the next call. Rows with
+        different counts take several launches.
+        """
+        with _losing_device(0):
+            parts = list[tuple[torch.Tensor, torch.Tensor]]()
+            for count in np.unique(counts).tolist():
+                (group,) = (counts == count).nonzero()
+                ids_KS = self._draft(rows[group], count)
+                if len(group) < len(rows):
+                    parts.append((send(torch.from_numpy(group), self.device), ids_KS.clone()))
+            for group_G, ids_KG in parts:
+                self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
+            return self._readback.fetch_drafts(self.drafts_KS)
+
+    def _draft(self, rows: np.ndarray, num_drafts: int, *, is_last_try: bool = False) -> torch.Tensor:
+        """Launch the turns of some rows; where there is no memory, those of one half after the other.
+
+        Those of a single row are tried twice.
+        """
+        size, ids_KS = self.graphs.draft_size_for(len(rows), num_drafts), self.drafts_KS[:num_drafts]
+        try:
+            self.graphs.ensure(size)
+            self.inputs.send_rows(rows, size.num_rows)
+            self.graphs.forward(size)
+            self.graphs.sample(size)
+        except torch.OutOfMemoryError:
+            if is_last_try:
+                raise
+            if len(rows) == 1:
+                return self._draft(rows, num_drafts, is_last_try=True)
+            half = len(rows) // 2
+            second_KS = self._draft(rows[half:], num_drafts).clone()
+            self._draft(rows[:half], num_drafts)
+            ids_KS[:, half : len(rows)] = second_KS
+        return ids_KS[:, : len(rows)]
+
+    @property
+    def _drafts_D(self) -> torch.Tensor:
+        """The drafts that windows have codes for."""
+        return self.inputs.following_T if self.drafter is None else self.drafter.drafts_KS.flatten()
+
+    def _compute_turns(self, model: Network, size: StepSize) -> torch.Tensor:
+        """All turns of rows that draft, up to the logits of the last."""
+        rows_S = self.inputs.rows_S[: size.num_rows]
+        hidden_SD, states_SD = self._first_turn(model, rows_S)
+        logits_SV = model.logits(hidden_SD)
+        for turn in range(1, size.num_drafts):
+            self._end_turn(logits_SV, turn - 1)
+            if isinstance(model, HeadModel):
+                hidden_SD, states_SD = self._guess(model, rows_S, states_SD)
+            else:
+                hidden_SD = self.forward(model, len(rows_S), rows_S, None)
+            logits_SV = model.logits(hidden_SD)
+        return logits_SV
+
+    def _first_turn(self, model: Network, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The first turn, from the state of rows: hidden states, and those that a head's next turn takes.
+
+        A head has seen all tokens but the last. A model may lack the one before as well, where the last
+        window was kept as a whole, so it computes both.
+        """
+        state, num_rows, size = self.rows, len(rows_S), self._block_size
+        tables_RB, before_R = state.tables_KRB[0], state.position_R - 1
+        last, previous = self.inputs.turn(0, num_rows), self.inputs.turn(num_rows, 2 * num_rows)
+        if isinstance(model, HeadModel):
+            gather_step(rows_S, state.last_token_R, before_R, tables_RB, block_size=size, out=last)
+            return self._guess(model, rows_S, None)
+        gather_step(rows_S, state.last_token_R, state.position_R, tables_RB, block_size=size, out=last)
+        gather_step(rows_S, state.previous_R, before_R, tables_RB, block_size=size, out=previous)
+        both_S, places_C = torch.cat([rows_S, rows_S]), self._places[:num_rows]
+        return self.forward(model, 2 * num_rows, both_S, None, (), places_C, has_windows=True), None
+
+    def _guess(self, model: HeadModel, rows_S: torch.Tensor, states_SD: torch.Tensor | None) -> Guess:
+        """A turn of a head over the inputs that are there."""
+        return model.guess(
+            self.inputs.table_XT[0, : len(rows_S)], self._context(len(rows_S), rows_S), states_SD
+        )
+
+    def _end_turn(self, logits_SV: torch.Tensor, turn: int) -> None:
+        """Sample a turn, and make its ids the tokens of the next."""
+        state, num_rows = self.rows, len(logits_SV)
+        rows_S, inputs = self.inputs.rows_S[:num_rows], self.inputs.turn(0, num_rows)
+        positions_S = inputs.positions_S + (1 + self._behind)
+        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
+        drafts_S, size = self.drafts_KS[turn, :num_rows], self._block_size
+        next_turn(rows_S, ids_S, state.tables_KRB[0], inputs, drafts_S, block_size=size)
 
     # -- any other step -----------------------------------------------------------------------------
 
@@ -608,7 +889,8 @@ class GpuDevice:
         hidden_CD = self._hidden_of(order, prompts, places)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
-            pooled = pool_hidden(order, self.rows.book, last_rows, hidden_CD)
+            states_CD = hidden_CD[:, : self.model.config.hidden_size]
+            pooled = pool_hidden(order, self.rows.book, last_rows, states_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
         if order.flags & ON_HOST:
             return lambda masks: self._sample_on_host(order, prompts, last_rows, hidden_CD, pooled, masks)
@@ -671,6 +953,9 @@ class GpuDevice:
         pooled: Pooled | None,
         masks: StepMasks,
     ) -> Pending[StepResult]:
+        if not self._samples:
+            self._sampler.follow(order, last_rows, hidden_CD)
+            return ReadyResult(StepResult([], [], {}))
         result = self._sampler.sample(order, last_rows, hidden_CD, masks)
         self._follow(
             lambda: self._followed(
@@ -732,16 +1017,41 @@ class GpuDevice:
         )
 
 
-def _windows_of(order: StepOrder, last_places: np.ndarray) -> list[Drawn]:
-    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them."""
-    drafts = drafts_of(order)
+def _mark(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
+    """Say in a line of a window where rows go on, whose number of ids is decided."""
+    for number, num_kept in decided.items():
+        first, end = int(ends[number] - counts[number]), int(ends[number])
+        line_S[first:end] = 0
+        line_S[first + num_kept - 1] = 1
+
+
+def _windows_of(
+    order: StepOrder, last_places: np.ndarray, decided: Mapping[int, int] = MappingProxyType({})
+) -> list[Drawn]:
+    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
+
+    `decided`: how many ids some rows keep.
+    """
+    columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
+    tokens: list[int] = []
     found = []
-    for number, (last, count) in enumerate(
-        zip(last_places.tolist(), order.num_sampled.tolist(), strict=True)
-    ):
-        if count:
-            found.append(Drawn(number, last + 1 - count, drafts.get(number, ())))
+    for number, (last, count, end) in enumerate(zip(*columns, strict=True)):
+        if count > 1:  # in an order in which no row decodes
+            tokens = tokens or order.tokens.tolist()
+            drafts = tokens[end - count + 1 : end]
+            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number)))
+        elif count:
+            found.append(Drawn(number, last))
     return found
+
+
+@contextmanager
+def _losing_device(step: int) -> Iterator[None]:
+    """Raise `DeviceLost` where the device fails."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLost(f"the device failed in step {step}") from error
 
 
 def _nothing(masks: StepMasks) -> Pending[StepResult]:

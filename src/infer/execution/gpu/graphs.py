@@ -10,6 +10,7 @@ that a step does not fill is padding, for which every kernel does nothing.
     20 rows, 100 prompt tokens    ──► size (32, 128)
     30 rows, 32 prompt tokens     ──► size (32, 32), few enough for the kernels that decode
     3 rows that verify 4 drafts   ──► size (16, 0, windows): each of their 15 tokens is a row of its own
+    3 rows that draft 4 tokens    ──► size (4, 0, 4 drafts): four turns, each from the ids of the last
     20 rows, 900 prompt tokens    ──► size (64, 1024) of a small model; no graph of a large one
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
@@ -54,6 +55,8 @@ from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+DRAFT_SIZES = (1, 2, 4, 8, 16, 32)  # rows that are drafted for, and as many as there can be
+
 
 class StepSize(NamedTuple):
     """The room of a captured step."""
@@ -62,6 +65,7 @@ class StepSize(NamedTuple):
     num_tokens: int  # tokens of prompts
     has_windows: bool = False
     has_adapters: bool = False  # some rows have one; without, a step does not even look
+    num_drafts: int = 0  # turns of a model that drafts, each of which goes on from the ids of the last
 
 
 class CapturedStep(NamedTuple):
@@ -115,7 +119,8 @@ class StepGraphs:
     them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
     of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
-    with adapters. `profile` has the sizes.
+    with adapters. `num_drafts`: the most turns of a model that drafts, whose rows do nothing else; 0: it does
+    not. `profile` has the sizes.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class StepGraphs:
         short_step: int = 0,
         window_tokens: int = 0,
         has_adapters: bool = False,
+        num_drafts: int = 0,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
@@ -145,6 +151,7 @@ class StepGraphs:
         self._many_tokens = [tokens for tokens in profile.many_tokens if tokens <= max_tokens]
         self._many_rows = [*(rows for rows in profile.many_rows if rows < max_rows), max_rows]
         self._window_tokens = decode_sizes(window_tokens, profile) if window_tokens else []
+        self._draft_rows = [*(rows for rows in DRAFT_SIZES if rows < max_rows), max_rows]
         self._short_step = short_step
         row_step = profile.row_step
         short_rows = range(row_step, min(max_rows, short_step - row_step) + 1, row_step)
@@ -157,6 +164,10 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
+        if num_drafts:  # its rows never decode by themselves, nor beside a prompt
+            sizes = [size for size in sizes if size.num_tokens and size.num_rows in (0, self._mixed_rows[0])]
+            turns = range(1, num_drafts + 1)
+            sizes += [StepSize(rows, 0, num_drafts=count) for rows in self._draft_rows for count in turns]
         if has_adapters:
             sizes += [size._replace(has_adapters=True) for size in sizes if not size.num_tokens]
         self.sizes = sorted(sizes, key=sum, reverse=True)
@@ -179,6 +190,10 @@ class StepGraphs:
         if not self._window_tokens or num_tokens > self._window_tokens[-1]:
             return None
         return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
+
+    def draft_size_for(self, num_rows: int, num_drafts: int) -> StepSize:
+        """The smallest size with room for rows that draft."""
+        return StepSize(_at_least(self._draft_rows, num_rows), 0, num_drafts=num_drafts)
 
     def is_captured(self, size: StepSize) -> bool:
         """True if a step of this size is a graph by now."""

@@ -1,45 +1,58 @@
-"""Drafts that a device has drawn and the host has not read: they go from one step to the next on the device.
+"""Drafts that the host has not read: they go from what drafts to the step that verifies on the device.
 
-    draft      turn 0: ids of rows A B C      turn 1: A B C      turn 2: A C
-    verify     tokens   a9 . . .   b4 . .   c7 . . .                  places of an order that has drafts
+    drafts     turn 0: A B C      turn 1: A B C      turn 2: A B C       as a graph leaves them
+    verify     a9 0 3 6 | b4 1 | c7 2 5 8                                tokens and the numbers of drafts
 
 The host launches the step that verifies before it knows what it verifies, and the device does not wait.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from infer.execution.gpu.sending import send
+import numpy as np
+
+from infer.execution.gpu.readback import PendingTensor
 from infer.execution.order import StepOrder
+from infer.kernels.elementwise.windows import FIRST_CODE
 
 
 class LateDrafts:
-    """The ids of each turn of drafting, and the rows that took part, counted among those with drafts."""
+    """The drafts of an order, all of which were made in the same turns."""
 
-    def __init__(self) -> None:
-        self._numbers: list[np.ndarray] = []
-        self._ids: list[torch.Tensor] = []
+    def __init__(self, ids_KS: PendingTensor, width: int, columns: Sequence[int]) -> None:
+        """`ids_KS` are on their way to the host; each turn has room for `width` rows, here and there.
 
-    def add(self, numbers: np.ndarray, ids: torch.Tensor) -> None:
-        """Add the ids of one more turn."""
-        self._numbers.append(numbers)
-        self._ids.append(ids)
+        `columns`: the one of each row of the order that has drafts.
+        """
+        self.ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
 
-    def write(self, order: StepOrder, tokens_T: torch.Tensor) -> None:
-        """Write them over the places of drafts among an order's tokens on the device."""
-        places = send(torch.from_numpy(self._places(order)), tokens_T.device)
-        tokens_T.index_copy_(0, places, torch.cat(self._ids))
+    def codes(self, order: StepOrder) -> np.ndarray:
+        """The tokens of an order in which no row decodes, drafts as codes (kernels' windows.py)."""
+        tokens = order.tokens.astype(np.int64)
+        places, turns, columns = self._places(order)
+        tokens[places] = FIRST_CODE - (turns * self._width + columns)
+        return tokens
+
+    @property
+    def are_all(self) -> bool:
+        """True if the rows with drafts are those that were drafted for, in their order."""
+        return self._columns.tolist() == [*range(len(self._columns))]
 
     def read(self, order: StepOrder) -> None:
-        """Wait for them and write them into the order, without memory on the device."""
-        ids = np.concatenate([each.cpu().numpy() for each in self._ids])
-        order.tokens[self._places(order)] = np.maximum(ids, 0)  # a place without a token gets id 0
+        """Wait for them and write them into the order."""
+        places, turns, columns = self._places(order)
+        order.tokens[places] = self.ids_KS.wait().numpy()[turns, columns]
 
-    def _places(self, order: StepOrder) -> np.ndarray:
-        """The places of each turn's drafts among the tokens of an order in which no row decodes."""
-        first = (order.counts.cumsum() - order.counts)[order.num_sampled > 1]
-        return np.concatenate([first[each] + 1 + turn for turn, each in enumerate(self._numbers)]).astype(
-            np.int64
-        )
+    def collect(self, counts: Sequence[int]) -> list[list[int]]:
+        """Wait for them; returns this many of each row."""
+        ids: list[list[int]] = self.ids_KS.wait().numpy().T[self._columns].tolist()
+        return [drafts[:count] for drafts, count in zip(ids, counts, strict=True)]
+
+    def _places(self, order: StepOrder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The place of each draft among the order's tokens, its turn and its column."""
+        is_judged = order.num_sampled > 1
+        counts = order.num_sampled[is_judged].astype(np.int64) - 1
+        firsts = (order.counts.cumsum() - order.counts)[is_judged] + 1
+        turns = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        return firsts.repeat(counts) + turns, turns, self._columns.repeat(counts)

@@ -42,7 +42,7 @@ class DeviceRows:
     ) -> None:
         """`num_lanes`: rows of sampling state after those of sequences (lanes.py).
 
-        `tables_KRB`: tables of the model, which a head that drafts shares.
+        `tables_KRB`: tables that a model shares with what drafts for it.
         """
         self.device = device
         if tables_KRB is None:
@@ -51,6 +51,7 @@ class DeviceRows:
         self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows, numbered through, as in an order
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.previous_R = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the token before the last
         self.first_lane = max_rows
         self.sampling = SampleState.empty(max_rows + num_lanes, device, vocab_size)
         self.masks = DeviceMasks(self.sampling)

@@ -9,7 +9,8 @@
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
                                 row of its table, length it attends to, row it is sampled as, row that goes
-                                on from its id, and its column of tokens, positions, slots
+                                on from its id, its column of tokens, positions, slots, and if a row that is
+                                judged goes on there (kernels/elementwise/windows.py)
 
 The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
 copy for tokens and one for samples, and pads it up to the size that the step was captured for.
@@ -20,6 +21,7 @@ block table.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +31,8 @@ from infer.execution.gpu.sending import send, send_into
 from infer.execution.order import DECODE, VERIFY, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
+from infer.kernels.elementwise.windows import DraftedRows, unpack_window
+from infer.kernels.runtime.dispatch import is_gpu
 
 
 class Prompts:
@@ -87,7 +91,11 @@ class DeviceInputs:
         self.tiles_W4 = torch.zeros((num_tiles, 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        self._window = torch.zeros((6 + num_tables) * max_rows, dtype=torch.int64, device=device)
+        self._window = torch.zeros((7 + num_tables) * max_rows, dtype=torch.int64, device=device)
+        # by turns: two at most are sent before a step after them has been read
+        self._host_windows = deque(
+            torch.empty(len(self._window), dtype=torch.int64, pin_memory=is_gpu(device)) for _ in range(4)
+        )
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
@@ -100,6 +108,10 @@ class DeviceInputs:
     def decode(self, num_rows: int) -> list[StepInputs]:
         """Tokens, positions, slots and lengths of the rows that decode; for each block table its slots."""
         return [inputs.first(num_rows) for inputs in self._decode]
+
+    def turn(self, start: int, stop: int) -> StepInputs:
+        """Those of rows that draft, from one place to another: they are kept by the first table."""
+        return StepInputs(*(each[start:stop] for each in self._decode[0]))
 
     def blank(self) -> None:
         """Make everything padding."""
@@ -116,21 +128,27 @@ class DeviceInputs:
 
     def window(self, num_tokens: int) -> torch.Tensor:
         """The lines of a step whose rows verify drafts, for this many tokens and padding."""
-        num_lines = 4 + len(self.table_XT)
+        num_lines = 5 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
-    def send_window(self, lines_YS: np.ndarray) -> None:
-        """Send the lines of a step whose rows verify drafts, padded with -1 to a size that is captured."""
-        send_into(self.window(lines_YS.shape[1]), torch.from_numpy(lines_YS))
+    def blank_window(self, num_tokens: int) -> np.ndarray:
+        """Memory for the lines of a step whose rows verify drafts, all padding; `send_window` takes it."""
+        self._host_windows.rotate()
+        num_lines = 5 + len(self.table_XT)
+        lines_YS = self._host_windows[0].numpy()[: num_lines * num_tokens].reshape(num_lines, num_tokens)
+        lines_YS.fill(-1)
+        return lines_YS
+
+    def send_window(self, num_tokens: int) -> None:
+        """Send the lines that were filled last, padded to a size that is captured."""
+        target_YS = self.window(num_tokens)
+        target_YS.copy_(self._host_windows[0][: target_YS.numel()].view(target_YS.shape), non_blocking=True)
         self.has_rows = False
 
-    def unpack_window(self, num_tokens: int) -> None:
-        """Put the lines of a window where a step reads them, on the device."""
-        lines_YS = self.window(num_tokens)
-        self.rows_S[:num_tokens].copy_(lines_YS[0])
-        self.lens_S[:num_tokens].copy_(lines_YS[1].clamp(min=0))  # padding is -1 everywhere
-        self.table_XT[:2, :num_tokens].copy_(lines_YS[4:6].clamp(min=0))
-        self.table_XT[2:, :num_tokens].copy_(lines_YS[6:])
+    def unpack_window(self, num_tokens: int, drafts_D: torch.Tensor, state: DraftedRows) -> None:
+        """Put the lines of a window where a step reads them, on the device; codes there get a meaning."""
+        rows_S, lens_S = self.rows_S[:num_tokens], self.lens_S[:num_tokens]
+        unpack_window(self.window(num_tokens), drafts_D, state, rows_S, lens_S, self.table_XT[:, :num_tokens])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
         """Send the rows that decode, padded to `size`, unless they are those of the last step."""

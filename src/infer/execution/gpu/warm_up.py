@@ -59,7 +59,8 @@ class WarmUp:
         each step makes what it needs itself.
         """
         start = time.perf_counter()
-        phase = next(self._preparations, None)
+        with self.device.alone():
+            phase = next(self._preparations, None)
         if phase is not None:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
         return phase is not None
@@ -147,7 +148,8 @@ class WarmUp:
             kinds = sorted({str(kind) for kind in _kinds(_whole(device))})
             facts = device.model.config, kinds, device.backend, device.work.backend, device.graphs.sizes
             head = None if device.head is None else device.head.model.config
-            compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
+            with device.alone():
+                compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
 
     def _compile_ahead(self) -> bool:
         """Go through all steps that are captured without running them: their kernels are compiled at once.
@@ -173,8 +175,9 @@ class WarmUp:
 
     def _warm_up(self, size: StepSize) -> None:
         """Run a step of padding of this size, so that capturing it finds everything loaded."""
-        self.device.inputs.blank()
-        self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
+        with self.device.alone():
+            self.device.inputs.blank()
+            self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
 
     def _try(self, run: Callable[[], None]) -> None:
         """Run some work on padding; it is not an error if it cannot run."""
@@ -206,10 +209,11 @@ class WarmUp:
         """Compute the layers of the largest step there can be, all of it padding."""
         device = self.device
         num_rows = min(device.graphs.decode_rows[-1], device.max_tokens - 1)
-        self._run_ragged(self._ends, device.max_tokens - num_rows, num_rows)
-        longest = device.dense.prepare_longest() if device.dense is not None else 0
-        if longest:  # less one: what is not a whole shape is copied, which takes the most
-            self._run_ragged(self._ends, device.max_tokens, 0, longest - 1)
+        with device.alone():
+            self._run_ragged(self._ends, device.max_tokens - num_rows, num_rows)
+            longest = device.dense.prepare_longest() if device.dense is not None else 0
+            if longest:  # less one: what is not a whole shape is copied, which takes the most
+                self._run_ragged(self._ends, device.max_tokens, 0, longest - 1)
 
     @torch.inference_mode()
     def sample_padding(self, counts: Sequence[int] = ()) -> None:
@@ -219,10 +223,11 @@ class WarmUp:
         rows_S, width = device.inputs.rows_S, device.model.config.hidden_size
         hidden_SD = torch.zeros((len(rows_S), width), dtype=device.store.dtype, device=device.device)
         places_S = torch.zeros_like(rows_S, dtype=torch.int64)
-        for count in counts or (len(rows_S),):
-            logits_SV = device.model.logits(hidden_SD[:count])
-            device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
-            logprob_table(logits_SV, places_S[:count], 0)
+        with device.alone():
+            for count in counts or (len(rows_S),):
+                logits_SV = device.model.logits(hidden_SD[:count])
+                device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
+                logprob_table(logits_SV, places_S[:count], 0)
 
 
 def _whole(device: GpuDevice) -> Model:

@@ -13,8 +13,8 @@ grid is as large as the machine, whatever the lengths; `DecodeWork.plan` writes 
 step and for all layers, and each program strides over that list until its end, which it reads from memory.
 
 Where a row is cut depends on S, the number of rows the graph was captured for, on its own length, and on how
-many positions all rows have together: as many items are wanted as fill the machine twice, not more, because
-each of them begins with a wait. A row of length 0 is padding: one item without positions, for its zeros.
+many positions all rows have together: as many items are wanted as keep the machine full to the end, not more,
+because each of them begins with a wait. A row of length 0 is padding: one item without positions, for its zeros.
 
 One program plans everything, for the numbers are few. It finds the length of a split: the shortest there may
 be, doubled until the positions of all rows make no more items than are wanted, and for a row that is still
@@ -113,9 +113,11 @@ class DecodeWork:
         """Positions in the shortest splits of a batch of this many rows."""
         if self._split_len is not None:
             return self._split_len
-        return next(
-            length for limit, length in self.profile.split_lens if num_rows * self.num_kv_heads <= limit
-        )
+        return self._by_heads(self.profile.split_lens, num_rows)
+
+    def _by_heads(self, numbers: tuple[tuple[float, int], ...], num_rows: int) -> int:
+        """The number whose limit is the first that the heads of these rows do not exceed."""
+        return next(number for limit, number in numbers if num_rows * self.num_kv_heads <= limit)
 
     def max_splits(self, num_rows: int) -> int:
         """The most splits a row is cut into: enough to fill the machine with this many rows alone."""
@@ -141,7 +143,9 @@ class DecodeWork:
         items_W8, num_items = self.work_list(window)
         split_len, max_splits = self.split_len(num_rows), self.max_splits(num_rows)
         num_doublings = (num_rows * self.max_len // split_len).bit_length()
-        wanted = max(self.profile.most_items // self.num_kv_heads, 1) if self._split_len is None else 0
+        wanted = 0
+        if self._split_len is None:
+            wanted = max(self._by_heads(self.profile.most_items, num_rows) // self.num_kv_heads, 1)
         self.is_fresh = True
         _plan_kernel[(1,)](
             rows_S, lens_S, items_W8, num_items, num_rows, split_len, window or 2**30,

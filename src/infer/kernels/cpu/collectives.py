@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+from collections.abc import Callable
 
 import torch
 
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
+from infer.kernels.runtime.communicator import Communicator
 
 HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
 WORD_BYTES = 64
@@ -35,22 +37,25 @@ def address_of(memory: mmap.mmap, offset: int = 0) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
 
 
-class SharedCommunicator:
+class SharedCommunicator(Communicator):
     """One rank that talks to the others through memory that all ranks have mapped."""
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
         assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
         self.rank, self.size = rank, size
-        self._library, self._memory, self._region = library, memory, address_of(memory)
+        self.on_abort: list[Callable[[], None]] = []  # ends of waits elsewhere than in this memory
+        self._library, self._memory, self.address = library, memory, address_of(memory)
 
     def abort(self) -> None:
         """End every wait of every rank, now and later: a rank is gone, and no result can be used."""
-        self._library.word_set(self._region, 1)
+        self._library.word_set(self.address, 1)
+        for end in self.on_abort:
+            end()
 
     @property
     def is_aborted(self) -> bool:
         """True once a rank has called `abort`."""
-        return bool(self._library.word_get(self._region))
+        return bool(self._library.word_get(self.address))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, in the memory of `x` where possible."""
@@ -73,7 +78,7 @@ class SharedCommunicator:
         return out_MV
 
     def _exchange(self, run: int, num_rows: int, *fields: int) -> None:
-        args = _EXCHANGE.pack(*fields, self._region, self.rank, self.size, CAPACITY)
+        args = _EXCHANGE.pack(*fields, self.address, self.rank, self.size, CAPACITY)
         if recorder() is not None:
             run_or_record(self._library, run, args, num_rows=num_rows)
         else:  # not with the lock of the pool of threads: others may compute while this one waits

@@ -16,7 +16,10 @@ model of 28 layers, where the bytes, two or three MiB, take a few microseconds. 
 begins at a multiple of 16 bytes and loads that many at a time; the block numbers are
 arguments, since one more version would mean a compilation in the middle of a request.
 
-Shapes:  L layers, N blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
+With another tensor as destination it gathers a block into one piece, or scatters it: that is how blocks go to
+host memory and come from there (cache/kv_store.py).
+
+Shapes:  L layers, N and M blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
 """
 
 from __future__ import annotations
@@ -31,31 +34,40 @@ from infer.kernels.runtime.launch import launch_triton
 PIECE_BYTES = 8192  # bytes that one program copies: four loads of 16 bytes for each of its 128 threads
 
 
-def copy_block_reference(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:
+def copy_block_reference(
+    cache_L2NPGH: torch.Tensor, source: int, destination: int, to_L2MPGH: torch.Tensor | None = None
+) -> None:
     """The specification of `copy_block`."""
-    cache_L2NPGH[:, :, destination].copy_(cache_L2NPGH[:, :, source], non_blocking=True)
+    to_L2MPGH = cache_L2NPGH if to_L2MPGH is None else to_L2MPGH
+    to_L2MPGH[:, :, destination].copy_(cache_L2NPGH[:, :, source], non_blocking=True)
 
 
-@jit_for_any("source", "destination", "num_blocks")
-def _copy_block_kernel(cache_ptr, source, destination, num_blocks, SIZE: tl.constexpr, PIECE: tl.constexpr):
-    plane = tl.program_id(0).to(tl.int64) * num_blocks
+@jit_for_any("source", "destination", "num_here", "num_there")
+def _copy_block_kernel(
+    here_ptr, there_ptr, source, destination, num_here, num_there, SIZE: tl.constexpr, PIECE: tl.constexpr
+):
+    plane = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     is_inside = offset < SIZE
-    values = tl.load(cache_ptr + (plane + source) * SIZE + offset, mask=is_inside)
-    tl.store(cache_ptr + (plane + destination) * SIZE + offset, values, mask=is_inside)
+    values = tl.load(here_ptr + (plane * num_here + source) * SIZE + offset, mask=is_inside)
+    tl.store(there_ptr + (plane * num_there + destination) * SIZE + offset, values, mask=is_inside)
 
 
-def copy_block(cache_L2NPGH: torch.Tensor, source: int, destination: int) -> None:
-    """Make block `destination` equal to block `source` in every layer."""
+def copy_block(
+    cache_L2NPGH: torch.Tensor, source: int, destination: int, to_L2MPGH: torch.Tensor | None = None
+) -> None:
+    """Make block `destination` of the cache, or of another, equal to block `source` in every layer."""
+    to_L2MPGH = cache_L2NPGH if to_L2MPGH is None else to_L2MPGH
     if not use_triton(cache_L2NPGH):
-        copy_block_reference(cache_L2NPGH, source, destination)
+        copy_block_reference(cache_L2NPGH, source, destination, to_L2MPGH)
         return
-    assert cache_L2NPGH.is_contiguous(), "the cache must be contiguous"
+    assert cache_L2NPGH.is_contiguous() and to_L2MPGH.is_contiguous(), "the caches must be contiguous"
     num_layers, num_sides, num_blocks, *shape = cache_L2NPGH.shape
-    assert 0 <= source < num_blocks and 0 <= destination < num_blocks, f"no block {source} or {destination}"
+    num_there = to_L2MPGH.shape[2]
+    assert 0 <= source < num_blocks and 0 <= destination < num_there, f"no block {source} or {destination}"
     size = math.prod(shape)
     piece = PIECE_BYTES // cache_L2NPGH.element_size()
     launch_triton(
-        _copy_block_kernel, (num_layers * num_sides, -(-size // piece)), (cache_L2NPGH,), (),
-        (source, destination, num_blocks), SIZE=size, PIECE=piece, num_warps=4,
+        _copy_block_kernel, (num_layers * num_sides, -(-size // piece)), (cache_L2NPGH, to_L2MPGH), (),
+        (source, destination, num_blocks, num_there), SIZE=size, PIECE=piece, num_warps=4,
     )  # fmt: skip

@@ -12,6 +12,7 @@ has a cut gets its kernel, whatever the others have.
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
     up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
+    1 to 128 tokens     matrices of the layers in a step with LoRA adapters                     wgmma.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -32,6 +33,7 @@ import torch
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
+from infer.kernels.linear.low_rank import CHUNK, LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
@@ -52,10 +54,12 @@ class CompiledLinears:
         self.wgmma_more = wgmma.make_kernel(profile, range(most + 1, profile.wgmma_gate_tokens + 1))
         self.coded_pdl = pdl.make_kernel(profile, coded=True)
         self.coded = wgmma.make_kernel(profile, range(1, most_coded + 1), coded=True)
+        self.low_rank = wgmma.make_kernel(profile, range(1, wgmma.MAX_TOKENS + 1), low_rank=True)
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
+        self._low_rank: dict[Matrix, None] = {}
         self._others: list[PdlKernel] = []
 
     def use(self, kernel: PdlKernel) -> None:
@@ -69,6 +73,11 @@ class CompiledLinears:
             self._coded[matrix] = None
         elif self._enabled:
             (self._heads if is_head else self._layers)[matrix] = None
+
+    def want_low_rank(self, matrix: Matrix, stack: LowRankStack) -> None:
+        """Note a matrix whose tokens may have adapters."""
+        if self._enabled and _takes(stack):
+            self._low_rank[matrix] = None
 
     @property
     def is_wanted(self) -> bool:
@@ -104,7 +113,7 @@ class CompiledLinears:
     def num_ready(self) -> tuple[int, ...]:
         """The number of kinds of products that each kernel is compiled for, or expected to be."""
         return (
-            *(len(kernel.ready) for kernel in self._kernels),
+            *(len(kernel.ready) for kernel in (*self._kernels, self.low_rank)),
             *(other.num_ready for other in self._others),
         )
 
@@ -118,7 +127,14 @@ class CompiledLinears:
             (self.wgmma_more, [matrix for matrix in layers if matrix.activation or matrix.writes]),
             (self.coded_pdl, coded),
             (self.coded, coded),
+            (self.low_rank, list(self._low_rank)),
         ]
+
+    def find_low_rank(
+        self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, stack: LowRankStack, *, gated: bool
+    ) -> WgmmaConfig | None:
+        """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
+        return self.low_rank.find(x_MX, w, N, K, gated=gated) if _takes(stack) else None
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
@@ -128,3 +144,8 @@ class CompiledLinears:
             if config := kernel.find(x_MX, w, N, K, gated=gated):
                 return config
         return None
+
+
+def _takes(stack: LowRankStack) -> bool:
+    """Return True if the kernel of a matrix can multiply with its adapters."""
+    return stack.a.dtype is torch.bfloat16 and stack.has_few_chunks and stack.a.shape[-1] % CHUNK == 0

@@ -195,7 +195,7 @@ def outer_arguments(
     assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)
     is_aligned = not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or stored.data_ptr() % 16)
     assert is_aligned and x_MK.stride(1) == 1, f"pieces of 16 bytes: {x_MK.stride()}"
-    bias_N, _, add, prologue, _ = epilogue
+    bias_N, _, add, prologue, _, _ = epilogue
     residual, gain, total, offset = x_MK, x_MK, y_MN, 0.0
     squares = y_MN if prologue is None else prologue.squares_PM
     if add is not None:

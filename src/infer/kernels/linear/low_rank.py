@@ -6,22 +6,29 @@ The adapters of one matrix are stacked, one *slot* each. A matrix of several par
 part: their rows lie one after the other, R for each, and columns n of y belong to one part.
 
     A   [slots, P R, K]      rank padded to R with zeros
-    B   [slots, N, R]        times the adapter's scale; column r of a row goes with rank r of its part
+    B   [N, slots R]         times the adapter's scale; column r of a slot goes with rank r of the row's part
 
 Two kernels, *shrink* (h = A x, in splits of K that expand adds up) and *expand* (y += B h). A program has a
 tile of consecutive rows and one slot, and ends at once if no row of the tile has it: rows need no sorting,
 and the grid depends on the number of rows alone, so that a CUDA graph can hold it. A row has one slot, so no
 two programs write the same number. `ranks` says how much of R a slot uses; 0: the matrix is not adapted.
 
+Few rows of bfloat16 on Hopper need no launch: the kernel of the matrix itself computes h beside its own
+product, and B h as further columns of it (wgmma.cu). Rows with the same slot are put into *tiles* for it,
+once in a step.
+
 Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from infer.kernels.linear.residual import LowRankTerm
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
@@ -30,12 +37,21 @@ MANY_ROWS = 512  # rows from which on tiles are large: prompts
 COLUMNS = 128  # columns of y that a program of the second kernel computes
 SPLITS = 8  # splits of K: few rows alone would leave most of a GPU idle
 
+MAX_TILED = 128  # rows that are put into tiles, at most
+TILE_ROWS = 8
+CHUNK = 64  # columns of B that a kernel takes at a time
+MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
+MAX_PARTS = 3
+_TABLE_COLUMNS = 16
+_MAX_PRODUCTS = 4096  # of a step
+
 
 class RowSlots:
     """The adapter slot of each row of a step, on the device and, for the reference, as groups of rows."""
 
     def __init__(self, slots_T: torch.Tensor) -> None:
         self.slots_T = slots_T
+        self._tiles: RowTiles | None = None
 
     @cached_property
     def groups(self) -> list[tuple[int, torch.Tensor]]:
@@ -43,9 +59,68 @@ class RowSlots:
         found = [slot for slot in self.slots_T.unique().tolist() if slot]
         return [(slot, (self.slots_T == slot).nonzero()[:, 0]) for slot in found]
 
+    def tiles(self, num_slots: int, rank: int) -> RowTiles:
+        """Tiles of rows with the same slot, and room for h; the same for all matrices of a step."""
+        if self._tiles is None:
+            self._tiles = make_tiles(self.slots_T, num_slots, rank)
+        return self._tiles
+
     def select(self, indices: torch.Tensor) -> RowSlots:
         """The slots of some rows."""
         return RowSlots(self.slots_T.index_select(0, indices))
+
+
+class RowTiles(NamedTuple):
+    """The rows of a step in tiles with one slot each, and the memory in which kernels leave h."""
+
+    table: torch.Tensor  # [1 + tiles, 16], as wgmma.cu reads it
+    h_TC: torch.Tensor  # for each part, the ranks of all slots; zero in slots that are not a row's own
+    columns: int  # columns of h that a part has: a multiple of `CHUNK`
+    counters: Iterator[torch.Tensor]  # a zero for each product of the step
+
+
+def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
+    """Put rows into tiles; all of it is memory of this step."""
+    T, device = len(slots_T), slots_T.device
+    assert T <= MAX_TILED and num_slots * rank <= CHUNK * MAX_CHUNKS, (T, num_slots, rank)
+    num_tiles, columns = min(T, num_slots + T // TILE_ROWS), -(-num_slots * rank // CHUNK) * CHUNK
+    table = torch.zeros((1 + num_tiles, _TABLE_COLUMNS), dtype=torch.int32, device=device)
+    launch_triton(
+        _tiles_kernel, (1,), (slots_T, table), (rank,), (T,),
+        ROWS=max(16, 1 << (T - 1).bit_length()), CHUNK=CHUNK, CHUNKS=columns // CHUNK, TILE=TILE_ROWS,
+        COLUMNS=_TABLE_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    h_TC = torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device)
+    counters = torch.zeros((_MAX_PRODUCTS, 1), dtype=torch.int32, device=device)
+    return RowTiles(table, h_TC, columns, map(counters.__getitem__, range(_MAX_PRODUCTS)))
+
+
+@jit_for_any("T")
+def _tiles_kernel(
+    slots_ptr, table_ptr, T, RANK, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, mask=row < T, other=0).to(tl.int32)
+    other = tl.load(slots_ptr + row, mask=row < T, other=0).to(tl.int32)
+    is_alike = slot[:, None] == other[None, :]
+    is_earlier = row[None, :] < row[:, None]
+    place = tl.sum((is_alike & is_earlier).to(tl.int32), axis=1)  # among the rows with this slot
+    place_of_other = tl.sum((is_alike & (row[:, None] < row[None, :])).to(tl.int32), axis=0)
+    starts = (other > 0) & (place_of_other % TILE == 0)  # the first row of a tile
+    is_first = is_alike & starts[None, :] & (place_of_other[None, :] // TILE == (place // TILE)[:, None])
+    first = tl.sum(tl.where(is_first, row[None, :], 0), axis=1)
+    # a row's tile: as many begin before its first row
+    tile = tl.sum((starts[None, :] & (row[None, :] < first[:, None])).to(tl.int32), axis=1)
+    at = table_ptr + (1 + tile) * COLUMNS
+    tl.store(at + 1 + place % TILE, row + 1, mask=slot > 0)
+    tl.store(at, slot, mask=(slot > 0) & (place % TILE == 0))
+    active = 0
+    for chunk in range(CHUNKS):
+        begins, ends = (slot - 1) * RANK, slot * RANK
+        has_chunk = (slot > 0) & (begins < (chunk + 1) * CHUNK) & (ends > chunk * CHUNK)
+        active |= tl.max(has_chunk.to(tl.int32), axis=0) << chunk
+    tl.store(table_ptr, active)
 
 
 class LowRankStack:
@@ -65,7 +140,8 @@ class LowRankStack:
         assert rank % RANK_BLOCK == 0, rank
         self.parts, self.rank = parts, rank
         self.a = torch.empty((num_slots, len(parts) * rank, size), dtype=dtype, device=device).zero_()
-        self.b = torch.empty((num_slots, sum(parts), rank), dtype=dtype, device=device).zero_()
+        self.b = torch.empty((sum(parts), num_slots * rank), dtype=dtype, device=device).zero_()
+        self.used = torch.zeros(1, dtype=torch.int32, device=device)  # bits of chunks with weights
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._used = [0] * num_slots  # the same, for the host
         tiles = [
@@ -78,16 +154,50 @@ class LowRankStack:
     def clear(self, slot: int) -> None:
         """Let a slot adapt nothing."""
         self.a[slot - 1].zero_()
-        self.b[slot - 1].zero_()
-        self.ranks[slot - 1] = self._used[slot - 1] = 0
+        self._b_of(slot).zero_()
+        self._use(slot, 0)
 
     def fill(self, slot: int, part: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> None:
         """Put the matrices of one part, of any rank up to the largest, into a slot that was cleared."""
         rank, start = a_RK.shape[0], sum(self.parts[:part])
         self.a[slot - 1, part * self.rank : part * self.rank + rank].copy_(a_RK)
-        self.b[slot - 1, start : start + self.parts[part], :rank].copy_(b_NR)
-        self._used[slot - 1] = max(self._used[slot - 1], rank)
-        self.ranks[slot - 1] = self._used[slot - 1]
+        self._b_of(slot)[start : start + self.parts[part], :rank].copy_(b_NR)
+        self._use(slot, max(self._used[slot - 1], rank))
+
+    def _b_of(self, slot: int) -> torch.Tensor:
+        """The columns of a slot."""
+        return self.b[:, (slot - 1) * self.rank : slot * self.rank]
+
+    def _use(self, slot: int, rank: int) -> None:
+        self.ranks[slot - 1] = self._used[slot - 1] = rank
+        bits = 0
+        for number, used in enumerate(self._used):
+            first, end = number * self.rank // CHUNK, ((number + 1) * self.rank - 1) // CHUNK + 1
+            bits |= (1 << end) - (1 << first) if used else 0
+        if self.has_few_chunks:
+            self.used.fill_(bits - (1 << 32) if bits >> 31 else bits)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of adapters that there is room for."""
+        return len(self._used)
+
+    @property
+    def has_few_chunks(self) -> bool:
+        """True if the kernel for few rows can take its columns."""
+        return self.num_slots * self.rank <= CHUNK * MAX_CHUNKS and len(self.parts) <= MAX_PARTS
+
+    def term(self, rows: RowSlots) -> LowRankTerm:
+        """What the kernel for few rows needs to add the products of these rows."""
+        tiles = rows.tiles(self.num_slots, self.rank)
+        return LowRankTerm(
+            self.a, self.b, self.parts, self.rank, self.used,
+            tiles.table, tiles.h_TC, tiles.columns, next(tiles.counters),
+        )  # fmt: skip
+
+    def b_parts(self, slot: int) -> tuple[torch.Tensor, ...]:
+        """B of a slot, part by part."""
+        return torch.split(self._b_of(slot), self.parts)
 
     def is_used(self, slot: int) -> bool:
         """True if the adapter in this slot has weights for this matrix."""
@@ -102,7 +212,7 @@ def add_low_rank_reference(
         if not stack.is_used(slot):
             continue
         h_MX = x_TK[places] @ stack.a[slot - 1].T
-        parts = zip(h_MX.split(stack.rank, dim=1), torch.split(stack.b[slot - 1], stack.parts), strict=True)
+        parts = zip(h_MX.split(stack.rank, dim=1), stack.b_parts(slot), strict=True)
         y_TN.index_add_(0, places, torch.cat([h_MR @ b_NR.T for h_MR, b_NR in parts], dim=1))
     return y_TN
 
@@ -136,7 +246,7 @@ def _shrink_kernel(
 
 @jit_for_any("T")
 def _expand_kernel(
-    y_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, tiles_ptr, T, y_stride, N, KEPT, PARTS: tl.constexpr,
+    y_ptr, h_ptr, slots_ptr, b_ptr, ranks_ptr, tiles_ptr, T, y_stride, b_stride, KEPT, PARTS: tl.constexpr,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     slot, tile = tl.program_id(2), tl.program_id(1)
@@ -147,7 +257,7 @@ def _expand_kernel(
         part = tl.load(tiles_ptr + 3 * tile)
         column = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, COLUMNS)
         is_column = column < tl.load(tiles_ptr + 3 * tile + 2)
-        b_row = b_ptr + (slot.to(tl.int64) * N + column[None, :]) * KEPT
+        b_row = b_ptr + column[None, :].to(tl.int64) * b_stride + slot * KEPT
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for first in range(0, rank_end, RANKS):
             rank = first + tl.arange(0, RANKS)
@@ -193,6 +303,6 @@ def add_low_rank(y_TN: torch.Tensor, x_TK: torch.Tensor, rows: RowSlots, stack: 
     launch_triton(
         _expand_kernel, (num_tiles, len(stack.tiles), num_slots),
         (y_TN, h, rows.slots_T, stack.b, stack.ranks, stack.tiles),
-        (y_TN.stride(0), y_TN.shape[1], stack.rank), (T,), **shape, COLUMNS=COLUMNS, num_warps=4,
+        (y_TN.stride(0), stack.b.stride(0), stack.rank), (T,), **shape, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return y_TN

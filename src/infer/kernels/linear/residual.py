@@ -30,6 +30,20 @@ class ResidualInput(NamedTuple):
     offset: float
 
 
+class LowRankTerm(NamedTuple):
+    """The products of LoRA adapters that a kernel adds to its own (low_rank.py)."""
+
+    a_SRK: torch.Tensor  # ranks of all parts
+    b_NC: torch.Tensor  # columns of all slots
+    parts: list[int]  # rows of each part of the matrix
+    rank: int  # ranks of a part
+    used: torch.Tensor  # bits of the chunks of columns that some adapter has weights in
+    table: torch.Tensor  # tiles of rows with the same slot
+    h_TC: torch.Tensor  # room for A x, part by part
+    columns: int  # columns of h that a part has
+    counter: torch.Tensor  # zero
+
+
 class Epilogue(NamedTuple):
     """The work of a kernel besides its product: bias, gate, and its two ends of the residual stream."""
 
@@ -38,3 +52,4 @@ class Epilogue(NamedTuple):
     add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to; where the sum goes
     prologue: ResidualSum | None = None  # the sum whose `scaled_MN` is x: its norm is to be finished
     eps: float = 0.0  # epsilon of that norm
+    low_rank: LowRankTerm | None = None  # what adapters add to the product

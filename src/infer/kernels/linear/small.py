@@ -57,7 +57,7 @@ from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.pdl import PdlConfig
-from infer.kernels.linear.residual import Epilogue, ResidualInput, ResidualSum
+from infer.kernels.linear.residual import Epilogue, LowRankTerm, ResidualInput, ResidualSum
 from infer.kernels.linear.split import multiply_in_parts, num_parts
 from infer.kernels.linear.triton_configs import (
     GEMV_MAX_M,
@@ -252,13 +252,14 @@ def _plan(
 def launch(
     plan: Plan, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, *, bias_N: torch.Tensor | None = None,
     activation: str = "", norm: _Norm | None = None, out: torch.Tensor | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     if not isinstance(plan, GemvConfig):
         assert norm is None, "tensor cores take what `linear_add` has left"
-        _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation))
+        _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation, low_rank=low_rank))
         return y_MN
     assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
     M, K = _check_product(x_MK, w)
@@ -279,7 +280,7 @@ def launch(
 
 def launch_add(
     plan: TilePlan, stream: ResidualInput, x_MK: torch.Tensor, w_NK: torch.Tensor | CodedWeights,
-    bias_N: torch.Tensor | None = None,
+    bias_N: torch.Tensor | None = None, *, low_rank: LowRankTerm | None = None,
 ) -> ResidualSum:  # fmt: skip
     """Run the kernel with the addition in its epilogue."""
     M, N = len(x_MK), len(w_NK)
@@ -287,19 +288,21 @@ def launch_add(
     _check_sum(scaled_MN, stream.residual_MN)
     squares_PM = torch.empty((plan.num_parts(N), M), dtype=torch.float64, device=x_MK.device)
     total = ResidualSum(torch.empty_like(scaled_MN), scaled_MN, squares_PM)
-    _launch_tiles(plan, x_MK, w_NK, scaled_MN, Epilogue(bias_N, add=(stream, total)))
+    epilogue = Epilogue(bias_N, add=(stream, total), low_rank=low_rank)
+    _launch_tiles(plan, x_MK, w_NK, scaled_MN, epilogue)
     return total
 
 
 def launch_of_sum(
     plan: TilePlan, total: ResidualSum, w: torch.Tensor | CodedWeights, *, eps: float,
-    bias_N: torch.Tensor | None = None, activation: str = "",
+    bias_N: torch.Tensor | None = None, activation: str = "", low_rank: LowRankTerm | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run the kernel with the rest of the norm in its prologue."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     x_MK = total.scaled_MN
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
-    _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation, prologue=total, eps=eps))
+    epilogue = Epilogue(bias_N, activation, prologue=total, eps=eps, low_rank=low_rank)
+    _launch_tiles(plan, x_MK, w, y_MN, epilogue)
     return y_MN
 
 
@@ -314,7 +317,7 @@ def _launch_tiles(
         pdl.launch(plan, x_MK, w, y_MN, epilogue)
         return
     assert isinstance(w, torch.Tensor), f"{plan} is not for coded weights"
-    bias_N, activation, add, prologue, eps = epilogue
+    bias_N, activation, add, prologue, eps, _ = epilogue
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = add or (ResidualInput(x_MK, x_MK, 0.0), prologue or ResidualSum(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k

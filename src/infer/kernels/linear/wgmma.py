@@ -73,7 +73,7 @@ from infer.kernels.linear.cuda import (
     outer_arguments,
     outer_defines,
 )
-from infer.kernels.linear.residual import Epilogue
+from infer.kernels.linear.residual import Epilogue, LowRankTerm
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
@@ -111,6 +111,10 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
+_LOW_RANK_TYPES = (
+    *(TensorMap,) * 4, *(ctypes.c_void_p,) * 6, *(ctypes.c_longlong,) * 2, *(ctypes.c_int,) * 8
+)  # fmt: skip
+_MIN_SHRINKING = 4  # blocks that compute h, where a matrix leaves no SM free
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,7 @@ class WgmmaConfig:
     many: bool = False  # coded weights: more than `width` tokens, with a block for each `width` of them
     teams: int = 1  # coded weights: teams of warps, which take the stages of a block in turn
     fp8_tokens: bool = False  # coded weights: tokens are rounded to FP8, and codes are multiplied with codes
+    low_rank: bool = False  # tokens have adapters, which add their own products
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
         """The number of tiles that the N outputs of a matrix are cut into."""
@@ -345,6 +350,7 @@ def defines_of(
         ("SPLIT", config.split),
         ("BLOCKS", config.blocks),
         *coded,
+        *((("LOW_RANK", 1),) if config.low_rank else ()),
         *outer_defines(activation, bias, adds, parts),
     )
 
@@ -374,16 +380,44 @@ def launch(
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
     is_for_attention = not gated and epilogue.add is None
-    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, device_profile(x_MK.device))
+    profile = device_profile(x_MK.device)
+    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, profile)
+    added = _low_rank_arguments(config, epilogue.low_rank, x_MK, num_blocks, profile.linear, gated=gated)
     kernel(
-        num_blocks,
+        num_blocks + (added[-1] if added else 0),
         *weights,
         Boxes(
             tokens.data_ptr(), tokens.dtype, M, K, tokens.stride(0) * tokens.element_size(), config.width,
             num_boxes,
         ),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
-        int(lets_in),
+        int(lets_in), *added,
+    )  # fmt: skip
+
+
+def _low_rank_arguments(
+    config: WgmmaConfig, term: LowRankTerm | None, x_MK: torch.Tensor, num_blocks: int,
+    profile: LinearProfile, *, gated: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of a product with adapters; the last is the number of blocks that compute h."""
+    assert config.low_rank == (term is not None), config
+    if term is None:
+        return ()
+    b_NC, h_TC, (T, num_columns) = term.b_NC, term.h_TC, term.h_TC.shape
+    ends, maps, box_rows = list(itertools.accumulate(term.parts)), list[Boxes](), config.box_rows(gated=gated)
+    for end, rows in zip(ends, term.parts, strict=True):
+        b_PC = b_NC[end - rows : end]
+        maps.append(Boxes(b_PC.data_ptr(), b_PC.dtype, rows, b_PC.shape[1], b_PC.stride(0) * 2, box_rows))
+    missing, num_ranks, num_tiles = 3 - len(maps), term.a_SRK.shape[1], len(term.table) - 1
+    free = (profile.resident.get(config.split, profile.num_sms) - num_blocks) // config.split
+    wanted = -(-num_tiles * num_ranks // 16 // config.split)
+    num_shrinking = config.split * min(max(free, -(-_MIN_SHRINKING // config.split)), wanted)
+    return (
+        *maps, *maps[:1] * missing,
+        Boxes(h_TC.data_ptr(), h_TC.dtype, T, num_columns, h_TC.stride(0) * 2, config.width),
+        *(each.data_ptr() for each in (term.table, term.used, term.counter, x_MK, term.a_SRK, h_TC)),
+        x_MK.stride(0) * 2, h_TC.stride(0) * 2, *ends, *[0] * missing, term.columns,
+        term.rank, num_ranks, num_tiles, num_shrinking,
     )  # fmt: skip
 
 
@@ -403,20 +437,25 @@ def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
 def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     encoder()  # nothing here can be launched without one
     config = _config_of(dict(defines))
-    types = _TYPES if config.form is None else _CODED_TYPES
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
         return kernels.prepare(
-            "linear_wgmma", config.num_threads, types,
+            "linear_wgmma", config.num_threads, types_of(config),
             pdl=with_pdl, shared_bytes=config.shared_bytes,
         )  # fmt: skip
+
+
+def types_of(config: WgmmaConfig) -> tuple[Any, ...]:
+    """The types of the arguments of a cut."""
+    types = _TYPES if config.form is None else _CODED_TYPES
+    return (*types, *_LOW_RANK_TYPES) if config.low_rank else types
 
 
 def _config_of(known: dict[str, int]) -> WgmmaConfig:
     width, rows, stages, split, blocks = (
         known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")
     )
-    config = WgmmaConfig(width, rows, stages, split, blocks)
+    config = WgmmaConfig(width, rows, stages, split, blocks, low_rank="LOW_RANK" in known)
     if (form := form_of(known)) is not None:
         by_warps, rounds, many = (bool(known[name]) for name in ("BY_WARPS", "ROUNDS", "MANY"))
         columns, teams, fp8_tokens = known["COLUMNS"], known["TEAMS"], bool(known["FP8_TOKENS"])
@@ -441,9 +480,17 @@ def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, par
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def make_kernel(profile: LinearProfile, tokens: range, *, coded: bool = False) -> CudaLinear[WgmmaConfig]:
+def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
+    config = _choose(num_tokens, matrix, profile)
+    return None if config is None else replace(config, low_rank=True)
+
+
+def make_kernel(
+    profile: LinearProfile, tokens: range, *, coded: bool = False, low_rank: bool = False
+) -> CudaLinear[WgmmaConfig]:
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
-    width, choose = coded_width if coded else token_width, functools.partial(_choose, profile=profile)
+    width = coded_width if coded else token_width
+    choose = functools.partial(_choose_with_adapters if low_rank else _choose, profile=profile)
     return CudaLinear(
         SOURCE, ARCH, tokens, width, choose, defines_for, lambda *variant: _load(*variant), is_for_each=coded
     )

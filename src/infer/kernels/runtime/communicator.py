@@ -5,7 +5,7 @@
 
 Every rank makes the same calls in the same order, with the same number of rows. Shares are added in the
 order of the ranks, so all ranks have the same bits. On CPUs the ranks share memory
-(kernels/cpu/collectives.py); GPUs would be another class here.
+(kernels/cpu/collectives.py), on GPUs they write to each other's (gpu_communicator.py).
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from typing import Protocol
 
 import torch
 
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+
 
 class Communicator(Protocol):
     """One rank of several that compute one model."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank, from 0."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
+    rank: int  # its number, from 0
+    size: int  # the number of ranks
+    can_add: bool = False  # a sum may be added to the residual stream in the same launch, by `add`
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks; `x` may be overwritten with it."""
@@ -35,3 +31,11 @@ class Communicator(Protocol):
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
         """The columns of all ranks side by side, [M, num_columns]; the last ranks have fewer than N."""
         ...
+
+    def num_parts(self, num_rows: int, size: int) -> int | None:
+        """The parts of squares that `add` leaves for this many rows; None: it is for fewer rows."""
+        return None
+
+    def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
+        """Add the sum of the tensors of all ranks to the stream, and begin the norm that reads it."""
+        raise TypeError(f"{type(self).__name__} has no launch that adds to the stream")

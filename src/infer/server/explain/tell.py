@@ -154,7 +154,11 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
             "running_then": story.num_running,
             "overtaken_by": story.num_overtakers,
         },
-        "cache": {"tokens": story.num_cached, "saved_ms": None if saved is None else _ms(saved)},
+        "cache": {
+            "tokens": story.num_cached,
+            "from_host": story.num_from_host,
+            "saved_ms": None if saved is None else _ms(saved),
+        },
         "chunks": {"count": story.num_chunks, "tokens": story.num_computed, "beside": story.most_beside},
         "preemptions": {
             "count": story.num_preemptions,

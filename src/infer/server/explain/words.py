@@ -195,9 +195,12 @@ def _cache(story: EngineStory) -> str:
         return f"The prefix cache had none of the {story.num_prompt:,} tokens of its prompt."
     saved = saved_s(story)
     gain = "" if saved is None else f", which saved about {spell_s(saved)}"
+    share = f"{story.num_cached / story.num_prompt:.0%}"
+    if story.num_from_host:
+        share += f", {story.num_from_host:,} of them from host memory"
     return (
         f"The prefix cache had {story.num_cached:,} of the {story.num_prompt:,} tokens of its prompt "
-        f"({story.num_cached / story.num_prompt:.0%}){gain}."
+        f"({share}){gain}."
     )
 
 

@@ -599,8 +599,11 @@ class Fleet:
                     logger.error("engine down model=%s engine=%s reason=%r", model, engine, str(failure))
                 elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
-                    await self._restore_adapters(model, meter)
                 meter.is_down = failure is not None
+                num_restarts = meter.stats().num_restarts  # an engine may be back before anybody looks
+                if failure is None and num_restarts != meter.num_restarts:
+                    meter.num_restarts = num_restarts
+                    await self._restore_adapters(model, meter)
             self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)
 

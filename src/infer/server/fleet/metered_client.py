@@ -82,6 +82,7 @@ class MeteredClient:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
         self.finished: Counter[str] = Counter()  # ended sequences by reason
         self.is_down = False  # its state when last looked at
+        self.num_restarts = 0  # those after which its adapters were loaded again
         self.client = client
         self._open: dict[str, _RequestTimes] = {}  # open requests by id
 
@@ -183,7 +184,7 @@ class MeteredClient:
         if self.cache is not None:
             labels["enable_prefix_caching"] = str(self.cache.caches_prefixes)
             labels["kv_cache_backend"] = self.cache.kv_cache_backend
-            labels["num_cpu_blocks"] = str(self.cache.swap_blocks)
+            labels["num_cpu_blocks"] = str(stats.num_host_blocks)
         return labels
 
 

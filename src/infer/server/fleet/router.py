@@ -34,6 +34,7 @@ PREFIX_BLOCK = 16  # tokens of a block, where an engine does not say
 MAX_PREFIX_BLOCKS = 512  # a longer agreement makes little difference to the choice
 MAX_EXPECTED = 32_768
 EXPECTED_S = 10.0  # seconds for which a prefix that was sent is expected to be computed soon
+ADAPTER_S = 300.0  # the same of an adapter, whose prefixes no engine tells
 MAX_LOAD = 1.25  # times the mean number of requests
 MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take
@@ -92,8 +93,9 @@ class Router:
         options = [self._look_at(client) for client in up]
         block_size = options[0].stats.block_size or PREFIX_BLOCK
         keys = prefix_hashes(request, block_size, MAX_PREFIX_BLOCKS)
+        expected_s = ADAPTER_S if request.adapter else EXPECTED_S
         for option in options:
-            option.num_cached = self._num_known(keys, option.client) * block_size
+            option.num_cached = self._num_known(keys, option.client, expected_s) * block_size
         chosen = self._choose(len(request.prompt), options)
         self._remember(keys, chosen, len(request.prompt) - chosen.num_cached)
         return chosen.client
@@ -111,9 +113,9 @@ class Router:
             sent.step, sent.count, sent.num_tokens = stats.num_steps, 0, 0
         return _Option(client, stats, sent)
 
-    def _num_known(self, keys: Sequence[int], client: EngineClient) -> int:
+    def _num_known(self, keys: Sequence[int], client: EngineClient, expected_s: float = EXPECTED_S) -> int:
         """The number of blocks of a prompt that a replica has cached, or will have soon."""
-        prefixes, oldest = client.prefixes, self._clock() - EXPECTED_S
+        prefixes, oldest = client.prefixes, self._clock() - expected_s
         for number in range(len(keys), 0, -1):
             key = keys[number - 1]
             if key in prefixes or self._expected.get((id(client), key), oldest) > oldest:

@@ -14,6 +14,8 @@ POST /admin/drain            {} stops taking requests, {"drain": false} takes th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -161,15 +163,28 @@ async def unload_adapter(body: UnloadBody, http: Request) -> dict[str, Any]:
 @vllm_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(body: VllmAdapterBody, http: Request) -> str:
     """Load a LoRA adapter for the default model."""
-    await _load_adapter(http, body.lora_name, body.lora_path, None, replaces=body.load_inplace)
+    with _in_vllm_words():
+        await _load_adapter(http, body.lora_name, body.lora_path, None, replaces=body.load_inplace)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 @vllm_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(body: VllmUnloadBody, http: Request) -> str:
     """Serve a LoRA adapter no longer."""
-    await _fleet(http).unload_adapter(body.lora_name)
+    with _in_vllm_words():
+        await _fleet(http).unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+@contextmanager
+def _in_vllm_words() -> Iterator[None]:
+    """Blame the fields that a body in vLLM's words has."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param in ("name", "path"):
+            error.param = f"lora_{error.param}"
+        raise
 
 
 async def _load_adapter(http: Request, name: str, path: str, model: str | None, *, replaces: bool) -> str:

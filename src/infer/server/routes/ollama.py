@@ -703,14 +703,14 @@ async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tupl
 # -- what is served --------------------------------------------------------------------------------
 
 
-def details(model: ServedModel | None) -> dict[str, Any]:
-    """Ollama's details of a model, as far as they are known here; None: the model is not loaded."""
+def details(state: ServerState, name: str, model: ServedModel | None) -> dict[str, Any]:
+    """Ollama's details of a name, as far as they are known here; None: its model is not loaded."""
     family, form = "", ""
     if model is not None:
         stats, family = model.clients[0].stats(), model.encoder.family
         form = stats.weights or stats.dtype
     return {
-        "parent_model": "",
+        "parent_model": tagged(state.adapters[name]) if name in state.adapters else "",
         "format": "",
         "family": family,
         "families": [family],
@@ -728,7 +728,7 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
         "modified_at": made_at(model),
         "size": 0,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details(model),
+        "details": details(state, name, model),
     }
 
 
@@ -781,7 +781,7 @@ async def show(body: OllamaNamed, http: Request) -> Response:
         "parameters": "",
         "template": "",
         "modified_at": made_at(model),
-        "details": details(model),
+        "details": details(state, name, model),
         "model_info": {"general.basename": name if model is None else model.name},
         "capabilities": ["completion"],
     }

@@ -1,0 +1,269 @@
+"""Ranks on the GPUs of one machine that exchange numbers through each other's memory (exchange.cu).
+
+Each rank has slots on its GPU that the driver lets the other processes write to (CUDA IPC). Ranks find each
+other through the memory of the host that they share (kernels/cpu/collectives.py), and a word of it ends every
+wait, on a GPU as on a CPU. Ranks may share one GPU. Where each has its own, long sums go through NCCL, which
+refuses to share one.
+
+A step of padding is computed by each rank alone, whenever it likes: warm-ups and rehearsals exchange nothing
+(`alone`). A capture records exchanges and runs none.
+
+Shapes:  M rows, N columns of a rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from infer.errors import ConfigError, DeviceLost
+from infer.kernels.cpu.collectives import HEADER_BYTES, SharedCommunicator, column_share
+from infer.kernels.linear.residual import ResidualInput, ResidualSum
+from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.cuda_build import (
+    BuildError,
+    LoadedKernels,
+    PreparedLaunch,
+    driver,
+    index_of,
+    make_cubin,
+)
+from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_name
+
+SOURCE: Final = Path(__file__).with_name("exchange.cu")
+NUM_BLOCKS, NUM_THREADS, NUM_UNITS = 32, 256, 4
+SUM, SIDE_BY_SIDE, FIRST = 0, 1, 2  # what becomes of the shares
+NCCL_BYTES: Final = 1 << 19  # bytes of a share from which ranks on several GPUs use NCCL
+WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as gone
+_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PIECE: Final = 8  # bytes
+_HANDLE_BYTES: Final = 64
+_OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
+_TYPES: Final = {
+    "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),
+    "exchange_add": (
+        *(ctypes.c_void_p,) * 6, *_OF_RANKS, ctypes.c_ulonglong, *(ctypes.c_int,) * 3, ctypes.c_float,
+    ),
+}  # fmt: skip
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class GpuCommunicator(Communicator):
+    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together."""
+
+    def __init__(
+        self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype, wait_s: float = WAIT_S
+    ) -> None:
+        """`shared` joins the same ranks on the host; `dtype` is that of the sums."""
+        self.rank, self.size, self._shared, self._device = shared.rank, shared.size, shared, device
+        self._dtype, self._is_alone = dtype, False
+        self.uses_nccl = True  # NCCL makes long sums, in an order that depends on the number of rows
+        with torch.cuda.device(device):
+            self._kernels = _load(device, self.size, dtype)
+            self.can_add = "exchange_add" in self._kernels
+            self._own = _allocate(16 * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS)
+            self._aborted = _map_word(shared.address)
+            self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
+            handle, index = _export(self._own), index_of(device)
+            found = _gather_bytes(shared, handle + index.to_bytes(1, "little"))
+            opened = [self._own if r == self.rank else _open(found[r], device) for r in range(self.size)]
+            self._slots = torch.tensor(opened, dtype=torch.int64, device=device)
+            cards = {each[_HANDLE_BYTES] for each in found}
+            self._nccl: NcclGroup | None = None
+            if len(cards) == self.size and (nccl := load_nccl()) is not None:
+                name = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
+                self._nccl = NcclGroup(nccl, _gather_bytes(shared, name)[0], self.rank, self.size)
+                shared.on_abort.append(self._nccl.abort)
+        numbers = self._numbers.data_ptr()
+        dead = numbers + 4 * NUM_BLOCKS * NUM_THREADS
+        self._of_ranks = self._slots.data_ptr(), numbers, self._aborted, dead, int(wait_s * 1e9), self.rank
+        peers = [address for address in opened if address != self._own]
+        self._finalizer = weakref.finalize(self, _release, device, self._own, peers, shared)
+        self._finalizer.atexit = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Exchange nothing meanwhile, except in steps that are captured: results are of no use."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the tensors of all ranks, in the memory of `x` where possible."""
+        if not self._exchanges:
+            return x
+        shares = _whole_pieces(x)
+        is_long = shares.numel() * shares.element_size() >= NCCL_BYTES
+        if is_long and self.uses_nccl and self._nccl is not None:
+            self._nccl.all_reduce(shares)
+        else:
+            assert x.dtype is self._dtype, f"sums are made in {self._dtype}, not in {x.dtype}"
+            self._exchange(shares, shares, SUM)
+        return x if shares is x else shares.view(-1)[: x.numel()].view(x.shape)
+
+    def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """The columns of all ranks side by side, without gaps; the last ranks have fewer than the others."""
+        M, width = x_MN.shape[0], column_share(num_columns, self.size)
+        if not self._exchanges:
+            return x_MN.new_zeros((M, num_columns))
+        out_MV, shares_MN = x_MN.new_empty((M, self.size * width)), x_MN.contiguous()
+        if missing := width - x_MN.shape[1]:
+            shares_MN = torch.nn.functional.pad(shares_MN, (0, missing))
+        self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // _PIECE)
+        return out_MV[:, :num_columns].contiguous()
+
+    def first(self, x: torch.Tensor) -> None:
+        """Replace a tensor of 8-byte numbers by that of rank 0."""
+        assert x.is_contiguous() and x.element_size() == _PIECE, (x.dtype, x.stride())
+        if self._exchanges and x.numel():
+            self._exchange(x, x, FIRST)
+
+    def num_parts(self, num_rows: int, size: int) -> int | None:
+        """The parts of the `ResidualSum` that `add` makes of so large a sum; None: it is for fewer rows."""
+        num_pieces = size * self._dtype.itemsize // _PIECE
+        for units in (1, 2, NUM_UNITS):
+            parts = -(-num_pieces // (units * NUM_THREADS))
+            if num_rows * parts <= NUM_BLOCKS and not size * self._dtype.itemsize % _PIECE:
+                return parts
+        return None
+
+    def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
+        """Add the sum of all ranks to the residual stream and begin the norm that reads it, in one launch."""
+        (M, N), residual_MN = x_MN.shape, stream.residual_MN
+        num_parts = self.num_parts(M, N)
+        assert num_parts is not None and x_MN.is_contiguous(), (x_MN.shape, x_MN.stride())
+        new = torch.empty if self._exchanges else torch.zeros
+        sum_MN, scaled_MN = (new((M, N), dtype=x_MN.dtype, device=x_MN.device) for _ in range(2))
+        squares_PM = new((num_parts, M), dtype=torch.float64, device=x_MN.device)
+        total = ResidualSum(sum_MN, scaled_MN, squares_PM)
+        if self._exchanges:
+            num_pieces, gain_N = N * x_MN.element_size() // _PIECE, stream.norm_weight_N
+            row_pieces = residual_MN.stride(0) * residual_MN.element_size() // _PIECE
+            assert gain_N.dtype is residual_MN.dtype is x_MN.dtype, (gain_N.dtype, residual_MN.dtype)
+            assert not (residual_MN.stride(0) * residual_MN.element_size() | residual_MN.data_ptr()) % _PIECE
+            units = -(-num_pieces // (num_parts * NUM_THREADS))
+            tensors = x_MN, residual_MN, gain_N, *total
+            self._kernels["exchange_add"](
+                M * num_parts, *(tensor.data_ptr() for tensor in tensors), *self._of_ranks,
+                row_pieces, num_pieces, num_parts, units, stream.offset,
+            )  # fmt: skip
+        return total
+
+    @property
+    def _exchanges(self) -> bool:
+        return not self._is_alone or torch.cuda.is_current_stream_capturing()
+
+    def _exchange(self, x: torch.Tensor, y: torch.Tensor, how: int, width: int = 1) -> None:
+        count = x.numel() * x.element_size() // _PIECE
+        if not count:
+            return
+        self._kernels["exchange"](
+            min(NUM_BLOCKS, -(-count // NUM_THREADS)), x.data_ptr(), y.data_ptr(), *self._of_ranks,
+            count, width, how,
+        )  # fmt: skip
+
+
+def _whole_pieces(x: torch.Tensor) -> torch.Tensor:
+    """The numbers without gaps, at addresses and in a number that pieces of 8 bytes have."""
+    if x.is_contiguous() and not (x.numel() * x.element_size() | x.data_ptr()) % _PIECE:
+        return x
+    missing = -x.numel() % (_PIECE // x.element_size())
+    return torch.nn.functional.pad(x.reshape(-1), (0, missing)).clone()
+
+
+def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, PreparedLaunch]:
+    defines = (
+        ("RANKS", size), ("BLOCKS", NUM_BLOCKS), ("THREADS", NUM_THREADS), ("UNITS", NUM_UNITS),
+        ("KIND", _KINDS[dtype]),
+    )  # fmt: skip
+    major, minor = dispatch.gpu_capability(device)
+    try:
+        kernels = LoadedKernels(make_cubin(SOURCE, f"sm_{major}{minor}", dict(defines)))
+    except BuildError as error:
+        raise ConfigError(
+            f"tensor_parallel_size={size} on a GPU compiles {SOURCE.name}, and {error}"
+        ) from None
+    pdl, names = (
+        dispatch.has_pdl(device),
+        ("exchange", "exchange_add") if _KINDS[dtype] == 1 else ("exchange",),
+    )
+    return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
+
+
+# -- memory that other processes write to, through the driver ---------------------------------------------
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        reason = ctypes.c_char_p()
+        driver().cuGetErrorString(code, ctypes.byref(reason))
+        raise ConfigError(
+            f"tensor_parallel_size above 1 cannot be had here: {what} failed "
+            f"({(reason.value or b'unknown error').decode()}); leave it out"
+        )
+
+
+def _allocate(num_bytes: int) -> int:
+    """Zeros in device memory that is an allocation of its own, as sharing it needs."""
+    address = ctypes.c_ulonglong()
+    _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)), "taking GPU memory")
+    _check(driver().cuMemsetD8_v2(address, 0, ctypes.c_size_t(num_bytes)), "clearing GPU memory")
+    return address.value
+
+
+def _export(address: int) -> bytes:
+    handle = _Handle()
+    code = driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_ulonglong(address))
+    _check(code, "sharing GPU memory")
+    return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
+
+
+def _open(found: bytes, device: torch.device) -> int:
+    address, lazily = ctypes.c_ulonglong(), 1
+    handle = _Handle.from_buffer_copy(found[:_HANDLE_BYTES])
+    opens = driver().cuIpcOpenMemHandle_v2
+    opens.argtypes = ctypes.c_void_p, _Handle, ctypes.c_uint
+    code = opens(ctypes.byref(address), handle, lazily)
+    _check(code, f"opening the memory of cuda:{found[_HANDLE_BYTES]} on {device}")
+    return address.value
+
+
+def _map_word(address: int) -> int:
+    """The address by which the GPU knows the first page of memory that ranks share."""
+    code = driver().cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(HEADER_BYTES), 3)
+    _check(code, "mapping memory of the host")
+    found = ctypes.c_ulonglong()
+    code = driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    _check(code, "mapping memory of the host")
+    return found.value
+
+
+def _release(device: torch.device, own: int, peers: list[int], shared: SharedCommunicator) -> None:
+    torch.cuda.synchronize(device)
+    for address in peers:
+        driver().cuIpcCloseMemHandle(ctypes.c_ulonglong(address))
+    driver().cuMemFree_v2(ctypes.c_ulonglong(own))
+    driver().cuMemHostUnregister(ctypes.c_void_p(shared.address))
+
+
+def _gather_bytes(shared: SharedCommunicator, mine: bytes) -> list[bytes]:
+    """The bytes of every rank, through the host; filled up with zeros. All ranks come here together."""
+    width = -(-len(mine) // 32) * 32
+    numbers_1N = torch.tensor([[*mine.ljust(width, b"\0")]], dtype=torch.float32)
+    rows = shared.all_gather(numbers_1N, width * shared.size).view(shared.size, width)
+    if shared.is_aborted:
+        raise DeviceLost("a rank of the model is gone")
+    return [bytes(row) for row in rows.to(torch.uint8).tolist()]

@@ -1,0 +1,216 @@
+"""Several ranks on one GPU: their sums, what a dead rank leads to, and the answers of whole models."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.execution.rank_ring import RankLink
+from infer.kernels.linear.residual import ResidualInput
+from infer.kernels.runtime.gpu_communicator import NCCL_BYTES, GpuCommunicator
+from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.gpu.graphs import capture
+from tests.support.gpu_ranks import mps, run_cases, run_ranks
+
+pytestmark = pytest.mark.gpu
+
+COUNTS = (4, 7, 4096, 12 * 4096, 300_001, 1 << 20)  # numbers of a share: less than a piece to many rounds
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[dict[str, str]]:
+    with mps() as found:
+        yield found
+
+
+def share(rank: int, count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(1000 * seed + rank)
+    return torch.randn(count, generator=generator, device="cuda").to(dtype)
+
+
+def total(size: int, count: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum in the order of the ranks, rounded once."""
+    shares = [share(rank, count, seed, dtype).float() for rank in range(size)]
+    for other in shares[1:]:
+        shares[0] += other
+    return shares[0].to(dtype)
+
+
+def exchange_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> int:
+    """Sums of many lengths, gathered columns, ids of rank 0, and a captured graph, with delays in between."""
+    delays, dtype, num_wrong = random.Random(rank), ranks._dtype, 0
+    for seed in range(8):
+        for count in COUNTS:
+            x = share(rank, count, seed, dtype)
+            torch.cuda._sleep(delays.choice((0, 0, 1000, 200_000)))  # type: ignore[no-untyped-call]
+            if not delays.randrange(4):
+                time.sleep(0.001)
+            num_wrong += not torch.equal(ranks.all_reduce(x), total(ranks.size, count, seed, dtype))
+    for columns in (300, 50_257):
+        whole = share(0, 3 * columns, columns, dtype).view(3, columns)
+        width = -(-columns // ranks.size // 32) * 32
+        mine = whole[:, rank * width : (rank + 1) * width]
+        num_wrong += not torch.equal(ranks.all_gather(mine, columns), whole)
+    ids = torch.arange(5, device="cuda") + 10 * rank
+    ranks.first(ids)
+    num_wrong += ids.tolist() != [0, 1, 2, 3, 4]
+    x = torch.zeros(4096, dtype=dtype, device="cuda")
+    with ranks.alone():
+        assert ranks.all_reduce(x) is x
+        graph, y = capture(lambda: ranks.all_reduce(ranks.all_reduce(x + 0) * 0.5))
+    for seed in range(40):
+        x.copy_(share(rank, 4096, seed, dtype))
+        torch.cuda._sleep(delays.choice((0, 100_000)))  # type: ignore[no-untyped-call]
+        graph.replay()
+        half = total(ranks.size, 4096, seed, dtype) * 0.5
+        expected = half.float().clone()
+        for _ in range(ranks.size - 1):
+            expected += half.float()
+        num_wrong += not torch.equal(y, expected.to(dtype))
+    return num_wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (2, torch.float16)], ids=str
+)
+def test_exchanges_are_those_of_torch_whatever_comes_first(
+    size: int, dtype: torch.dtype, env: dict[str, str]
+) -> None:
+    assert run_ranks(exchange_all, size, env, dtype) == [0] * size
+
+
+def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
+    """Sums that are added to the residual stream, of several shapes, one after the other."""
+    wrong, dtype = [], torch.bfloat16
+    for seed, (rows, size) in enumerate(
+        [(1, 4096), (8, 4096), (3, 520), (32, 4096), (2, 8192), (1, 128)] * 5
+    ):
+        assert (parts := ranks.num_parts(rows, size)) is not None
+        x, residual = share(rank, rows * size, seed, dtype), share(8, rows * size, seed, dtype)
+        gain = share(9, size, seed, dtype)
+        torch.cuda._sleep(50_000 * rank)  # type: ignore[no-untyped-call]
+        total = ranks.add(x.view(rows, size), ResidualInput(residual.view(rows, size), gain, 1.0))
+        shares = [share(other, rows * size, seed, dtype).float() for other in range(ranks.size)]
+        expected = shares[0]
+        for other in (*shares[1:], residual.float()):
+            expected = expected + other
+        expected = expected.to(dtype).view(rows, size)
+        if not torch.equal(total.sum_MN, expected):
+            wrong.append(f"sum {rows} {size}")
+        if not torch.equal(total.scaled_MN, (expected.float() * (gain.float() + 1.0)).to(dtype)):
+            wrong.append(f"scaled {rows} {size}")
+        squares = expected.double().square().sum(1)
+        if total.squares_PM.shape != (parts, rows) or not torch.allclose(total.squares_PM.sum(0), squares):
+            wrong.append(f"squares {rows} {size}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_are_added_to_the_stream_and_its_norm_is_begun(size: int, env: dict[str, str]) -> None:
+    assert run_ranks(add_all, size, env, torch.bfloat16) == [[]] * size
+
+
+def wait_for_nobody(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
+    """Rank 0 begins an exchange to which rank 1 never comes."""
+    x = torch.ones(4096, device="cuda")
+    if rank == 1:
+        while not link.communicator.is_aborted:
+            time.sleep(0.01)
+        return True
+    start = time.monotonic()
+    for _ in range(100):  # those behind the first find out at once
+        ranks.all_reduce(x)
+    torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def abort_soon(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
+    """The same, and another thread says that rank 1 is gone."""
+    if rank == 0:
+        threading.Timer(0.3, link.communicator.abort).start()
+    return wait_for_nobody(ranks, link, rank)
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(env: dict[str, str]) -> None:
+    seconds, _ = run_ranks(wait_for_nobody, 2, env, torch.float32, wait_s=1.0)
+    assert 0.9 < seconds < 20
+    seconds, _ = run_ranks(abort_soon, 2, env, torch.float32)
+    assert 0.2 < seconds < 20
+
+
+def use_nccl(ranks: GpuCommunicator, link: RankLink, rank: int) -> bool:
+    x = torch.arange(NCCL_BYTES // 4, dtype=torch.float32, device="cuda")
+    assert ranks._nccl is not None
+    is_right = torch.equal(ranks.all_reduce(x), torch.arange(NCCL_BYTES // 4, device="cuda").float())
+    link.communicator.abort()
+    return is_right
+
+
+def test_long_sums_of_ranks_with_gpus_of_their_own_go_through_nccl(env: dict[str, str]) -> None:
+    """One GPU is one rank of its own: the calls are right, whatever NCCL then does."""
+    assert run_ranks(use_nccl, 1, env, torch.float32) == [True]
+
+
+# -- whole models --------------------------------------------------------------------------------------
+
+SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)  # two kv heads: four ranks repeat
+
+
+def checkpoint(root: Path, family: str) -> str:
+    path = root / family
+    if not path.exists():
+        experts: dict[str, Any] = {"moe_intermediate_size": 128} if "_moe" in family else {}
+        make_checkpoint(family, path, sizes=SIZES, seed=3, max_position_embeddings=32_768, **experts)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+FEW: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 256, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "knobs"),
+    [
+        ("llama", 4, {}),
+        ("qwen3_moe", 2, {}),
+        ("gpt_oss", 2, {"prefill_chunk_size": 7}),
+    ],
+    ids=str,
+)
+def test_ranks_answer_as_one_process_does(
+    family: str, size: int, knobs: dict[str, Any], root: Path, env: dict[str, str]
+) -> None:
+    case: dict[str, Any] = FEW | {"path": checkpoint(root, family)} | knobs
+    alone, together = run_cases([case | {"size": 1}, case | {"size": size}], env)
+    assert together[0] == alone[0]
+
+
+def test_sixteen_bits_and_codes_are_cut_right(root: Path, env: dict[str, str]) -> None:
+    """Greedy ids may differ by a tie, so the logprobs of prompts are compared."""
+    case = FEW | {"path": checkpoint(root, "llama"), "dtype": "bfloat16", "quantization": "int8"}
+    case |= {"kv_cache_dtype": "fp8"}
+    found = run_cases([case | {"size": 1}, case | {"size": 2}], env)
+    alone, together = (torch.tensor(logprobs) for _, logprobs in found)
+    assert len(alone) > 40
+    pairs = [(row[:3], other[:3]) for row, other in zip(found[0][0], found[1][0], strict=True)]
+    num_equal = sum(row == other for row, other in pairs)
+    assert num_equal >= 0.7 * len(pairs), pairs  # the first one comes from the prompt, others from decoding
+    torch.testing.assert_close(together, alone, rtol=0, atol=0.15)
+
+
+def test_a_rank_that_is_killed_ends_the_others(root: Path, env: dict[str, str]) -> None:
+    case = FEW | {"path": checkpoint(root, "llama"), "size": 2, "lose": int(signal.SIGKILL)}
+    ((reason, seconds),) = run_cases([case], env)
+    assert "rank 1" in reason and seconds < 30

@@ -1,0 +1,132 @@
+"""Ranks as processes on one GPU, for tests and benchmarks: MPS, and a group of functions that exchange.
+
+Without MPS processes take turns on a GPU, milliseconds each; everything works, a hundred times slower.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.execution.rank_ring import RankLink, link_bytes
+from infer.kernels.cpu.library import library
+from infer.kernels.runtime.gpu_communicator import GpuCommunicator
+
+CONTROL = "nvidia-cuda-mps-control"
+
+
+@contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """Run the MPS daemon, if there is one, once for all processes of tests; yields their environment."""
+    if shutil.which(CONTROL) is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield dict(os.environ)
+        return
+    folder = Path(tempfile.gettempdir()) / f"infer-mps-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=str(folder), CUDA_MPS_LOG_DIRECTORY=str(folder))
+    with (folder / "users").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        subprocess.run([CONTROL, "-d"], env=env, capture_output=True)  # an error: it runs already
+        try:
+            yield env
+        finally:
+            with suppress(BlockingIOError):  # the last one ends it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
+
+
+Work = Callable[[GpuCommunicator, RankLink, int], Any]  # a communicator, its link, the number of the rank
+
+
+def run_ranks(
+    work: Work, size: int, env: dict[str, str], dtype: torch.dtype, wait_s: float = 60.0
+) -> list[Any]:
+    """Run a function of a module on every rank, and return what each gave."""
+    context, before = multiprocessing.get_context("spawn"), dict(os.environ)
+    os.environ.update(env)
+    try:
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+            os.truncate(file.name, link_bytes(size))
+            queue: Any = context.Queue()
+            ranks: list[Any] = []
+            for rank in range(size):
+                args = work, file.name, rank, size, dtype, wait_s, queue
+                ranks.append(context.Process(target=_run, args=args))
+                ranks[-1].start()
+            found = dict(queue.get(timeout=240) for _ in range(size))
+            for rank in ranks:
+                rank.join(60)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    failed = [each for each in found.values() if isinstance(each, str)]
+    assert not failed, "\n".join(failed)
+    return [found[rank] for rank in range(size)]
+
+
+def _run(work: Work, path: str, rank: int, size: int, dtype: torch.dtype, wait_s: float, queue: Any) -> None:
+    try:
+        c = library()
+        assert c is not None, "ranks need the C kernels"
+        with Path(path).open("r+b") as file:
+            link = RankLink(c, mmap.mmap(file.fileno(), link_bytes(size)), rank, size)
+        communicator = GpuCommunicator(link.communicator, torch.device("cuda", 0), dtype, wait_s)
+        result = work(communicator, link, rank)
+        torch.cuda.synchronize()
+        queue.put((rank, result))
+        link.communicator.all_reduce(torch.zeros(1))  # no rank ends while another may write to its memory
+    except BaseException:
+        queue.put((rank, traceback.format_exc()))
+
+
+# -- whole models, in a process that begins under MPS ------------------------------------------------------
+
+
+def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
+    """What models answer, one after the other; a case is its knobs, `path`, `size` and `lose`, a signal."""
+    command = [sys.executable, "-m", "tests.support.gpu_ranks", json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(lines) == len(cases), done.stdout[-2000:]
+    return [json.loads(line) for line in lines]
+
+
+def _answer(path: str, size: int, lose: int = 0, **knobs: Any) -> list[Any]:
+    from infer import LLM, SamplingParams
+    from tests.integration.test_rank_processes import lose_rank, rank_pids, wait_for
+
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
+                                "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
+    prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
+    with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
+        if lose:
+            error, seconds = lose_rank(llm, signal.Signals(lose))
+            wait_for(lambda: not rank_pids())
+            return [str(error), seconds]
+        made = llm.generate(prompts, params)
+        longer = llm.generate(prompts * 3, replace(params, max_tokens=30, prompt_logprobs=None))
+    logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
+    return [[list(each.token_ids) for each in (*made, *longer)], logprobs]
+
+
+if __name__ == "__main__":
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(_answer(**case)), flush=True)
