@@ -140,6 +140,8 @@ def match_tensors(
         module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
         if module is not None and not is_known and leaf == "bias" and _is_zero(tensor):
             continue  # quantizers write one for every matrix
+        if isinstance(module, Projected) and target.part not in (None, *module.parts):
+            is_known = False  # a layer that has no matrix of values, say
         if module is None or not is_known or not _has_expert(module, target.expert):
             unexpected.append(tensor_name)
             continue
