@@ -498,6 +498,12 @@ class ServerConfig:
     idle_unload: float = knob(
         0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
     )
+    model_memory: str | None = knob(
+        None,
+        "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
+        "they are back in seconds; the one unused for longest makes room; default: none is kept",
+        is_size=True,
+    )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
         "none",
@@ -587,6 +593,16 @@ class ServerConfig:
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
+    def _check_model_memory(self, size: str) -> None:
+        parse_bytes(size, "model_memory")
+        if not self.on_demand:
+            raise ConfigError("model_memory is for models on demand; set on_demand")
+        for name in ("in_process", "record"):
+            if getattr(self, name):
+                raise ConfigError(f"model_memory needs engine processes that may sleep; leave out {name}")
+        if (self.api_processes or 1) > 1:
+            raise ConfigError("model_memory works with one API process so far; leave out api_processes")
+
     def _check_cluster(self) -> None:
         """Refuse settings of a cluster without one, and settings that a cluster has no place for."""
         if self.cluster == "none":
@@ -633,6 +649,8 @@ class ServerConfig:
         check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
         if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
             raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
+        if self.model_memory is not None:
+            self._check_model_memory(self.model_memory)
         check_choice(self, "cluster")
         for name in ("target_queue_time", "scale_down_after"):
             if not 0 < getattr(self, name) < float("inf"):

@@ -138,6 +138,7 @@ class Engine:
         self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
         # at most this many; 0: each step is read before the next is planned, as it must be without a cache
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
+        self.remake: Callable[[], Engine] | None = None  # builds it anew on the same weights; None: cannot
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._adapters, self._rank_times = adapters, rank_times  # the latter: fields of its stats
