@@ -21,6 +21,7 @@ before a test and not after: what is there after it are pytest's own handlers as
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import subprocess
@@ -56,6 +57,12 @@ def pytest_runtest_setup() -> None:
         comparison is not None
     ):  # the first comparison would import a package for seconds, of which none is here
         comparison._HAS_DTENSOR = False
+
+
+def pytest_collection_finish() -> None:
+    """Hide packages and tests from the garbage collector, which walks whenever an engine is closed."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache

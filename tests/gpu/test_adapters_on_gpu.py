@@ -13,7 +13,6 @@ from infer import LLM, SamplingParams
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.low_rank import LowRankStack, RowSlots, add_low_rank, add_low_rank_reference
-from infer.kernels.linear.shrink import shrink
 from infer.kernels.linear.small import launch
 from infer.kernels.linear.wgmma import WgmmaConfig
 from scripts.make_checkpoint import make_checkpoint
@@ -81,7 +80,7 @@ def test_a_matrix_adds_the_products_of_adapters_itself(
     slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def step() -> torch.Tensor:
-        return launch(plan, x, w, activation=activation, low_rank=shrink(x, RowSlots(slots), stack))
+        return launch(plan, x, w, activation=activation, low_rank=stack.term(RowSlots(slots)))
 
     graph, made = capture(step)
     for most in (1, 9, 9):

@@ -78,8 +78,9 @@ def exchange_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (2, torch.float16)], ids=str
+)
 def test_exchanges_are_those_of_torch_whatever_comes_first(
     size: int, dtype: torch.dtype, env: dict[str, str]
 ) -> None:
@@ -148,7 +149,9 @@ def test_a_rank_that_does_not_come_ends_the_wait(env: dict[str, str]) -> None:
 def use_nccl(ranks: GpuCommunicator, link: RankLink, rank: int) -> bool:
     x = torch.arange(NCCL_BYTES // 4, dtype=torch.float32, device="cuda")
     assert ranks._nccl is not None
-    return torch.equal(ranks.all_reduce(x), torch.arange(NCCL_BYTES // 4, device="cuda").float())
+    is_right = torch.equal(ranks.all_reduce(x), torch.arange(NCCL_BYTES // 4, device="cuda").float())
+    link.communicator.abort()
+    return is_right
 
 
 def test_long_sums_of_ranks_with_gpus_of_their_own_go_through_nccl(env: dict[str, str]) -> None:
@@ -174,43 +177,30 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
+FEW: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 256, "dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("family", "size", "knobs"),
     [
-        ("llama", 2, {}),
         ("llama", 4, {}),
-        ("llama", 2, {"use_cuda_graphs": False, "prefill_chunk_size": 7}),
-        ("llama", 2, {"deterministic": True}),
-        ("llama", 2, {"speculative_method": "ngram", "num_speculative_tokens": 3}),
         ("qwen3_moe", 2, {}),
-        ("gemma3", 2, {}),
-        ("gpt_oss", 2, {}),
-        ("gpt2", 2, {}),
+        ("gpt_oss", 2, {"prefill_chunk_size": 7}),
     ],
     ids=str,
 )
 def test_ranks_answer_as_one_process_does(
     family: str, size: int, knobs: dict[str, Any], root: Path, env: dict[str, str]
 ) -> None:
-    case: dict[str, Any] = {"path": checkpoint(root, family), "dtype": "float32"} | knobs
+    case: dict[str, Any] = FEW | {"path": checkpoint(root, family)} | knobs
     alone, together = run_cases([case | {"size": 1}, case | {"size": size}], env)
     assert together[0] == alone[0]
 
 
-@pytest.mark.parametrize(
-    ("family", "knobs"),
-    [
-        ("llama", {}),
-        ("llama", {"quantization": "int8", "kv_cache_dtype": "fp8"}),
-        ("qwen3_moe", {"quantization": "int4"}),
-    ],
-    ids=str,
-)
-def test_sixteen_bits_and_codes_are_cut_right(
-    family: str, knobs: dict[str, Any], root: Path, env: dict[str, str]
-) -> None:
+def test_sixteen_bits_and_codes_are_cut_right(root: Path, env: dict[str, str]) -> None:
     """Greedy ids may differ by a tie, so the logprobs of prompts are compared."""
-    case: dict[str, Any] = {"path": checkpoint(root, family), "dtype": "bfloat16"} | knobs
+    case = FEW | {"path": checkpoint(root, "llama"), "dtype": "bfloat16", "quantization": "int8"}
+    case |= {"kv_cache_dtype": "fp8"}
     found = run_cases([case | {"size": 1}, case | {"size": 2}], env)
     alone, together = (torch.tensor(logprobs) for _, logprobs in found)
     assert len(alone) > 40
@@ -220,8 +210,7 @@ def test_sixteen_bits_and_codes_are_cut_right(
     torch.testing.assert_close(together, alone, rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_others(number: signal.Signals, root: Path, env: dict[str, str]) -> None:
-    case = {"path": checkpoint(root, "llama"), "size": 2, "lose": int(number), "dtype": "bfloat16"}
+def test_a_rank_that_is_killed_ends_the_others(root: Path, env: dict[str, str]) -> None:
+    case = FEW | {"path": checkpoint(root, "llama"), "size": 2, "lose": int(signal.SIGKILL)}
     ((reason, seconds),) = run_cases([case], env)
     assert "rank 1" in reason and seconds < 30

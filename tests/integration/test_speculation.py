@@ -44,6 +44,7 @@ from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
 from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.kv_store import fill_store
+from tests.support.thinned import thinned
 
 ALL_FAMILIES = FAMILIES + MOE_FAMILIES
 VOCAB_SIZE = 397
@@ -218,8 +219,7 @@ DEPENDENT: list[dict[str, Any]] = [  # on all tokens before, so a draft that ign
 # -- a model that drafts for itself -----------------------------------------------------------------------
 
 
-@on_both
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(("family", "on_gpu"), thinned(ALL_FAMILIES, (False, True), keep=2))
 def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""
     count = 1 + (ALL_FAMILIES.index(family) + 4 * on_gpu) % 7
@@ -241,12 +241,12 @@ PRESSURE: dict[str, dict[str, Any]] = {
 }
 
 
-@on_both
-@pytest.mark.parametrize("pressure", PRESSURE)
-@pytest.mark.parametrize(("family", "count"), [("llama", 3), ("mistral", 4), ("gemma3", 5)])
-def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: int, on_gpu: bool) -> None:
+@pytest.mark.parametrize(
+    ("pressure", "family", "on_gpu"), thinned(PRESSURE, ("llama", "mistral", "gemma3"), (False, True), keep=3)
+)
+def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, on_gpu: bool) -> None:
     """Texts that it drafts from were preempted, swapped, forked, or found in the prefix cache."""
-    knobs = PRESSURE[pressure]
+    knobs, count = PRESSURE[pressure], {"llama": 3, "mistral": 4, "gemma3": 5}[family]
     if family == "gemma3":
         knobs = knobs | {"num_blocks": 60}  # it has several tables
     requests = requests_of(MIX + MIX[:5], seed=3)
@@ -321,9 +321,9 @@ def repetitive(count: int, seed: int = 0, **kinds: Any) -> list[Request]:
     return requests
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("method", "is_adaptive", "on_gpu"), thinned(("ngram", "suffix"), (True, False), (False, True), keep=2)
+)
 def test_what_is_looked_up_changes_nothing(method: str, is_adaptive: bool, on_gpu: bool) -> None:
     requests = repetitive(8)
     expected = plain(requests, on_gpu=on_gpu)
@@ -406,9 +406,9 @@ def lied_to(engine: Engine, proposer: Proposer) -> Speculation:
     return engine.speculation
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    ("lie", "is_adaptive", "on_gpu"), thinned(LIES, (True, False), (False, True), keep=2)
+)
 def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
     kinds = [kind | {"ignore_eos": number % 2 == 0} for number, kind in enumerate(MIX)]
     requests = requests_of(kinds, seed=6)
@@ -619,9 +619,9 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
         assert answer.tokens == expected[key].tokens[: len(answer.tokens)], key
 
 
-@on_both
-@pytest.mark.parametrize("of_drafts", [False, True], ids=["model", "draft model"])
-@pytest.mark.parametrize("first", [20, 90])
+@pytest.mark.parametrize(
+    ("first", "of_drafts", "on_gpu"), thinned((20, 90), (False, True), (False, True), keep=2)
+)
 def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) -> None:
     """Steps with drafts are run in halves, and so are those of the model that drafts; windows stay whole."""
     requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)

@@ -121,6 +121,15 @@ def test_steps_that_run_ahead_answer_the_same(knobs: dict[str, Any], root: Path,
     assert answers(path, 2, **knobs) == answers(path, 1, **knobs)
 
 
+def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_half: None) -> None:
+    """Rank 0 has it, and the other ranks are told its drafts."""
+    path, draft = checkpoint(root, "llama"), root / "draft"
+    make_checkpoint("llama", draft, sizes=replace(SIZES, num_layers=1), seed=3)
+    knobs: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3}
+    params = replace(GREEDY, max_tokens=24, logprobs=None)
+    assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
+
+
 @pytest.mark.parametrize(
     "params",
     [

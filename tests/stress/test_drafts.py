@@ -23,6 +23,7 @@ from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import Sequence
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, next_token, prompt_of
+from tests.support.thinned import thinned
 from tests.support.toggles import pairwise_rows
 
 NUM_DRAFTS = 4
@@ -74,8 +75,7 @@ class Speculation:
         )
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: f"row {number + 1}")
-@pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
+@pytest.mark.parametrize(("number", "squeeze"), thinned(range(len(ROWS)), ({}, SQUEEZED), keep=2))
 def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(ROWS[number] | squeeze)
     speculation = Speculation(world, f"drafts {number}")

@@ -87,8 +87,8 @@ def answer_all(num_requests: int) -> None:
     assert len(texts) > num_requests // 2, "they are drawn, not repeated"
 
 
-def test_three_answers_of_every_schema() -> None:
-    answer_all(3 * len(SCHEMAS))
+def test_an_answer_of_every_schema() -> None:
+    answer_all(len(SCHEMAS))
 
 
 @pytest.mark.slow

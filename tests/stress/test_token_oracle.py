@@ -33,7 +33,7 @@ rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda
 
 
 def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Each row with every other combination, the next row with the others; what is left is slow."""
+    """Each row with one combination, the next row with the next one; what is left is slow."""
     return pytest.mark.parametrize(
         f"number, {names}",
         [
@@ -41,15 +41,12 @@ def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytes
                 number,
                 *values,
                 id=f"row {number + 1}-{name}",
-                marks=[pytest.mark.slow] * ((number + place) % 2),
+                marks=[pytest.mark.slow] if (number + place) % len(combinations) else [],
             )
             for place, (name, values) in enumerate(combinations.items())
             for number in range(len(pairwise_rows()))
         ],
     )
-
-
-squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
 
 
 def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
@@ -149,8 +146,7 @@ class Traffic:
         return self._rng.randrange(VOCAB_SIZE)
 
 
-@rows
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze)
     traffic = Traffic(world, f"row {number}", num_requests=60)
@@ -162,8 +158,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     world.check_idle()
 
 
-@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
     Traffic(world, f"adapters {number}", num_requests=60).run()

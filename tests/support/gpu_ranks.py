@@ -5,6 +5,7 @@ Without MPS processes take turns on a GPU, milliseconds each; everything works, 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import multiprocessing
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,22 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @contextmanager
 def mps() -> Iterator[dict[str, str]]:
-    """Run the MPS daemon, unless one runs or there is none; yields the environment of processes."""
+    """Run the MPS daemon, if there is one, once for all processes of tests; yields their environment."""
     if shutil.which(CONTROL) is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield dict(os.environ)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-        started = subprocess.run([CONTROL, "-d"], env=env, capture_output=True, text=True)
-        if started.returncode:
-            print(f"no MPS: {started.stdout} {started.stderr}", file=sys.stderr)
-            yield dict(os.environ)
-            return
+    folder = Path(tempfile.gettempdir()) / f"infer-mps-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=str(folder), CUDA_MPS_LOG_DIRECTORY=str(folder))
+    with (folder / "users").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        subprocess.run([CONTROL, "-d"], env=env, capture_output=True)  # an error: it runs already
         try:
             yield env
         finally:
-            subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
+            with suppress(BlockingIOError):  # the last one ends it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
 
 
 Work = Callable[[GpuCommunicator, RankLink, int], Any]  # a communicator, its link, the number of the rank

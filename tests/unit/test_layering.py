@@ -91,14 +91,20 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@functools.cache
+@functools.cache  # several tests ask, here and elsewhere
+def import_statements(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a file, inside functions and type-checking blocks too."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_modules(file: Path) -> list[tuple[int, str]]:
-    """Every module a file imports, inside functions and type-checking blocks too, with its line."""
+    """Every module a file imports, with its line."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"line {node.lineno}: only absolute imports"
             assert node.module is not None
             if node.module == "infer":  # `from infer import llm` is an import of infer.frontend.llm
@@ -111,10 +117,10 @@ def imported_modules(file: Path) -> list[tuple[int, str]]:
 def imported_files(file: Path, package: Path = PACKAGE) -> set[str]:
     """The files of the package that a file imports, relative to the package."""
     modules: list[str] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             modules += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif node.module is not None:
             modules += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
     names = [module.partition(".")[2].replace(".", "/") for module in modules if module.startswith("infer.")]
     paths = [path for name in names for path in (f"{name}.py", f"{name}/__init__.py")]

@@ -48,7 +48,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
-from infer.tools.step_cost import StepCost
+from infer.tools.step_cost import Ranks, StepCost
 
 VOCAB_SIZE = 1 << 32  # largest number of ids: they are made up anyway
 
@@ -83,16 +83,20 @@ class MadeUpDrafts:
 class SimulatedDevice(SyncDevice):
     """A device half that makes ids up, and the clock of the run."""
 
-    def __init__(self, cost: StepCost, acceptance: float = 0.0) -> None:
-        """`acceptance` is the probability that a draft is right."""
-        self.cost = cost
-        self.now = 0.0
+    def __init__(self, cost: StepCost, acceptance: float = 0.0, ranks: Ranks | None = None) -> None:
+        """`acceptance` is the probability that a draft is right; `ranks` share the `cost` of one."""
+        self.cost = cost if ranks is None else ranks.divide(cost)
+        self.ranks = ranks
+        self.now = self.compute_s = self.communication_s = 0.0
         self._judge = SyntheticJudge(acceptance)
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
         num_kv_tokens = int(order.stops.sum())
-        self.now += self.cost.seconds(order.num_tokens, num_kv_tokens, len(order.transfers))
+        compute_s = self.cost.seconds(order.num_tokens, num_kv_tokens, len(order.transfers))
+        wait_s = 0.0 if self.ranks is None else self.ranks.communication_s(order.num_tokens)
+        self.compute_s, self.communication_s = self.compute_s + compute_s, self.communication_s + wait_s
+        self.now += compute_s + wait_s
         drawn: list[int] = (order.num_sampled * order.num_draws).tolist()
         ids = [tuple(range(VOCAB_SIZE - 1, VOCAB_SIZE - 1 - count, -1)) for count in drawn]
         for number, drafts in drafts_of(order).items():
@@ -115,10 +119,11 @@ def run_simulated(
     profile: SchedulingProfile = GENERIC.scheduling,
     *,
     n: int = 1,
+    device: SimulatedDevice | None = None,
 ) -> OfflineResult:
     """Run a workload through the engine's decisions to its end; the config must give `num_blocks`.
 
-    Every request asks for `n` answers.
+    Every request asks for `n` answers. A `device` of the caller's has its own cost.
     """
     assert config.cache.num_blocks is not None, "a simulation has no memory to size its cache from"
     max_seq_len = config.load.max_seq_len or workload.longest
@@ -126,11 +131,12 @@ def run_simulated(
     size = size_cache(
         config.cache, scheduler_config, max_seq_len=max_seq_len, bytes_per_token=1, free_bytes=0
     )
+    device = device or SimulatedDevice(cost, config.speculation.synthetic_acceptance or 0.0)
+    cost = device.cost
     prices = PreemptionCost(swap_seconds=cost.per_block / size.block_size, recompute_seconds=cost.per_token)
     scheduler = Scheduler(
         make_pool(config, size), scheduler_config, cost=prices, keeps_cache=config.cache.keeps_cache
     )
-    device = SimulatedDevice(cost, config.speculation.synthetic_acceptance or 0.0)
     engine = Engine(
         scheduler,
         device,
@@ -169,13 +175,16 @@ def _make_speculation(
 # -- infer simulate: policies and cache sizes side by side -----------------------------------------------
 
 
-def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[str, Any]:
+def simulate(
+    workload: Workload, config: EngineConfig, cost: StepCost, ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Run a workload to its end and return the results; the config must give `num_blocks`.
 
     Seconds are virtual unless they say otherwise.
     """
     started = perf_counter()
-    result = run_simulated(workload, config, cost)
+    device = SimulatedDevice(cost, config.speculation.synthetic_acceptance or 0.0, ranks)
+    result = run_simulated(workload, config, cost, device=device)
     real_seconds = perf_counter() - started
     figures = result.figures()
     done = [trace for trace in result.traces if trace.is_ok]
@@ -185,6 +194,9 @@ def simulate(workload: Workload, config: EngineConfig, cost: StepCost) -> dict[s
     return {
         "policy": config.scheduler.scheduler_policy,
         "num_blocks": result.num_blocks,
+        "num_ranks": 1 if ranks is None else ranks.size,
+        "compute_seconds": device.compute_s,
+        "communication_seconds": device.communication_s,  # sum over steps, in each rank
         "num_finished": len(done),
         "num_refused": int(figures["num_errors"]),  # requests that could never be served, or met a full queue
         "num_late": sum(deadline is not None and ended > deadline for ended, deadline in ends),
@@ -211,8 +223,9 @@ def compare(
     *,
     policies: Sequence[str],
     num_blocks: Sequence[int],
+    ranks: Sequence[Ranks | None] = (None,),
 ) -> list[dict[str, Any]]:
-    """Return one result for every policy and every size of the cache."""
+    """Return one result for every policy, every size of the cache and every number of ranks."""
     return [
         simulate(
             workload,
@@ -222,7 +235,9 @@ def compare(
                 scheduler=replace(config.scheduler, scheduler_policy=policy),
             ),
             cost,
+            group,
         )
+        for group in ranks
         for count in num_blocks
         for policy in policies
     ]

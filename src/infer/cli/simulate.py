@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
-from infer.cli.readers import numbers, positive
+from infer.cli.readers import above_zero, numbers, positive
 from infer.config.own_code import names_code
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from infer.bench.workloads import Workload
+    from infer.tools.step_cost import Ranks
 
 HELP = "compare scheduling policies and cache sizes under a load, without a model"
 DESCRIPTION = (
@@ -39,6 +40,8 @@ examples:
   infer simulate --workload bursty --policy fcfs,priority,deadline --num-blocks 256,1024
   infer simulate --trace day.jsonl --policy all --max-batch-size 32 --json
   infer simulate --workload shared_prefix --no-use-prefix-caching --cost run.jsonl
+  infer simulate --workload mixed --policy fcfs --num-blocks 1024 --cost run.jsonl --model path/to/model \\
+      --tensor-parallel-size 1,2,4 --link-bandwidth 450 --link-latency 6
 """
 
 # A simulation has no weights, no attention and no sampling; policies and numbers of blocks are lists here.
@@ -46,11 +49,16 @@ OWN_FLAGS = {"num_blocks", "kv_cache_memory", "scheduler_policy", "seed"}
 OWN_FLAGS |= {"attention_backend", "decode_attention_backend", "mlp_backend"}
 OWN_FLAGS |= {"device_memory", "kv_cache_share", "itl_target_ms"}
 DEFAULT_BLOCKS = (256, 1024)
+ROW_NUMBER_BYTES = 2  # bytes of a number between two layers: bfloat16
+RANK_COLUMNS = ("num_ranks", "compute_seconds", "communication_seconds")
 
 # columns of a result: (title, format)
 COLUMNS = {
     "policy": ("policy", ""),
     "num_blocks": ("blocks", "d"),
+    "num_ranks": ("ranks", "d"),
+    "compute_seconds": ("compute\ns", ".1f"),
+    "communication_seconds": ("links\ns", ".1f"),
     "output_tokens_per_second": ("tokens/s", ".1f"),
     "ttft_p50": ("TTFT\np50", ".3f"),
     "ttft_p99": ("TTFT\np99", ".3f"),
@@ -85,6 +93,22 @@ FLAGS: Mapping[str, flags.Row] = {
         str,
         "seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
         "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
+    ),
+    "--tensor-parallel-size NUMBERS": (
+        numbers,
+        "numbers of ranks to compare, with commas; --cost is that of one (default: 1)",
+    ),
+    "--link-bandwidth GB/S": (
+        above_zero,
+        "what a rank reads from the others, in 10^9 bytes per second: some 450 over NVLink, 50 over PCIe 5",
+    ),
+    "--link-latency US": (
+        above_zero,
+        "microseconds until the first of it is there: some 6 over NVLink, 15 over PCIe",
+    ),
+    "--model MODEL": (
+        str,
+        "model whose layers the ranks share: a folder, a config.json or a hub id",
     ),
     "--json": (bool, "print one JSON object instead of a table"),
 }
@@ -122,12 +146,14 @@ def run(args: argparse.Namespace) -> int:
     knobs.pop("kv_cache_memory", None)  # set in a config file: the cache is sized in blocks here
     if knobs.get("swap_space") is not None:
         raise ConfigError("a simulated cache has no bytes; use swap_blocks in place of swap_space")
-    results = compare(load, EngineConfig.from_knobs(**knobs), cost, policies=policies, num_blocks=num_blocks)
+    config = EngineConfig.from_knobs(**knobs)
+    groups = read_ranks(args)
+    results = compare(load, config, cost, policies=policies, num_blocks=num_blocks, ranks=groups)
     if args.json:
         told = {"load": load.name, "num_requests": load.num_requests, "cost": structs.asdict(cost)}
         write_out(json.dumps(told | {"results": results}, indent=2) + "\n")
     else:
-        write_out(to_table(load, results))
+        write_out(to_table(load, results, has_ranks=groups != [None]))
     return 0
 
 
@@ -144,6 +170,37 @@ def read_load(args: argparse.Namespace) -> Workload:
     return to_workload(args.workload, requests)
 
 
+def read_ranks(args: argparse.Namespace) -> list[Ranks | None]:
+    """Return the groups of ranks to compare; None: one rank, which needs no links."""
+    sizes = args.tensor_parallel_size or [1]
+    needed = ("link_bandwidth", "link_latency", "model")
+    given = [name for name in needed if getattr(args, name) is not None]
+    if max(sizes) == 1:
+        if given:
+            raise ConfigError(f"{flags.flag(given[0])} is for several ranks; add --tensor-parallel-size 2")
+        return [None]
+    if missing := [flags.flag(name) for name in needed if name not in given]:
+        raise ConfigError(
+            f"--tensor-parallel-size {max(sizes)} needs {', '.join(missing)}; 'infer simulate --help' has "
+            "the numbers of some links"
+        )
+    from infer.tools.memory_plan import find_headers
+    from infer.tools.step_cost import Ranks
+
+    shape = find_headers(args.model, revision=None, show_progress=True).config
+    return [
+        Ranks(
+            size=size,
+            bandwidth=args.link_bandwidth * 1e9,
+            latency=args.link_latency * 1e-6,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            row_bytes=shape.hidden_size * ROW_NUMBER_BYTES,
+        )
+        for size in sizes
+    ]
+
+
 def read_policies(text: str) -> list[str]:
     """Return the policies of a comma-separated list."""
     known = knob_table()["scheduler_policy"].choices
@@ -157,12 +214,14 @@ def read_policies(text: str) -> list[str]:
     return policies
 
 
-def to_table(load: Workload, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with one row per policy and cache size."""
+def to_table(load: Workload, results: Sequence[Mapping[str, Any]], *, has_ranks: bool = False) -> str:
+    """Return a table with one row per policy and cache size, and per number of ranks if there are several."""
     from infer.bench.render import align
 
     has_deadlines = any(session.deadline is not None for session in load.sessions)
-    columns = {name: how for name, how in COLUMNS.items() if has_deadlines or name != "num_late"}
+    hidden = () if has_ranks else RANK_COLUMNS
+    hidden = hidden if has_deadlines else (*hidden, "num_late")
+    columns = {name: how for name, how in COLUMNS.items() if name not in hidden}
     heads = [("\n" + title).split("\n")[-2:] for title, _ in columns.values()]
     rows = [[f"{result[name]:{spec}}" for name, (_, spec) in columns.items()] for result in results]
     lines = [

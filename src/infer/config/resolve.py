@@ -373,9 +373,9 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
 
 def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
     """Return the settings with blocks that hold a state; refuse what does not work with states."""
-    cache = config.cache
+    cache, draft = config.cache, config.speculation.draft_model
     refused = {
-        "speculative decoding": config.speculation.is_on,
+        f"draft_model={draft}": config.speculation.is_on and draft is not None,
         "deterministic": config.run.deterministic,
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype != AUTO,

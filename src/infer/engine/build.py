@@ -61,7 +61,7 @@ from infer.engine.speculation_build import (
 )
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
-from infer.errors import ConfigError
+from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
@@ -117,7 +117,11 @@ def build_engine(
         bank = make_bank(settings, loaded)
         communicator = None
         if ranks is not None:
-            communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+            try:
+                communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+            except DeviceLost:
+                ranks.wait()  # it raises the error of the rank that is gone
+                raise
         wait_for_linears = _bind(config, loaded, communicator, bank)
     if ranks is not None:
         ranks.wait()

@@ -6,6 +6,15 @@
 token, `per_kv_token` the cost of looking back: each chunk reads the keys and values of its sequence up to
 its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
 
+A model that N ranks share takes less time to compute, and time to talk (`Ranks`). Each rank reads 1/N of the
+weights and computes 1/N of a step; keys and values are divided by heads, so by N or the number of heads,
+whichever is less. Twice in each layer the ranks add up what they have, a row of numbers for each token:
+
+    bytes       = tokens * hidden size * bytes of a number
+    one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads what all others have
+    ring        = 2 (N - 1) * (latency + bytes / N / bandwidth)      parts go round: once to add, once to tell
+    all ranks   = 2 * layers * the lesser of the two
+
 The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
 The cost of another machine is fitted to a record from it, which has the plan and time of every step.
 """
@@ -48,6 +57,34 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             + self.per_kv_token * num_kv_tokens
             + self.per_block * num_transfers
         )
+
+
+class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that share a model, the links between them, and the shape of the model."""
+
+    size: int
+    bandwidth: float  # bytes per second that a rank reads from others
+    latency: float  # seconds
+    num_layers: int
+    num_kv_heads: int
+    row_bytes: int  # bytes of a token between two layers
+
+    def divide(self, cost: StepCost) -> StepCost:
+        """Return what a step costs each rank, without communication."""
+        heads = min(self.size, self.num_kv_heads)
+        return StepCost(
+            base=cost.base / self.size,
+            per_token=cost.per_token / self.size,
+            per_kv_token=cost.per_kv_token / heads,
+            per_block=cost.per_block / heads,
+        )
+
+    def communication_s(self, num_tokens: int) -> float:
+        """Return the seconds in which the ranks of a step wait for each other's numbers."""
+        num_bytes, others = num_tokens * self.row_bytes, self.size - 1
+        one_shot = self.latency + others * num_bytes / self.bandwidth
+        ring = 2 * others * (self.latency + num_bytes / self.size / self.bandwidth)
+        return 2 * self.num_layers * min(one_shot, ring) if others else 0.0
 
 
 def read_cost(text: str) -> StepCost:

@@ -16,7 +16,7 @@ from infer.errors import ConfigError
 from infer.scheduling.plan import COPY, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.tools.record import Record, Recorder
-from infer.tools.step_cost import StepCost, fit_cost, read_cost
+from infer.tools.step_cost import Ranks, StepCost, fit_cost, read_cost
 from tests.unit.tools.recorded_runs import make_facts
 
 ONE_SECOND = StepCost(base=1.0, per_token=0.0, per_kv_token=0.0, per_block=0.0)
@@ -51,6 +51,26 @@ def test_a_request_waits_in_the_queue_while_the_batch_is_full() -> None:
     assert result.longest_queue_wait == 2.0
     assert result.ttft_p99 == pytest.approx(1.0 + 0.98 * 2.0)  # of 1, 1 and 3, as numpy interpolates
     assert result.num_steps == 8
+
+
+def test_ranks_divide_the_work_and_wait_for_their_links() -> None:
+    """By hand: two layers make four all-reduces in a step; four ranks, one second of latency, 1 kB/s."""
+    cost = StepCost(base=8.0, per_token=4.0, per_kv_token=0.4, per_block=0.2)
+    ranks = Ranks(size=4, bandwidth=1000.0, latency=1.0, num_layers=2, num_kv_heads=2, row_bytes=100)
+    assert ranks.divide(cost) == StepCost(base=2.0, per_token=1.0, per_kv_token=0.2, per_block=0.1)
+    # one token, 100 bytes: one shot 1 + 3 * 0.1, ring 6 * (1 + 0.025); many, 10 kB: 1 + 30, 6 * (1 + 2.5)
+    assert ranks.communication_s(1) == pytest.approx(4 * 1.3)
+    assert ranks.communication_s(100) == pytest.approx(4 * 21.0)
+    assert replace(ranks, size=1).communication_s(100) == 0.0
+    config = EngineConfig.from_knobs(num_blocks=64, block_size=4)
+    told = simulate(to_workload("trace", [ask(0.0, 6, 2)]), config, cost, ranks)
+    # the prompt of 6 tokens, then one token that attends to 7
+    compute_s = (2 + 6 * 1 + 6 * 0.2) + (2 + 1 + 7 * 0.2)
+    wait_s = 4 * (1 + 3 * 0.6) + 4 * 1.3
+    assert told["compute_seconds"] == pytest.approx(compute_s)
+    assert told["communication_seconds"] == pytest.approx(wait_s)
+    assert told["seconds"] == pytest.approx(compute_s + wait_s)
+    assert told["num_ranks"] == 4
 
 
 def test_the_cost_of_a_step_is_its_tokens_its_past_and_its_transfers() -> None:

@@ -62,6 +62,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.bench.roofline.copy_bandwidth", lambda *_: 1e10)  # measured elsewhere
     monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
     monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
     monkeypatch.setattr(cache_fit, "GRAPH_WORKSPACE", 0)
@@ -127,15 +128,15 @@ def test_a_plan_says_how_many_prompt_tokens_join_a_step_that_decodes(
 
 
 def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
-    infer: Infer, shape: Path, tmp_path: Path
+    infer: Infer, model: Path, tmp_path: Path
 ) -> None:
     asked = ("--gpu-memory", "24GiB")
     (tmp_path / "knobs.yaml").write_text("model: nowhere/to/be/found")
-    by_place = planned(infer, shape, *asked)
-    assert planned(infer, "--model", shape, *asked) == by_place
-    assert planned(infer, shape, "--model", shape, *asked) == by_place
-    assert planned(infer, "--model", shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
-    assert planned(infer, shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+    by_place = planned(infer, model, *asked)
+    assert planned(infer, "--model", model, *asked) == by_place
+    assert planned(infer, model, "--model", model, *asked) == by_place
+    assert planned(infer, "--model", model, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+    assert planned(infer, model, "--config", tmp_path / "knobs.yaml", *asked) == by_place
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
 def test_fp8_is_planned_alike_whatever_the_config_calls_it(
     infer: Infer, tmp_path: Path, settings: dict[str, Any], file: str
 ) -> None:
-    raw = LLAMA_8B
+    raw = LLAMA_8B | {"num_hidden_layers": 2}
     config = tmp_path / "config.json"
     config.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
     expected = planned(infer, config, "--gpu-memory", "24GiB")["weights"]

@@ -49,6 +49,30 @@ def test_json_holds_every_figure(infer: Infer, trace: Path) -> None:
     assert {row["num_finished"] for row in told["results"]} == {8}
 
 
+def test_ranks_are_compared_on_given_links(infer: Infer, trace: Path, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    links = ["--link-bandwidth", "450", "--link-latency", "6", "--model", str(tmp_path / "config.json")]
+    load = ["simulate", "--trace", str(trace), "--policy", "fcfs", "--num-blocks", "32"]
+    outcome = infer(*load, "--tensor-parallel-size", "1,4", *links, "--json")
+    one, four = json.loads(outcome.out)["results"]
+    assert (one["num_ranks"], four["num_ranks"], one["communication_seconds"]) == (1, 4, 0.0)
+    assert four["compute_seconds"] < one["compute_seconds"] and four["seconds"] < one["seconds"]
+    least = four["num_steps"] * 2 * 3 * 6e-6  # six all-reduces in every step
+    assert least < four["communication_seconds"] < 1.1 * least
+    table = infer(*load, "--tensor-parallel-size", "2", *links).out
+    assert "ranks" in table and "links" in table
+    assert "ranks" not in infer(*load).out
+    assert (
+        "needs --link-bandwidth, --link-latency, --model" in infer(*load, "--tensor-parallel-size", "2").err
+    )
+    assert "--link-bandwidth is for several ranks" in infer(*load, *links).err
+
+
 def test_a_built_in_workload_is_the_same_every_time(infer: Infer) -> None:
     arguments = ["--workload", "bursty", "--num-requests", "20", "--policy", "fcfs", "--json"]
 
@@ -125,7 +149,7 @@ def page_commands() -> list[list[str]]:
 
 def test_the_table_of_the_page_is_what_its_command_prints(infer: Infer) -> None:
     """But for the last column, which is about the machine that simulates."""
-    [command] = [found for found in page_commands() if "--policy" in found and "--workload" in found]
+    [command] = [found for found in page_commands() if "--policy" in found and "bursty" in found]
     printed = infer(*command).out.splitlines()
     header = next(number for number, line in enumerate(printed) if line.startswith("policy"))
     rows = [line.split()[:-1] for line in (printed[header], *printed[header + 1 : -2])]

@@ -174,7 +174,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(COMMANDS)
 def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
     arrived = decode_command(encode(command))

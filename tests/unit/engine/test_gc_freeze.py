@@ -17,7 +17,7 @@ from tests.support.tiny import make_engine
 def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as it was before: the collector would walk through all tests whenever an engine goes
 
 
 def num_frozen() -> int:

@@ -173,7 +173,8 @@ class GpuDevice:
         self.max_tokens, self.backend = max_tokens, attention_backend
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
-        self.window_tokens = window_tokens
+        # a state goes through the tokens of a row one after the other: each cannot be a row that decodes
+        self.window_tokens = window_tokens if config.delta is None else 0
         is_head = isinstance(model, HeadModel)
         self.drafter = drafter
         self.head = drafter if drafter is not None and isinstance(drafter.model, HeadModel) else None
@@ -257,7 +258,7 @@ class GpuDevice:
             short_step=short_step(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0,
             pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
-            window_tokens=window_tokens,
+            window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
             num_drafts=num_drafts,
             profile=profile,
@@ -986,12 +987,33 @@ class GpuDevice:
         if chunks:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
             whole_C4 = np.array(chunks, dtype=np.int32)
-            both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
-            tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
+            if self.model.config.delta is None or not prompts.num_drafts.any():
+                both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
+                tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
+            else:
+                tiles = self._with_drafts(tiles_W4, whole_C4, prompts)
         places_C = None if places is None else send(torch.tensor(places), self.device)
         has_adapters = bool(slots.any())
         return self.forward(
             self.model, prompts.end, rows_S, tiles, batches, places_C, has_adapters=has_adapters
+        )
+
+    def _with_drafts(self, tiles_W4: np.ndarray, whole_C4: np.ndarray, prompts: Prompts) -> PrefillChunks:
+        """The chunks of a step whose last tokens are drafts, which no state goes through for good."""
+        counts = prompts.num_drafts
+        drafts_C4 = whole_C4.copy()
+        whole_C4[:, 1] -= counts
+        drafts_C4[:, 0] += whole_C4[:, 1]
+        drafts_C4[:, 1] = counts
+        drafts_C4[:, 3] += whole_C4[:, 1]
+        packed = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4, drafts_C4])), self.device)
+        num_tiles, num_chunks = len(tiles_W4), len(whole_C4)
+        return PrefillChunks(
+            packed[:num_tiles],
+            tuple(prompts.chunks),
+            whole_C4=packed[num_tiles : num_tiles + num_chunks],
+            num_drafts=tuple(counts.tolist()),
+            drafts_C4=packed[num_tiles + num_chunks :],
         )
 
 

@@ -37,7 +37,7 @@ class LateDrafts:
     @property
     def are_all(self) -> bool:
         """True if the rows with drafts are those that were drafted for, in their order."""
-        return self._columns.tolist() == [*range(len(self._columns))]
+        return bool((self._columns == np.arange(len(self._columns))).all())
 
     def read(self, order: StepOrder) -> None:
         """Wait for them and write them into the order."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from infer.execution.gpu.sending import send, send_into
-from infer.execution.order import DECODE, StepOrder
+from infer.execution.order import DECODE, VERIFY, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.kernels.elementwise.windows import DraftedRows, unpack_window
@@ -52,6 +52,7 @@ class Prompts:
         self.is_given = (~is_decode).repeat(order.counts)  # tokens of the order that belong to these rows
         columns = first + ends - counts, counts, order.rows[self.numbers], starts
         self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
+        self.num_drafts = np.where(order.kinds == VERIFY, order.num_sampled - 1, 0)[self.numbers]
         self.table_XP = np.empty((2 + len(order.slots), self.num_tokens), dtype=np.int64)
         self.table_XP[0] = order.tokens
         self.table_XP[1] = np.arange(self.num_tokens) + (starts + counts - ends).repeat(counts)

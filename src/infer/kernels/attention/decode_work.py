@@ -14,7 +14,8 @@ step and for all layers, and each program strides over that list until its end, 
 
 Where a row is cut depends on S, the number of rows the graph was captured for, on its own length, and on how
 many positions all rows have together: as many items are wanted as keep the machine full to the end, not more,
-because each of them begins with a wait. A row of length 0 is padding: one item without positions, for its zeros.
+because each of them begins with a wait. A row of length 0 is padding: one item without positions, for its
+zeros.
 
 One program plans everything, for the numbers are few. It finds the length of a split: the shortest there may
 be, doubled until the positions of all rows make no more items than are wanted, and for a row that is still

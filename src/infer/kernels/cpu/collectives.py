@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -42,11 +43,14 @@ class SharedCommunicator(Communicator):
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
         assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
         self.rank, self.size = rank, size
+        self.on_abort: list[Callable[[], None]] = []  # ends of waits elsewhere than in this memory
         self._library, self._memory, self.address = library, memory, address_of(memory)
 
     def abort(self) -> None:
         """End every wait of every rank, now and later: a rank is gone, and no result can be used."""
         self._library.word_set(self.address, 1)
+        for end in self.on_abort:
+            end()
 
     @property
     def is_aborted(self) -> bool:

@@ -12,7 +12,7 @@ has a cut gets its kernel, whatever the others have.
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
     up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
-    1 to 128 tokens     matrices of the layers in a step with LoRA adapters              wgmma.py, shrink.py
+    1 to 128 tokens     matrices of the layers in a step with LoRA adapters                     wgmma.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -33,9 +33,8 @@ import torch
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
-from infer.kernels.linear.low_rank import LowRankStack
+from infer.kernels.linear.low_rank import CHUNK, LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
-from infer.kernels.linear.shrink import Shrink, takes
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.cuda_build import BuildError
 from infer.kernels.runtime.profiles import device_profile
@@ -61,7 +60,6 @@ class CompiledLinears:
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
         self._low_rank: dict[Matrix, None] = {}
-        self._shrink = Shrink()
         self._others: list[PdlKernel] = []
 
     def use(self, kernel: PdlKernel) -> None:
@@ -78,11 +76,8 @@ class CompiledLinears:
 
     def want_low_rank(self, matrix: Matrix, stack: LowRankStack) -> None:
         """Note a matrix whose tokens may have adapters."""
-        if self._enabled and takes(stack):
+        if self._enabled and _takes(stack):
             self._low_rank[matrix] = None
-            if self._shrink not in self._others:
-                self._others.append(self._shrink)
-            self._shrink.want(stack)
 
     @property
     def is_wanted(self) -> bool:
@@ -111,8 +106,7 @@ class CompiledLinears:
                 other.load(self.device)
             except BuildError as error:
                 other.num_ready = 0
-                what = "LoRA adapters" if other is self._shrink else "experts"
-                logger.info("Triton computes %s: their kernels are to be compiled and %s", what, error)
+                logger.info("Triton computes experts: their kernels are to be compiled and %s", error)
         return self.num_ready == expected
 
     @property
@@ -140,9 +134,7 @@ class CompiledLinears:
         self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, stack: LowRankStack, *, gated: bool
     ) -> WgmmaConfig | None:
         """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
-        if not self._shrink.num_ready or not takes(stack):
-            return None
-        return self.low_rank.find(x_MX, w, N, K, gated=gated)
+        return self.low_rank.find(x_MX, w, N, K, gated=gated) if _takes(stack) else None
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
@@ -152,3 +144,8 @@ class CompiledLinears:
             if config := kernel.find(x_MX, w, N, K, gated=gated):
                 return config
         return None
+
+
+def _takes(stack: LowRankStack) -> bool:
+    """Return True if the kernel of a matrix can multiply with its adapters."""
+    return stack.a.dtype is torch.bfloat16 and stack.has_few_chunks and stack.a.shape[-1] % CHUNK == 0

@@ -13,9 +13,9 @@ tile of consecutive rows and one slot, and ends at once if no row of the tile ha
 and the grid depends on the number of rows alone, so that a CUDA graph can hold it. A row has one slot, so no
 two programs write the same number. `ranks` says how much of R a slot uses; 0: the matrix is not adapted.
 
-Few rows of bfloat16 on Hopper need one launch, a faster shrink (shrink.py): there B h is computed by the
-kernel of the matrix itself, as further columns of it (wgmma.py). Rows with the same slot are put into *tiles*
-for it, once in a step.
+Few rows of bfloat16 on Hopper need no launch: the kernel of the matrix itself computes h beside its own
+product, and B h as further columns of it (wgmma.cu). Rows with the same slot are put into *tiles* for it,
+once in a step.
 
 Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each.
 """
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.kernels.linear.residual import LowRankTerm
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
@@ -42,7 +43,7 @@ CHUNK = 64  # columns of B that a kernel takes at a time
 MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
-_MAX_FLAGS = 4096  # products of a step
+_MAX_PRODUCTS = 4096  # of a step
 
 
 class RowSlots:
@@ -72,15 +73,10 @@ class RowSlots:
 class RowTiles(NamedTuple):
     """The rows of a step in tiles with one slot each, and the memory in which kernels leave h."""
 
-    table: torch.Tensor  # [1 + tiles, 16], as shrink.cu reads it
+    table: torch.Tensor  # [1 + tiles, 16], as wgmma.cu reads it
     h_TC: torch.Tensor  # for each part, the ranks of all slots; zero in slots that are not a row's own
     columns: int  # columns of h that a part has: a multiple of `CHUNK`
-    flags: Iterator[torch.Tensor]  # one for each product of the step, not raised yet
-
-    @property
-    def num_tiles(self) -> int:
-        """The most tiles that there can be."""
-        return len(self.table) - 1
+    counters: Iterator[torch.Tensor]  # a zero for each product of the step
 
 
 def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
@@ -95,8 +91,8 @@ def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
         COLUMNS=_TABLE_COLUMNS, num_warps=4,
     )  # fmt: skip
     h_TC = torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device)
-    flags = torch.zeros((_MAX_FLAGS, 1), dtype=torch.int32, device=device)
-    return RowTiles(table, h_TC, columns, map(flags.__getitem__, range(_MAX_FLAGS)))
+    counters = torch.zeros((_MAX_PRODUCTS, 1), dtype=torch.int32, device=device)
+    return RowTiles(table, h_TC, columns, map(counters.__getitem__, range(_MAX_PRODUCTS)))
 
 
 @jit_for_any("T")
@@ -188,8 +184,16 @@ class LowRankStack:
 
     @property
     def has_few_chunks(self) -> bool:
-        """True if the kernels for few rows can take its columns."""
+        """True if the kernel for few rows can take its columns."""
         return self.num_slots * self.rank <= CHUNK * MAX_CHUNKS and len(self.parts) <= MAX_PARTS
+
+    def term(self, rows: RowSlots) -> LowRankTerm:
+        """What the kernel for few rows needs to add the products of these rows."""
+        tiles = rows.tiles(self.num_slots, self.rank)
+        return LowRankTerm(
+            self.a, self.b, self.parts, self.rank, self.used,
+            tiles.table, tiles.h_TC, tiles.columns, next(tiles.counters),
+        )  # fmt: skip
 
     def b_parts(self, slot: int) -> tuple[torch.Tensor, ...]:
         """B of a slot, part by part."""

@@ -248,7 +248,6 @@ def load_variant(defines: Defines, device: int, with_pdl: bool) -> build.Prepare
 class PdlKernel:
     """A use of pdl.cu with variants of its own, compiled and loaded with the linears (compiled.py)."""
 
-    source, arch = SOURCE, ARCH
     num_ready = 0  # variants that can be launched, or are expected to be until `load`
 
     def defines(self) -> list[Defines]:
@@ -259,17 +258,13 @@ class PdlKernel:
         """All variants to compile; until `load`, they are expected to be ready."""
         found = self.defines()
         self.num_ready = len(found)
-        return [(self.source, self.arch, defines) for defines in found]
-
-    def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-        """Load one variant, once."""
-        return load_variant(defines, device, with_pdl)
+        return [(SOURCE, ARCH, defines) for defines in found]
 
     def load(self, device: torch.device) -> None:
         """Load what was compiled; BuildError where that fails."""
         self.num_ready, found = 0, self.defines()
         for defines in found:
-            self.load_variant(defines, build.index_of(device), dispatch.PDL)
+            load_variant(defines, build.index_of(device), dispatch.PDL)
         self.num_ready = len(found)
 
 

@@ -111,7 +111,10 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
-_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 4)
+_LOW_RANK_TYPES = (
+    *(TensorMap,) * 4, *(ctypes.c_void_p,) * 6, *(ctypes.c_longlong,) * 2, *(ctypes.c_int,) * 8
+)  # fmt: skip
+_MIN_SHRINKING = 4  # blocks that compute h, where a matrix leaves no SM free
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,23 +380,26 @@ def launch(
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
     is_for_attention = not gated and epilogue.add is None
-    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, device_profile(x_MK.device))
+    profile = device_profile(x_MK.device)
+    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, profile)
+    added = _low_rank_arguments(config, epilogue.low_rank, x_MK, num_blocks, profile.linear, gated=gated)
     kernel(
-        num_blocks,
+        num_blocks + (added[-1] if added else 0),
         *weights,
         Boxes(
             tokens.data_ptr(), tokens.dtype, M, K, tokens.stride(0) * tokens.element_size(), config.width,
             num_boxes,
         ),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
-        int(lets_in), *_low_rank_arguments(config, epilogue.low_rank, gated=gated),
+        int(lets_in), *added,
     )  # fmt: skip
 
 
 def _low_rank_arguments(
-    config: WgmmaConfig, term: LowRankTerm | None, *, gated: bool
-) -> tuple[Boxes | int, ...]:
-    """The arguments of a product with adapters: boxes of each part's B and of h, and which chunks to take."""
+    config: WgmmaConfig, term: LowRankTerm | None, x_MK: torch.Tensor, num_blocks: int,
+    profile: LinearProfile, *, gated: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of a product with adapters; the last is the number of blocks that compute h."""
     assert config.low_rank == (term is not None), config
     if term is None:
         return ()
@@ -402,12 +408,16 @@ def _low_rank_arguments(
     for end, rows in zip(ends, term.parts, strict=True):
         b_PC = b_NC[end - rows : end]
         maps.append(Boxes(b_PC.data_ptr(), b_PC.dtype, rows, b_PC.shape[1], b_PC.stride(0) * 2, box_rows))
-    missing = 3 - len(maps)
+    missing, num_ranks, num_tiles = 3 - len(maps), term.a_SRK.shape[1], len(term.table) - 1
+    free = (profile.resident.get(config.split, profile.num_sms) - num_blocks) // config.split
+    wanted = -(-num_tiles * num_ranks // 16 // config.split)
+    num_shrinking = config.split * min(max(free, -(-_MIN_SHRINKING // config.split)), wanted)
     return (
         *maps, *maps[:1] * missing,
         Boxes(h_TC.data_ptr(), h_TC.dtype, T, num_columns, h_TC.stride(0) * 2, config.width),
-        term.active.data_ptr(), term.used.data_ptr(), term.has_x.data_ptr(),
-        *ends, *[0] * missing, term.columns,
+        *(each.data_ptr() for each in (term.table, term.used, term.counter, x_MK, term.a_SRK, h_TC)),
+        x_MK.stride(0) * 2, h_TC.stride(0) * 2, *ends, *[0] * missing, term.columns,
+        term.rank, num_ranks, num_tiles, num_shrinking,
     )  # fmt: skip
 
 
