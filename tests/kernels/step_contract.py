@@ -560,11 +560,7 @@ class StepContract:
 
     def test_windows_are_judged(self) -> None:
         source = random.Random(6)
-<<<<<<< HEAD
-        rows, tokens, ids, decided = list[int](), list[int](), list[int](), list[int]()
-=======
         rows, tokens, ids, decided = (list[int]() for _ in range(4))
->>>>>>> main
         kept = dict[int, int]()  # place of the token that each row goes on from
         for row in source.sample(range(40), 30):
             count, num_kept = (length := source.randint(1, 17)), source.randint(1, length)
