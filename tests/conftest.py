@@ -52,7 +52,8 @@ def _log_as_imported() -> None:
 def pytest_runtest_setup() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:  # tests that do without it stay quick
-        torch.manual_seed(0)
+        # the CPU's alone where there is no other: `manual_seed` looks for devices of all kinds each time
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
         torch.backends.mkldnn.enabled = True
     comparison: Any = sys.modules.get("torch.testing._comparison")
     if (
