@@ -39,7 +39,6 @@ from functools import lru_cache
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
 from infer.kernels.attention.decode import attend_decode, attend_projected
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
@@ -51,7 +50,7 @@ from infer.kernels.delta.paged import recur_paged
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.profiles import device_profile, gpu_of
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.config import ModelConfig
 
@@ -109,11 +108,11 @@ class DeviceStep(StepContext):
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
-        if self._work.backend == REFERENCE or store.fixed[number] is not None:
+        # with shared rows it would have to read what the step itself writes to the cache
+        if self._has_shared_rows or store.fixed[number] is not None:
             return None
-        if self._has_shared_rows:  # it never reads what the step itself writes to the cache
-            return None
-        if not self._work.is_projected_faster(num_rows):
+        has_codes = store.scales[number] is not None
+        if not self._work.choose(num_rows, has_codes=has_codes, decodes_only=True).is_projected:
             return None
         kv = self._kv(layer)
         return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)
@@ -214,7 +213,7 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
     if asked == "auto" and not is_gpu(store.device):
         return "triton"
     heads = _cached_heads(config, store, block_size)
-    return _or_triton(asked, lambda: heads.check(store.device))
+    return _or_triton(asked, lambda: heads.check(gpu_of(store.device)))
 
 
 def _check_plain_scores(asked: str, config: ModelConfig) -> None:
