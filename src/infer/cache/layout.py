@@ -31,7 +31,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple
+
+
+class TransferKind(StrEnum):
+    """The two ends of a block's move."""
+
+    COPY = "copy"  # from device to device
+    SWAP_OUT = "swap_out"  # from device to host
+    SWAP_IN = "swap_in"  # from host to device
+
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has

@@ -56,6 +56,7 @@ from zlib import error as zlib_error
 import msgspec
 import numpy as np
 
+from infer.cache.layout import TransferKind
 from infer.cache.memory import CacheSize
 from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
@@ -65,7 +66,7 @@ from infer.execution.order import StepMasks, StepOrder
 from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import SequenceGroup
@@ -299,8 +300,6 @@ def _header(facts: RunFacts) -> dict[str, object]:
 
 
 # -- reading --------------------------------------------------------------------------------------------
-
-TransferKind = Annotated[str, msgspec.Meta(pattern=f"^({COPY}|{SWAP_OUT}|{SWAP_IN})$")]
 
 
 class _Header(msgspec.Struct, kw_only=True):
