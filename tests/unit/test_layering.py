@@ -17,10 +17,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
-EVERYONE_MAY_IMPORT = {"errors", "config", "log"}
+EVERYONE_MAY_IMPORT = {"errors", "config", "finish_reason", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
+    "finish_reason": set(),
     "log": set(),
     "kernels": set(),
     "quant": {"kernels"},

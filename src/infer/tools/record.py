@@ -65,6 +65,7 @@ from infer.errors import ConfigError, InferError, RequestError
 from infer.execution.order import StepMasks, StepOrder
 from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
+from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
@@ -263,7 +264,7 @@ class TraceRecorder(RecordFile):
         if request.deadline is not None:  # seconds of the same clock
             line["deadline"] = round(max(0.0, request.deadline - self._started), 6)
         for seq in group.sequences:
-            if seq.finish_reason != "dropped":  # a beam that others took the place of
+            if seq.finish_reason != FinishReason.DROPPED:  # a beam that others took the place of
                 num_output = len(seq.tokens) - seq.num_prompt
                 self._write(line | {"output_len": max(1, num_output), "finish_reason": seq.finish_reason})
 
