@@ -38,9 +38,9 @@ from typing import Final, NamedTuple
 class TransferKind(StrEnum):
     """The two ends of a block's move."""
 
-    COPY = "copy"  # from device to device
-    SWAP_OUT = "swap_out"  # from device to host
-    SWAP_IN = "swap_in"  # from host to device
+    COPY = "copy"  # both ends on the device
+    SWAP_OUT = "swap_out"  # the source on the device, the destination in host memory
+    SWAP_IN = "swap_in"  # the other way round
 
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
