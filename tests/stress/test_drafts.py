@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.cache.layout import TransferKind
 from infer.config.speculation import MAX_DRAFTS
 from infer.errors import EngineError
 from infer.sampling.params import sequence_seed
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import Sequence
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
@@ -124,7 +124,7 @@ def test_drafts_meet_every_event() -> None:
         events["aborted"] += len(world.aborted)
         events["forked"] += sum(request.params.n > 1 for request in world.requests.values())
     names = ("several tokens", "drafts", "preempted", "hit tokens", "evicted", "aborted", "forked")
-    for name in (*names, TransferKind.COPY, TransferKind.SWAP_OUT, TransferKind.SWAP_IN):
+    for name in (*names, COPY, SWAP_OUT, SWAP_IN):
         assert events[name] > 5, events
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from infer.cache.layout import TransferKind
 from infer.engine.speculation import Speculation
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
 from tests.support.oracle import OracleWorld
 from tests.support.oracle_drafts import KINDS, speculation_of
@@ -70,17 +70,7 @@ def test_speculation_meets_every_event(kind: str, is_adaptive: bool) -> None:
         events["aborted"] += len(world.aborted)
         events["forked"] += sum(request.params.n > 1 for request in world.requests.values())
         events["late"] += world.most_late > 1
-    names = (
-        "drafts",
-        "refused",
-        "preempted",
-        "hit tokens",
-        "aborted",
-        "forked",
-        TransferKind.COPY,
-        TransferKind.SWAP_OUT,
-        TransferKind.SWAP_IN,
-    )
+    names = ("drafts", "refused", "preempted", "hit tokens", "aborted", "forked", COPY, SWAP_OUT, SWAP_IN)
     assert min(events[name] for name in names) > 5 and events["late"] > 0, events
     assert kind == "ngram" or events["kept"] > 50, "the oracle hardly ever repeats itself"
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from infer.cache.layout import TransferKind
 from infer.errors import RequestError
 from infer.scheduling.batch_state import BatchState
+from infer.scheduling.plan import SWAP_IN, SWAP_OUT
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.oracle import VOCAB_SIZE, OracleWorld
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
@@ -207,16 +207,7 @@ def test_several_steps_ahead_meet_every_event() -> None:
         world.verify()
         events.update(world.runner.num_transfers)
         events["hit tokens"] += world.pool.usage().num_hit_tokens
-    for name in (
-        "repeated",
-        "preempted",
-        "aborted",
-        "stop",
-        "length",
-        TransferKind.SWAP_OUT,
-        TransferKind.SWAP_IN,
-        "hit tokens",
-    ):
+    for name in ("repeated", "preempted", "aborted", "stop", "length", SWAP_OUT, SWAP_IN, "hit tokens"):
         assert events[name] > 5, events
 
 

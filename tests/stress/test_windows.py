@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from infer.cache.layout import STATE, TransferKind
+from infer.cache.layout import STATE
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SWAPPING_IS_CHEAP, Traffic
 from tests.support.oracle import OracleWorld
 from tests.unit.cache.traffic import RandomTraffic
@@ -64,7 +65,7 @@ def test_they_meet_every_event() -> None:
             events["evicted"] += usage.num_evicted_blocks
             events["beam searches"] += sum(r.params.use_beam_search for r in world.requests.values())
             events.update(world.runner.num_transfers)
-    assert {TransferKind.COPY, TransferKind.SWAP_OUT, TransferKind.SWAP_IN} < set(events)
+    assert {COPY, SWAP_OUT, SWAP_IN} < set(events)
     assert min(events.values()) > 20, events
 
 

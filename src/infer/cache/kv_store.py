@@ -27,7 +27,7 @@ from itertools import product
 
 import torch
 
-from infer.cache.layout import STATE, KVLayout, StateSize, TransferKind
+from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.kernels.delta.reference import StateCache
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.elementwise.heads import CacheSlots
@@ -88,7 +88,7 @@ class KVStore:
                 for plane, table in zip(layout.planes, layout.tables, strict=True)
             ]  # fmt: skip
         if is_gpu(device) and num_blocks:
-            self.transfer([(TransferKind.COPY, 0, 0)])  # compiles the kernel now rather than within a request
+            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
 
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
@@ -112,15 +112,13 @@ class KVStore:
             for (part, _), blocks in zip(self._parts, held, strict=True):
                 part[:, :, :num_blocks] = blocks
 
-    def transfer(self, transfers: Sequence[tuple[TransferKind, int, int]]) -> None:
+    def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         for (kind, source, destination), (device, host) in product(transfers, self._parts):
-            if kind is TransferKind.COPY:
+            if kind == "copy":
                 copy_block(device, source, destination)
                 continue
-            source_side, destination_side = (
-                (device, host) if kind is TransferKind.SWAP_OUT else (host, device)
-            )
+            source_side, destination_side = (device, host) if kind == "swap_out" else (host, device)
             try:
                 destination_side[:, :, destination].copy_(source_side[:, :, source], non_blocking=True)
             except torch.OutOfMemoryError:  # it is gathered on the device; plane by plane it is not

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import TransferKind
 from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.runtime.dispatch import synchronize
 from infer.layers.whole_sequence import WholeSequence
@@ -25,7 +24,7 @@ def measure_cost(
 ) -> PreemptionCost:
     """Time one block's way to host memory and a short `prefill` of the model, and return both per token."""
     num_tokens = min(PROBE_TOKENS, model.config.context_len)
-    swap = _seconds(lambda: store.transfer([(TransferKind.SWAP_OUT, 0, 0)]), store.device) / block_size
+    swap = _seconds(lambda: store.transfer([("swap_out", 0, 0)]), store.device) / block_size
     recompute = prefill(num_tokens) / num_tokens
     return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
 

@@ -23,6 +23,8 @@ from infer.cache.layout import TransferKind
 from infer.scheduling.sequence import NO_ROW
 from infer.scheduling.sequence import Sequence as TokenSequence
 
+COPY, SWAP_OUT, SWAP_IN = TransferKind
+
 
 class Transfer(NamedTuple):
     """Move one block; the books have moved it already."""

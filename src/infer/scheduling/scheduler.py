@@ -33,12 +33,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from infer.cache.layout import TransferKind
 from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import PlanDraft, StepPlan
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan
 from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
@@ -290,9 +289,7 @@ class Scheduler:
             if seq is not None and seq.is_swapped:  # it was on its way out
                 seq.is_swapped = False
                 self._forget_cache(seq)
-        moved = {
-            transfer.destination for transfer in plan.transfers if transfer.kind != TransferKind.SWAP_OUT
-        }
+        moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
         for seq in [s for s in self.running if self._holds(s, moved)]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)
@@ -506,7 +503,7 @@ class Scheduler:
             if pairs is None:
                 self.hold = CACHE_FULL if can_start else NO_TOKENS
                 return False
-            draft.transfer(TransferKind.SWAP_IN, pairs)
+            draft.transfer(SWAP_IN, pairs)
             seq.is_swapped = False
         elif self.running and self._waiting.is_refused(seq, pool.num_free_blocks, self.step):
             self.hold = CACHE_FULL
@@ -522,7 +519,7 @@ class Scheduler:
             if length:
                 self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
-        draft.transfer(TransferKind.COPY, copies)
+        draft.transfer(COPY, copies)
         if not seq.was_admitted:  # later its own blocks are among those it finds
             seq.num_cached = seq.num_computed
         self._waiting.remove(seq)
@@ -576,7 +573,7 @@ class Scheduler:
                 if copies is not None:
                     write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
                     if copies:
-                        draft.transfer(TransferKind.COPY, copies)
+                        draft.transfer(COPY, copies)
                     break
                 self._preempt(self.running[-1], draft)
 
@@ -593,7 +590,7 @@ class Scheduler:
             if pairs is None:
                 self._forget_cache(seq)
             else:
-                draft.transfer(TransferKind.SWAP_OUT, pairs)
+                draft.transfer(SWAP_OUT, pairs)
                 seq.is_swapped = True
             draft.preempted.append(seq.seq_id)
             self.num_preemptions += 1

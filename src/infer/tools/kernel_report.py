@@ -25,7 +25,7 @@ from infer.kernels.attention.choice import DECODE_WAYS, PROMPT_WAYS, DecodeProbl
 from infer.kernels.attention.decode_cuda import CachedHeads
 from infer.kernels.linear.coded_linear import coded_ways
 from infer.kernels.linear.compiled import CompiledLinears
-from infer.kernels.linear.problem import LinearProblem
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.small import dense_ways
 from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
 from infer.kernels.runtime.choice import Explained, explain

@@ -10,11 +10,10 @@ from msgspec.structs import astuple, replace
 
 from infer.bench.simulated import compare, simulate
 from infer.bench.traces import LOADS, TraceRequest, draw_trace, read_trace, to_workload
-from infer.cache.layout import TransferKind
 from infer.config.settings import EngineConfig
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
-from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import COPY, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.tools.record import Record, Recorder
 from infer.tools.step_cost import StepCost, fit_cost, read_cost
@@ -247,7 +246,7 @@ def write_timed_record(path: Path, cost: StepCost, num_steps: int) -> None:
             recorder.on_add(step - 1, Request(request_id=str(step), prompt=(1,)))
         added = json.loads(path.read_text("utf-8").splitlines()[1]) | {"t": now}
         start, length = 7 * step % 50, 1 + step * step % 30
-        transfers = tuple(Transfer(TransferKind.COPY, 0, 1) for _ in range(step % 3))
+        transfers = tuple(Transfer(COPY, 0, 1) for _ in range(step % 3))
         plan = StepPlan(
             step,
             Chunks.of([Chunk(0, start, start + length, 1), Chunk(1, 3 * step, 3 * step + 1, 1)]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import KVLayout, TransferKind
+from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.host_sampling import LOGPROB_ROWS
 from infer.execution.row_book import RowBook, RowEntry
@@ -14,7 +14,7 @@ from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.models.model import Model
 from infer.sampling.params import SamplingParams, sequence_seed
-from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.kv_store import fill_store
@@ -86,11 +86,7 @@ def test_an_order_of_transfers_only_moves_blocks_and_runs_nothing() -> None:
     fill_store(store, 0.0)
     block = store._parts[0][0][:, :, 3]
     block.fill_(1.5)
-    moves = (
-        Transfer(TransferKind.COPY, 3, 5),
-        Transfer(TransferKind.SWAP_OUT, 5, 1),
-        Transfer(TransferKind.SWAP_IN, 1, 8),
-    )
+    moves = (Transfer(COPY, 3, 5), Transfer(SWAP_OUT, 5, 1), Transfer(SWAP_IN, 1, 8))
     result = device.run(running.host.order(StepPlan(1, Chunks.of(()), (), moves))).wait()
     assert (result.ids, result.logprobs, result.prompt_logprobs) == ([], [], {})
     assert torch.equal(store._parts[0][0][:, :, 8], block)

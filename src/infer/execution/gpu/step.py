@@ -39,6 +39,7 @@ from functools import lru_cache
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
 from infer.kernels.attention.decode import attend_decode, attend_projected
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
@@ -108,11 +109,11 @@ class DeviceStep(StepContext):
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
-        # with shared rows it would have to read what the step itself writes to the cache
-        if self._has_shared_rows or store.fixed[number] is not None:
+        if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
-        has_codes = store.scales[number] is not None
-        if not self._work.choose(num_rows, has_codes=has_codes, decodes_only=True).is_projected:
+        if self._has_shared_rows:  # it never reads what the step itself writes to the cache
+            return None
+        if not self._work.is_projected_faster(num_rows):
             return None
         kv = self._kv(layer)
         return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)

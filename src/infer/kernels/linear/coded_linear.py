@@ -36,7 +36,7 @@ from infer.kernels.linear.coded_triton import (
 )
 from infer.kernels.linear.compiled import CompiledLinears, CudaConfig
 from infer.kernels.linear.cuda import are_pieces
-from infer.kernels.linear.problem import LinearProblem
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.small import launch
 from infer.kernels.runtime.choice import Declined, Way, choose
 from infer.kernels.runtime.dispatch import INTERPRETED, use_triton

@@ -31,9 +31,10 @@ import torch
 
 from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
-from infer.kernels.linear.problem import LinearProblem
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.kernels.runtime.choice import Declined, Way
 from infer.kernels.runtime.cuda_build import BuildError
@@ -135,3 +136,12 @@ class CompiledLinears:
             (self.coded_pdl, coded),
             (self.coded, coded),
         ]
+
+    def find(
+        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
+    ) -> PdlConfig | WgmmaConfig | None:
+        """The cut of a product that runs in CUDA C++; None: Triton or cuBLAS computes it."""
+        for kernel in self._kernels:
+            if config := kernel.find(x_MX, w, N, K, gated=gated):
+                return config
+        return None

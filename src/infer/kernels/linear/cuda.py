@@ -22,7 +22,7 @@ import torch
 
 from infer.config.profiles.find import Gpu
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.problem import LinearProblem
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
@@ -84,6 +84,17 @@ class CudaLinear(Generic[Config]):
         if config is None:
             return self.declined.get(shape, self.why_not)
         return config if problem.is_aligned else _NOT_ALIGNED
+
+    def find(
+        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
+    ) -> Config | None:
+        """The cut of a matrix that was loaded; None: this product is not for this kernel."""
+        M = x_MX.shape[0]
+        if M not in self.tokens or not self.ready:
+            return None
+        form = w.form if isinstance(w, CodedWeights) else None
+        config = self.ready.get((self.bucket(M), N, K, gated, form))
+        return config if config and are_pieces(x_MX, w) else None
 
     def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
         """The variants to compile for these matrices; until `load`, `find` answers as if they were ready."""

@@ -53,14 +53,13 @@ import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import check_gate, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
-from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear import pdl, problems, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.compiled import CompiledLinears, CudaConfig
 from infer.kernels.linear.cuda import are_pieces
 from infer.kernels.linear.pdl import PdlConfig
-from infer.kernels.linear.problem import LinearProblem
 from infer.kernels.linear.residual import Epilogue, ResidualInput, ResidualSum
-from infer.kernels.linear.split import SplitConfig, multiply_in_parts, num_parts
+from infer.kernels.linear.split import multiply_in_parts, num_parts
 from infer.kernels.linear.triton_configs import (
     GEMV_MAX_M,
     MAX_SMALL_M,
@@ -83,7 +82,7 @@ _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
 TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # plans that use the tensor cores
-Plan = GemvConfig | TilePlan | SplitConfig
+Plan = GemvConfig | TilePlan | problems.SplitConfig
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -160,25 +159,25 @@ def can_add(
     return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
 
 
-def _covers_dots(problem: LinearProblem) -> GemvConfig | Declined:
+def _covers_dots(problem: problems.LinearProblem) -> GemvConfig | Declined:
     M, N, K, gated, _, gpu, *_ = problem
     if M > GEMV_MAX_M:
         return _MORE_THAN_DOTS
     return gemv_config(N, K, gated, bucket(M), gpu) or _TENSOR_CORES_WIN
 
 
-def _covers_tiles(problem: LinearProblem) -> SkinnyConfig | Declined:
+def _covers_tiles(problem: problems.LinearProblem) -> SkinnyConfig | Declined:
     M, N, K, gated, dtype, gpu, *_ = problem
     if M > MAX_SMALL_M:
         return _MORE_THAN_SMALL
     return skinny_config(N, K, gated, max(bucket(M), 16), gpu, dtype.itemsize) or _LIBRARY_WINS
 
 
-def _covers_parts(problem: LinearProblem) -> SplitConfig | Declined:
+def _covers_parts(problem: problems.LinearProblem) -> problems.SplitConfig | Declined:
     if not problem.adds or problem.gated or problem.dtype.itemsize != 2:
         return _ONE_RESULT
     parts = num_parts(problem.num_tokens, problem.N, problem.K, problem.gpu.num_sms)
-    return SplitConfig(parts) if parts > 1 else _FILLS_THE_GPU
+    return problems.SplitConfig(parts) if parts > 1 else _FILLS_THE_GPU
 
 
 _MORE_THAN_DOTS = Declined(f"for up to {GEMV_MAX_M} tokens")
@@ -187,7 +186,7 @@ _TENSOR_CORES_WIN = Declined("tensor cores are faster for a matrix of this size"
 _LIBRARY_WINS = Declined("the library is faster for a matrix of this size")
 _ONE_RESULT = Declined("for 16-bit results that the next norm adds to the residual stream")
 _FILLS_THE_GPU = Declined("the whole product has a tile for each SM, or parts would take longer to add")
-_WAYS: tuple[Way[LinearProblem, Plan | None], ...] = (
+_WAYS: tuple[Way[problems.LinearProblem, Plan | None], ...] = (
     Way("Triton, dot products", _covers_dots),
     Way("Triton, tensor cores", _covers_tiles),
     Way("library, in parts", _covers_parts),
@@ -195,7 +194,7 @@ _WAYS: tuple[Way[LinearProblem, Plan | None], ...] = (
 )
 
 
-def dense_ways(compiled: CompiledLinears | None) -> tuple[Way[LinearProblem, Plan | None], ...]:
+def dense_ways(compiled: CompiledLinears | None) -> tuple[Way[problems.LinearProblem, Plan | None], ...]:
     """The ways to multiply with plain weights, the fastest first."""
     return _WAYS if compiled is None else (*compiled.dense_ways, *_WAYS)
 
@@ -207,7 +206,7 @@ def split_linear(
     if x_MK.dim() != 2:
         return None
     plan = _plan(x_MK, w_NK, gated=False, compiled=compiled, adds=True)
-    return multiply_in_parts(x_MK, w_NK, plan.parts) if isinstance(plan, SplitConfig) else None
+    return multiply_in_parts(x_MK, w_NK, plan.parts) if isinstance(plan, problems.SplitConfig) else None
 
 
 def linear_add(
@@ -286,7 +285,7 @@ def _plan(
     if not M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
-    problem = LinearProblem(M, N, K, gated, x_MX.dtype, gpu_of(x_MX.device), adds=adds)
+    problem = problems.LinearProblem(M, N, K, gated, x_MX.dtype, gpu_of(x_MX.device), adds=adds)
     plan = choose(ways := dense_ways(compiled), problem)
     if isinstance(plan, CudaConfig) and not are_pieces(x_MX, w):
         return choose(ways, problem._replace(is_aligned=False))
@@ -300,7 +299,7 @@ def launch(
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
-    assert not isinstance(plan, SplitConfig), "parts are added by the norm that reads them"
+    assert not isinstance(plan, problems.SplitConfig), "parts are added by the norm that reads them"
     if not isinstance(plan, GemvConfig):
         assert norm is None, "tensor cores take what `linear_add` has left"
         _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation))

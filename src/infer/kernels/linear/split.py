@@ -15,8 +15,6 @@ Shapes:  M tokens, N outputs, K inputs, P parts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from infer.kernels.runtime.dispatch import is_gpu
@@ -24,12 +22,6 @@ from infer.kernels.runtime.dispatch import is_gpu
 _TILE_TOKENS, _TILE_OUTPUTS = 256, 64  # what an SM computes at a time, as 128 by 128 or otherwise
 _PIECE = 64  # elements of a row of W that cuBLAS loads at a time
 _MOST_PARTS = 4
-
-
-class SplitConfig(NamedTuple):
-    """A product that is cut into parts."""
-
-    parts: int
 
 
 def num_parts(M: int, N: int, K: int, num_sms: int) -> int:

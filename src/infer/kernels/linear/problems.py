@@ -28,3 +28,9 @@ class LinearProblem(NamedTuple):
     def num_rows(self) -> int:
         """Rows of the matrix: in a gated layer those of gate and up."""
         return self.N * 2 if self.gated else self.N
+
+
+class SplitConfig(NamedTuple):
+    """A product that the library computes in parts (split.py)."""
+
+    parts: int
