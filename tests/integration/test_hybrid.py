@@ -30,7 +30,7 @@ from infer.scheduling.request import Request
 from infer.speculative.proposer import Proposer, Wish
 from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
 from tests.support.referenced import engine_of_nan, load_pair, serve_checked
-from tests.support.tiny import drain, greedy
+from tests.support.tiny import drain, greedy, run_engine
 
 CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 16, 20
 FAMILIES = list(HYBRID_FAMILIES)

@@ -43,7 +43,17 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple
+
+
+class TransferKind(StrEnum):
+    """The two ends of a block's move."""
+
+    COPY = "copy"  # both ends on the device
+    SWAP_OUT = "swap_out"  # the source on the device, the destination in host memory
+    SWAP_IN = "swap_in"  # the other way round
+
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has

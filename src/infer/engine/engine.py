@@ -70,6 +70,7 @@ from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineS
 from infer.engine.stories import EngineStory, Stories
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
+from infer.finish_reason import FinishReason
 from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
@@ -262,13 +263,13 @@ class Engine:
         if group is None:
             waiting = self._compiling.abort(request_id) if index is None else None
             if waiting is not None and self._stories is not None:
-                self._stories.end(request_id, "abort")
-            return [] if waiting is None else unserved(waiting[0].request, "abort")
+                self._stories.end(request_id, FinishReason.ABORT)
+            return [] if waiting is None else unserved(waiting[0].request, FinishReason.ABORT)
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
-        return self._requests.end(group, ended, "abort")
+        return self._requests.end(group, ended, FinishReason.ABORT)
 
     def is_serving(self, request_id: str) -> bool:
         """True if a request is waiting or running."""
@@ -466,9 +467,9 @@ class Engine:
                     error = refused
             else:
                 error = result
-            outputs += unserved(group.request, "error", error)
+            outputs += unserved(group.request, FinishReason.ERROR, error)
             if self._stories is not None:
-                self._stories.end(group.request.request_id, "error", str(error))
+                self._stories.end(group.request.request_id, FinishReason.ERROR, str(error))
         return outputs
 
     @property
@@ -572,7 +573,7 @@ class Engine:
         self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
-            outputs += self._requests.end(group, group.unfinished, "error", error=reason)
+            outputs += self._requests.end(group, group.unfinished, FinishReason.ERROR, error=reason)
         return outputs
 
 

@@ -64,8 +64,6 @@ def bind(
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
     compiled = CompiledLinears(device)
-    writers, readers = find_neighbours(modules["layers"])
-    gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
     digits = FAST_DIGITS if cpu_products == "fast" else EXACT_DIGITS
     for layer in layers.values():
         if isinstance(layer.stored, Packed):
@@ -87,13 +85,7 @@ def bind(
         watch_stage(model, pipe)
     if adapters is not None:
         adapters.wrap(model)
-    for layer in layers.values():
-        activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
-        neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
-        layer.projection.prepare(compiled, neighbours)
-    for mixture in modules.values():
-        if isinstance(mixture, MixtureOfExperts) and communicator is None:
-            mixture.prepare(compiled)
+    ask_for_kernels(model, compiled, is_alone=communicator is None)
     if not compiled.is_wanted:
         return lambda: True
     pool = ThreadPoolExecutor(1, "compile-linears")
@@ -105,6 +97,27 @@ def bind(
         return compiled.load()
 
     return wait
+
+
+def ask_for_kernels(
+    model: nn.Module, compiled: CompiledLinears, *, is_alone: bool = True
+) -> dict[str, Neighbours]:
+    """Let every projection ask for the kernels in CUDA C++ that it could use; returns what stands around it.
+
+    `is_alone`: the model is not the part of one rank, whose experts have no kernels of few tokens.
+    """
+    modules = dict(model.named_modules())
+    writers, readers = find_neighbours(modules["layers"])
+    gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
+    asked: dict[str, Neighbours] = {}
+    for name, layer in modules.items():
+        if isinstance(layer, Projected):
+            activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
+            asked[name] = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
+            layer.projection.prepare(compiled, asked[name])
+        elif isinstance(layer, MixtureOfExperts) and is_alone:
+            layer.prepare(compiled)
+    return asked
 
 
 def _use_references(modules: Iterable[nn.Module]) -> None:

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import GRAMMAR_SECONDS, RANK_WAITS, STEP_TOKENS, EngineStats, Histogram
+from infer.finish_reason import FinishReason
 from infer.server.fleet.metered_client import COUNTED, MEASURED, MeteredClient
 from infer.tools.nvml import GpuReading, read_gpu
 
@@ -91,7 +92,7 @@ OWN_PREFIX = "infer"
 VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that are not the same in vLLM
 LABELS = ("model_name", "engine")
 Rows = Iterable[tuple[tuple[str, ...], float]]  # labels and a value
-FINISH_REASONS = ("stop", "length", "abort", "error")
+_SHOWN = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
 class ServerMetrics(Collector):
@@ -239,7 +240,7 @@ class ServerMetrics(Collector):
         ends = [
             ((*meter.labels, reason), meter.finished[reason])
             for meter in self.meters
-            for reason in FINISH_REASONS  # also those that never happened: a rate needs a start
+            for reason in _SHOWN  # also those that never happened: a rate needs a start
         ]
         yield self._counter("request_success", "requests that ended", ends, (*LABELS, "finished_reason"))
         cache = Metric(f"{OWN_PREFIX}_cache_config_info", "the KV cache, in labels", "gauge")

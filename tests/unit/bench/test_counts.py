@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.counts import EXPECTED, GATE, counts, differences
-from infer.bench.micro import capacity_rows
+from benchmarks.micro import capacity_rows
 from infer.bench.simulated import run_knobs, sweep, sweep_workload
 from infer.bench.workloads import make_workload
 

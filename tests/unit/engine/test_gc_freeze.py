@@ -75,6 +75,7 @@ def test_many_engines_leave_nothing_behind() -> None:
 
 def test_one_freeze_comes_behind_the_last_piece_of_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces, freezes = [True, True, False, False, True, False], list[int]()
+    number = -1
     monkeypatch.setattr(gc_freeze, "freeze", lambda: freezes.append(number))
     prepare = freezing(iter(pieces).__next__)
     for number, piece in enumerate(pieces):  # noqa: B007  (read by the line above)
