@@ -42,7 +42,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, islice
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
