@@ -145,6 +145,7 @@ class Speculation:
 
     def propose(self) -> None:
         """Give sequences drafts for the next step, or places for them; the ids of all are known."""
+        self._scheduler.state.ahead = 0
         if not self._is_quiet():
             return
         pairs = list(self._wishes())
@@ -158,6 +159,8 @@ class Speculation:
                     for (seq, wish), drafts in zip(pairs, proposed, strict=True)
                 ]
         counts = self._counts(pairs, found)
+        if not any(counts):
+            self._scheduler.state.ahead = 0
         for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):
             if count:
                 self._scheduler.propose(seq, drafts[:count])
