@@ -70,8 +70,8 @@ ALLOWED: dict[str, set[str]] = {
 
 # Packages of kernels: operations do not know each other, but for what they are made of.
 KERNELS: dict[str, set[str]] = {
-    "runtime": {"cpu"},
-    "cpu": {"elementwise"},  # the scales of keys and values
+    "runtime": {"cpu", "linear"},  # ranks add to the residual stream, whose form is linear's
+    "cpu": {"elementwise", "runtime"},  # the scales of keys and values; what joins ranks
     "elementwise": {"runtime", "cpu", "sampling"},  # a row of a step's state has its sampling parameters
     "sampling": {"runtime", "cpu"},
     "attention": {"runtime", "elementwise"},

@@ -139,14 +139,14 @@ class KVStore:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         for kind, moves in groupby(transfers, key=itemgetter(0)):
             pairs = [move[1:] for move in moves]
-            if kind is not TransferKind.COPY and self._crossing is not None:
-                self._crossing.cross(pairs, is_out=kind is TransferKind.SWAP_OUT)
+            if kind != TransferKind.COPY and self._crossing is not None:
+                self._crossing.cross(pairs, is_out=kind == TransferKind.SWAP_OUT)
                 continue
             for (source, destination), (device, host) in product(pairs, self._parts):
-                if kind is TransferKind.COPY:
+                if kind == TransferKind.COPY:
                     copy_block(device, source, destination)
                     continue
-                is_out = kind is TransferKind.SWAP_OUT
+                is_out = kind == TransferKind.SWAP_OUT
                 here, there = (source, destination) if is_out else (destination, source)
                 # plane by plane: a block as large as a sequence would be gathered in memory that is not there
                 for on_device, on_host in zip(device.flatten(0, 1), host[there].flatten(0, 1), strict=True):

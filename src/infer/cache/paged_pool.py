@@ -406,7 +406,7 @@ class PagedKVCachePool:
         moves = self._tree.moves
         if moves:
             self._tree.moves = []
-            num_out = sum(kind is TransferKind.SWAP_OUT for kind, _, _ in moves)
+            num_out = sum(kind == TransferKind.SWAP_OUT for kind, _, _ in moves)
             self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
         return moves
 

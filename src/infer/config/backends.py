@@ -5,8 +5,8 @@
     mlp_backend                 the feed-forward half of a block
 
 `torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `benchmarks/bench.py backends`
-runs the references next to what `auto` takes. Settings, `resolve.py` (the choice, the refusals), `infer doctor` and
-the docs read this table.
+runs the references next to what `auto` takes. Settings, `resolve.py` (the choice, the refusals),
+`infer doctor` and the docs read this table.
 """
 
 from __future__ import annotations
