@@ -76,6 +76,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue, LowRankTerm
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.dispatch import compiles_only
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
@@ -455,13 +456,16 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
     return config
 
 
-def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
+def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | Declined:
     gated = bool(matrix.activation)
-    if matrix.form is not None:
-        if num_tokens <= profile.coded_pdl_tokens and pdl.choose(num_tokens, matrix, profile) is not None:
-            return None
-        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
-    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
+    if matrix.form is None:
+        config = choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
+        return config or Declined("sizes that are not multiples of 8")
+    is_few = num_tokens <= profile.coded_pdl_tokens
+    if is_few and not isinstance(pdl.choose(num_tokens, matrix, profile), Declined):
+        return Declined("a kernel in pdl.cu")
+    config = choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
+    return config or Declined("more tokens than are faster here, or sizes that no cut fits")
 
 
 def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
@@ -469,9 +473,9 @@ def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, par
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
+def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | Declined:
     config = _choose(num_tokens, matrix, profile)
-    return None if config is None else replace(config, low_rank=True)
+    return config if isinstance(config, Declined) else replace(config, low_rank=True)
 
 
 def make_kernel(
