@@ -30,6 +30,7 @@ from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.speculative.proposer import Proposer, Wish
+from tests.support.books import check_books
 from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, reference_model
 from tests.support.kv_store import fill_store
 from tests.support.tiny import drain, greedy, run_engine
@@ -298,7 +299,9 @@ def test_an_abort_amid_drafts_gives_states_back() -> None:
     for number in range(len(REPEATING)):
         for _ in range(5 + number):
             engine.step()
+            check_books(engine.scheduler)
         engine.abort(str(number))
+        check_books(engine.scheduler)
     drain(engine)
     engine.scheduler.pool.reset_prefix_cache()
     assert engine.scheduler.pool.num_free_blocks == engine.scheduler.pool.num_blocks
