@@ -68,7 +68,7 @@ def base(family: str) -> Path:
 
 @functools.cache
 def adapter(family: str, name: str) -> Path:
-    """The directory of one of the adapters above, for a model; only attention where other matrices cannot be adapted."""
+    """The directory of one of the adapters above, for a model; some adapt only its attention."""
     setup = SETUPS[name] | ({"targets": ATTENTION} if family in ("mixtral", "qwen3_moe", "gemma4") else {})
     return make_adapter(ROOT[-1] / f"{family}-{name}", base(family), **setup)
 
