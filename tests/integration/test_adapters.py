@@ -68,8 +68,8 @@ def base(family: str) -> Path:
 
 @functools.cache
 def adapter(family: str, name: str) -> Path:
-    """The directory of one of the adapters above, for a model; only attention where it has experts."""
-    setup = SETUPS[name] | ({"targets": ATTENTION} if family in ("mixtral", "qwen3_moe") else {})
+    """The directory of one of the adapters above, for a model; some adapt only its attention."""
+    setup = SETUPS[name] | ({"targets": ATTENTION} if family in ("mixtral", "qwen3_moe", "gemma4") else {})
     return make_adapter(ROOT[-1] / f"{family}-{name}", base(family), **setup)
 
 
@@ -137,7 +137,7 @@ MIXED = [(name, number) for number in range(len(PROMPTS)) for name in ("", *SETU
 @pytest.mark.parametrize(
     ("family", "on_gpu"),
     thinned(
-        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"),
+        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5", "gemma4"),
         (False, True),
         keep=2,
     ),

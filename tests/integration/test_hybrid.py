@@ -28,6 +28,7 @@ from infer.loader.load import LoadedModel
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.speculative.proposer import Proposer, Wish
+from tests.support.books import check_books
 from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
 from tests.support.referenced import engine_of_nan, load_pair, serve_checked
 from tests.support.tiny import drain, greedy, run_engine
@@ -279,7 +280,9 @@ def test_an_abort_amid_drafts_gives_states_back() -> None:
     for number in range(len(REPEATING)):
         for _ in range(5 + number):
             engine.step()
+            check_books(engine.scheduler)
         engine.abort(str(number))
+        check_books(engine.scheduler)
     drain(engine)
     engine.scheduler.pool.reset_prefix_cache()
     assert engine.scheduler.pool.num_free_blocks == engine.scheduler.pool.num_blocks

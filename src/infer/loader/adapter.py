@@ -250,6 +250,8 @@ def _pair(
         assert isinstance(layer, Linear)
         if layer.always_dense:
             raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
+        if target.part not in (None, *layer.spec.parts):
+            raise CheckpointError(f"{where}, and this layer of the model has no such matrix")
         rows = layer.spec.part_rows(target.part)
         wanted, parts = (layer.spec.size, rows.stop - rows.start), layer.spec.parts
     shapes = a.shape, b.shape

@@ -160,6 +160,7 @@ class WeightPlan:
         """Give every linear layer and every stack of experts an empty projection of its scheme.
 
         A tied embedding reads its rows from the head, unless the head is dense: then it is its own table.
+        Next to packed matrices, tables with a row for each token have 16 bits.
         """
         memory = WeightMemory() if device_kind(device) == "cpu" else None
         is_tied = model.config.tie_embeddings
@@ -176,10 +177,17 @@ class WeightPlan:
             model.embedding.table = model.head.stored
             shell = torch.empty(weight.shape, device="meta")  # a shell without memory
             model.embedding.weight = nn.Parameter(shell, requires_grad=False)
-        elif self.is_packed:
-            tables = (tensor.dtype for tensor in self.modules["embedding"].weights)
+        for name, module in model.named_modules() if self.is_packed else ():
+            if (
+                not isinstance(module, Embedding)
+                or module.table is not None
+                or len(module.weight) != len(weight)
+            ):
+                continue
+            tables = (tensor.dtype for tensor in self.modules.get(name, Kept()).weights)
             half = torch.bfloat16 if torch.bfloat16 in (self.headers.stored, *tables) else torch.float16
-            model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
+            table = torch.empty_like(module.weight, dtype=half)
+            module.weight = nn.Parameter(table, requires_grad=False)
 
     def describe(self) -> str:
         """The form of the weights on the device, for the start line; "": they stay plain numbers."""
