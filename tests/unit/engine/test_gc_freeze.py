@@ -74,13 +74,13 @@ def test_many_engines_leave_nothing_behind() -> None:
 
 
 def test_one_freeze_comes_behind_the_last_piece_of_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces, freezes = [True, True, False, False, True, False], list[int]()
-    number = -1
-    monkeypatch.setattr(gc_freeze, "freeze", lambda: freezes.append(number))
+    pieces, freezes, counts = [True, True, False, False, True, False], list[bool](), list[int]()
+    monkeypatch.setattr(gc_freeze, "freeze", lambda: freezes.append(True))
     prepare = freezing(iter(pieces).__next__)
-    for number, piece in enumerate(pieces):  # noqa: B007  (read by the line above)
+    for piece in pieces:
         assert prepare() is piece
-    assert freezes == [2, 5]
+        counts.append(len(freezes))
+    assert counts == [0, 0, 1, 1, 1, 2]
 
 
 def test_an_engine_on_a_cpu_is_not_frozen() -> None:
