@@ -142,8 +142,7 @@ class CompiledLinears:
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels and their matrices."""
         layers, coded = list(self._layers), list(self._coded)
-        longest = self.wgmma.tokens[-1]
-        heads = [head for head in self._heads if not isinstance(self.wgmma.choose(longest, head), Declined)]
+        heads = [head for head in self._heads if self.wgmma.choose(self.wgmma.tokens[-1], head) is not None]
         return [
             (self.pdl, layers),
             (self.wgmma, [*layers, *heads] if layers else []),

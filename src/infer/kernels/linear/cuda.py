@@ -38,6 +38,7 @@ Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, 
 Config = TypeVar("Config")
 
 _MAX_COMPILERS = 16
+_NO_CUT = Declined("sizes that no cut fits, or more tokens than are faster here")
 _NOT_ALIGNED = Declined("rows are not bfloat16, or do not start at multiples of 16 bytes")
 _LONG_SECONDS = 1.0  # compile time worth a log line; what was kept on disk takes less
 
@@ -62,7 +63,7 @@ class CudaLinear(Generic[Config]):
     arch: str
     tokens: range
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
-    choose: Callable[[int, Matrix], Config | Declined]  # the cut of a matrix for that many tokens
+    choose: Callable[[int, Matrix], Config | Declined | None]  # the cut of a matrix for that many tokens
     defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # constants: bucket, adding, reading parts
     load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # loaded for a device, with PDL
     is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
@@ -139,7 +140,7 @@ class CudaLinear(Generic[Config]):
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
             num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
             for matrix in matrices:
-                config = self.choose(num_tokens, matrix)
+                config = self.choose(num_tokens, matrix) or _NO_CUT
                 shape = (bucket, matrix.N, matrix.K, bool(matrix.activation), matrix.form)
                 if not isinstance(config, Declined):
                     chosen[shape] = config

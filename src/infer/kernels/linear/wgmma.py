@@ -456,16 +456,14 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
     return config
 
 
-def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | Declined:
+def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
     gated = bool(matrix.activation)
-    if matrix.form is None:
-        config = choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
-        return config or Declined("sizes that are not multiples of 8")
-    is_few = num_tokens <= profile.coded_pdl_tokens
-    if is_few and not isinstance(pdl.choose(num_tokens, matrix, profile), Declined):
-        return Declined("a kernel in pdl.cu")
-    config = choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
-    return config or Declined("more tokens than are faster here, or sizes that no cut fits")
+    if matrix.form is not None:
+        is_few = num_tokens <= profile.coded_pdl_tokens
+        if is_few and not isinstance(pdl.choose(num_tokens, matrix, profile), Declined):
+            return None
+        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
+    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
 
 
 def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
