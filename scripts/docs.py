@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.bench.ablations import ABLATIONS
+from benchmarks.ablations import ABLATIONS
 from infer.bench.metrics import MEASURES
 from infer.bench.render import explanations, markdown_table, provenance
 from infer.bench.report import read_report

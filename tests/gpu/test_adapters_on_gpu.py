@@ -129,12 +129,11 @@ def test_mixed_batch_says_what_merged_weights_say(family: str, knobs: dict[str, 
     assert made == {(name, number): wanted[name][number] for name, number in made}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_kernels_that_add_adapters_say_what_separate_ones_say(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 ties break either way: logprobs are compared up to the first token that differs."""
-    make_checkpoint(family, base := tmp_path / "base")
+    make_checkpoint("qwen3", base := tmp_path / "base")
     paths = {name: make_adapter(tmp_path / name, base, seed=n, rank=8 + 8 * n) for n, name in enumerate("ab")}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     plans, find = list[WgmmaConfig | None](), CompiledLinears.find_low_rank

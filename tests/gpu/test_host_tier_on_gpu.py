@@ -68,7 +68,7 @@ def test_the_tier_changes_no_token(
     knobs: dict[str, Any] = {"deterministic": True, "kv_cache_dtype": kv_cache_dtype, "max_batch_size": 2}
     found = []
     for more in ({}, {"num_blocks": 14, "swap_blocks": 200}):
-        with LLM(tmp_path, device="cuda", device_memory="8GiB", **knobs, **more) as llm:
+        with LLM(tmp_path, device="cuda", device_memory="8GiB", **(knobs | more)) as llm:
             found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
             stats = llm.engine.stats()
     assert found[0] == found[1]

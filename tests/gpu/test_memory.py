@@ -129,7 +129,7 @@ def test_the_computed_step_is_at_least_the_measured_one(
     config = resolve_for(EngineConfig(), loaded)
     computed = compute_step(config, loaded)
     bound = bind(loaded.model, loaded.device, deterministic=False)
-    measured = build._rehearse(config, loaded, bound, None)
+    measured = build._rehearse(config, loaded, bound, None, None)
     assert measured is not None
     print(f"computed {computed} measured {measured}")
     assert measured.layers <= computed.layers < 3 * measured.layers

@@ -26,7 +26,7 @@ from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
 from infer.loader.adapter import LowRankPair
 from infer.loader.find.source import resolve_model
-from infer.loader.formats.checkpoint import write_safetensors
+from infer.loader.formats.checkpoint import read_header, write_safetensors
 from infer.loader.load import load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
@@ -34,9 +34,11 @@ from infer.speculative.adaptive import StepCosts
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.adapters import ATTENTION, make_adapter, merge, read_weights
 from tests.support.books import check_books
+from tests.support.thinned import thinned
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 ROOT: list[Path] = []
+SIZES = Sizes(vocab_size=397, context_len=96)
 COSTS = StepCosts(((1, 1e-3), (128, 4e-3)))
 SETUPS: dict[str, dict[str, Any]] = {
     "all": {"seed": 1, "rank": 8},
@@ -60,7 +62,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @functools.cache
 def base(family: str) -> Path:
     path = ROOT[-1] / family
-    make_checkpoint(family, path, sizes=Sizes(vocab_size=397, context_len=96), seed=1)
+    make_checkpoint(family, path, sizes=SIZES, seed=1)
     return path
 
 
@@ -132,9 +134,13 @@ def first_logprob(engine: Engine, name: str) -> float:
 MIXED = [(name, number) for number in range(len(PROMPTS)) for name in ("", *SETUPS)]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"]
+    ("family", "on_gpu"),
+    thinned(
+        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"),
+        (False, True),
+        keep=2,
+    ),
 )
 def test_mixed_batch_says_what_merged_weights_say(family: str, on_gpu: bool) -> None:
     engine = make_engine(base(family), on_gpu=on_gpu, lora_modules=modules(family))
@@ -147,20 +153,19 @@ def test_mixed_batch_says_what_merged_weights_say(family: str, on_gpu: bool) -> 
         assert merged == pytest.approx(firsts[name], abs=1e-3)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"max_num_batched_tokens": 7, "max_batch_size": 5},
-        {"num_blocks": 40, "preemption": "recompute"},
-        {"num_blocks": 40, "preemption": "swap", "swap_blocks": 40},
-        {"kv_cache_backend": "naive"},
-        {"speculative_method": "ngram", "adaptive_speculation": False},
-        {"use_prefix_caching": False, "use_overlap": False},
-    ],
-    ids=["chunks", "recompute", "swap", "naive", "drafts", "plain"],
-)
-def test_other_features_change_nothing(knobs: dict[str, Any], on_gpu: bool) -> None:
+FEATURES: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 7, "max_batch_size": 5},
+    "recompute": {"num_blocks": 40, "preemption": "recompute"},
+    "swap": {"num_blocks": 40, "preemption": "swap", "swap_blocks": 40},
+    "naive": {"kv_cache_backend": "naive"},
+    "drafts": {"speculative_method": "ngram", "adaptive_speculation": False},
+    "plain": {"use_prefix_caching": False, "use_overlap": False},
+}
+
+
+@pytest.mark.parametrize(("feature", "on_gpu"), thinned(FEATURES, (False, True), keep=2))
+def test_other_features_change_nothing(feature: str, on_gpu: bool) -> None:
+    knobs = FEATURES[feature]
     engine = make_engine(base("qwen3"), on_gpu=on_gpu, lora_modules=modules("qwen3"), **knobs)
     for _ in range(2):  # the second time from the prefix cache, where there is one
         made = serve(engine, MIXED)
@@ -242,6 +247,71 @@ def test_names_and_room_are_checked() -> None:
         engine.set_adapter("z", None)
     with pytest.raises(RequestError, match="no room for LoRA adapters"):
         make_engine(base("llama")).set_adapter("x", str(adapter("llama", "all")))
+
+
+OUTER: dict[str, Any] = {"seed": 7, "targets": r"(embed_tokens|lm_head|q_proj)$", "rank": 5}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("family", ["llama", "cohere2"])  # the second scales its logits
+def test_embedding_and_head_are_adapted(family: str, on_gpu: bool, tmp_path: Path) -> None:
+    make_checkpoint(family, path := tmp_path / "base", sizes=SIZES, seed=1, tie_embeddings=False)
+    outer = make_adapter(tmp_path / "outer", path, **OUTER)
+    inner = make_adapter(tmp_path / "inner", path, **SETUPS["few"])
+    merged = {
+        name: merge(tmp_path / f"{name}-merged", path, directory)
+        for name, directory in (("outer", outer), ("inner", inner))
+    }
+    asked = [(name, number) for number in range(len(PROMPTS)) for name in ("", "outer", "inner")]
+    wanted = {
+        (name, number): ids
+        for name in ("", "outer", "inner")
+        for (_, number), ids in serve(
+            make_engine(merged.get(name, path)), [("", number) for number in range(len(PROMPTS))]
+        ).items()
+    }
+    knobs: dict[str, Any] = {"lora_modules": {"outer": outer, "inner": inner}, "prefill_chunk_size": 7}
+    engine = make_engine(path, on_gpu=on_gpu, **knobs)
+    assert serve(engine, asked) == wanted
+    found = [first_prompt_logprobs(make_engine(merged["outer"]), ""), first_prompt_logprobs(engine, "outer")]
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+def first_prompt_logprobs(engine: Engine, name: str) -> list[float]:
+    """The logprobs of a prompt's tokens."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    engine.add(Request(request_id="prompt", prompt=tuple(PROMPTS[2]), params=params, adapter=name))
+    rows = [row for _ in range(6) for output in engine.step() for row in output.prompt_logprobs or ()]
+    return [row.logprob for row in rows if row is not None]
+
+
+def test_whole_weights_and_outer_matrices_without_room_are_refused(tmp_path: Path) -> None:
+    outer = make_adapter(tmp_path / "outer", base("llama"), **OUTER)
+    engine = make_engine(base("llama"), enable_lora=True)
+    with pytest.raises(
+        ConfigError, match="adapts the embedding and the head; there is room for that only if"
+    ):
+        engine.adapters.load("x", str(outer))
+    tensors = _stored(outer / "adapter_model.safetensors")
+    own = read_weights(base("llama"))["lm_head.weight"]
+    for change, is_refused in ((0.0, False), (1e-3, True)):
+        whole = {"base_model.model.lm_head.base_layer.weight": own + change}
+        write_safetensors(outer / "adapter_model.safetensors", tensors | whole)
+        if is_refused:
+            with pytest.raises(
+                CheckpointError, match="lm_head.base_layer.weight', which is not the model's own"
+            ):
+                make_engine(base("llama"), lora_modules={"x": outer})
+        else:
+            make_engine(base("llama"), lora_modules={"x": outer})
+
+
+def _stored(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, stored in read_header(path).items():
+        tensors[name] = torch.empty(stored.shape)
+        stored.copy_to(tensors[name])
+    return tensors
 
 
 def test_embedding_uses_the_adapter() -> None:
@@ -359,6 +429,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ({"enable_lora": True, "max_lora_rank": 512}, "at most 256"),
         ({"max_loras": 4}, "need enable_lora"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"enable_lora": True, "deterministic": True}, "deterministic"),
     ],
 )

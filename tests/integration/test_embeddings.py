@@ -24,6 +24,7 @@ from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.running import Running
+from tests.support.thinned import thinned
 from tests.support.tiny import CONTEXT_LEN, SIZES, drain, greedy, make_engine, random_prompts, run_engine
 
 PROMPTS = [*random_prompts(6, longest=50), list(range(5, 5 + CONTEXT_LEN))]  # the last fills the context
@@ -65,16 +66,18 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize(
-    "knobs",
-    [{}, {"max_num_batched_tokens": 7, "max_batch_size": 4}, {"num_blocks": 5, "max_num_batched_tokens": 16}],
-    ids=["whole", "chunks of 7", "preempted"],
-)
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_batch_size": 4},
+    "preempted": {"num_blocks": 5, "max_num_batched_tokens": 16},
+}
+
+
+@pytest.mark.parametrize(("family", "pooling", "way"), thinned(FAMILIES, ("last", "mean"), WAYS, keep=3))
 def test_every_way_through_the_engine_gives_the_states_of_transformers(
-    half: str, family: str, pooling: str, knobs: dict[str, Any]
+    half: str, family: str, pooling: str, way: str
 ) -> None:
+    knobs = WAYS[way]
     engine = make_engine(family, **knobs)
     assert isinstance(engine._device, GpuDevice) == (half == "device")
     neighbours = [(prompt, greedy(5)) for prompt in PROMPTS[:3]]

@@ -19,6 +19,7 @@ from infer.sampling.params import SamplingParams, sequence_seed
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.checkpoints import FAMILIES
 from tests.support.simple_loop import generate_greedy, generate_sampled
+from tests.support.thinned import thinned
 from tests.support.tiny import make_engine, random_prompts, run_engine, tiny_model
 from tests.support.toggles import (
     CONTEXT_LEN,
@@ -71,8 +72,7 @@ def test_the_defaults_give_the_tokens_of_the_simple_loop(family: str) -> None:
     assert run_engine(make_engine(family), REQUESTS) == expected(family)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")
+@pytest.mark.parametrize(("half", "number"), thinned((0, 1), range(len(pairwise_rows())), keep=2))
 def test_no_toggle_changes_a_token(number: int, half: int) -> None:
     """Two families per row, in turns: no toggle asks which family it runs, and each meets many rows."""
     family = FAMILIES[(number + half * len(FAMILIES) // 2) % len(FAMILIES)]
@@ -88,8 +88,7 @@ SQUEEZES: dict[str, dict[str, Any]] = {
 }
 
 
-@all_families
-@pytest.mark.parametrize("squeeze", SQUEEZES)
+@pytest.mark.parametrize(("family", "squeeze"), thinned(FAMILIES, SQUEEZES, keep=2))
 def test_preemption_changes_no_token(family: str, squeeze: str) -> None:
     engine = make_engine(family, block_size=2, num_blocks=26, prefill_chunk_size=5, **SQUEEZES[squeeze])
     assert run_engine(engine, REQUESTS) == expected(family)

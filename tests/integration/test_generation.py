@@ -29,6 +29,7 @@ from tests.support.simple_loop import (
     generate_sampled,
     model_offers,
 )
+from tests.support.thinned import thinned
 from tests.support.tiny import (
     CONTEXT_LEN,
     SIZES,
@@ -214,8 +215,7 @@ def test_a_chunk_of_as_many_tokens_as_it_forks_into_samples_from_its_last(num_pr
 # -- beam search ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(("family", "width"), thinned(FAMILIES, (1, 2, 4), keep=3))
 def test_beam_search_equals_transformers(family: str, width: int) -> None:
     """The law is theirs with length_penalty=1 and early_stopping=False; many stops, so that beams end."""
     changes: dict[str, Any] = {} if family == "gpt2" else {"max_position_embeddings": 64}
@@ -273,16 +273,18 @@ def until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
     return row[: ends[0] + 1] if ends else row
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"block_size": 1, "num_blocks": 130, "prefill_chunk_size": 3},
-        {"block_size": 2, "num_blocks": 32, "preemption": "recompute"},
-        {"block_size": 2, "num_blocks": 32, "preemption": "swap", "swap_blocks": 80},
-    ],
-    ids=["default", "blocks of one", "recompute", "swap"],
+    ("family", "knobs"),
+    thinned(
+        FAMILIES,
+        (
+            {},
+            {"block_size": 1, "num_blocks": 130, "prefill_chunk_size": 3},
+            {"block_size": 2, "num_blocks": 32, "preemption": "recompute"},
+            {"block_size": 2, "num_blocks": 32, "preemption": "swap", "swap_blocks": 80},
+        ),
+        keep=4,
+    ),
 )
 def test_beams_in_the_engine_are_those_of_the_exhaustive_search(family: str, knobs: dict[str, Any]) -> None:
     """What the test above ties to transformers, through forks, copies, preemptions and swaps."""
@@ -303,11 +305,13 @@ def test_beams_in_the_engine_are_those_of_the_exhaustive_search(family: str, kno
 # -- logprobs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "knobs",
-    [{}, {"prefill_chunk_size": 5}, {"kv_cache_backend": "naive"}, {"block_size": 2, "num_blocks": 19}],
-    ids=["whole", "chunked", "naive", "preempted"],
+    ("family", "knobs"),
+    thinned(
+        FAMILIES,
+        ({}, {"prefill_chunk_size": 5}, {"kv_cache_backend": "naive"}, {"block_size": 2, "num_blocks": 19}),
+        keep=2,
+    ),
 )
 def test_logprobs_are_those_of_the_reference(family: str, knobs: dict[str, Any]) -> None:
     """Twice the same prompt, so that the second time the prefix cache has it."""

@@ -33,6 +33,7 @@ from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from tests.support.checkpoints import FAMILIES, MORE_FAMILIES
 from tests.support.masked import mask_steps
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, make_engine, random_prompts, run_engine
 
 NUM_PROMPTS = 10
@@ -157,8 +158,7 @@ def make_device_engine(family: str, **knobs: Any) -> Engine:
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("use_overlap", [True, False])
-@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+@pytest.mark.parametrize(("family", "use_overlap"), thinned(FAMILIES + MORE_FAMILIES, (True, False), keep=2))
 def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) -> None:
     engine = make_device_engine(family, use_overlap=use_overlap)
     assert engine._steps_ahead == (CPU.steps.steps_ahead if use_overlap else 0)

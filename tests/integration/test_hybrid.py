@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -18,18 +18,18 @@ import torch
 from infer.cache.layout import STATE, StateSize
 from infer.config.settings import EngineConfig
 from infer.engine import machine
-from infer.engine.build import build_engine, resolve_for
+from infer.engine.build import resolve_for
 from infer.engine.cache_fit import kept_cache
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
-from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model
+from infer.loader.load import LoadedModel
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
-from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, reference_model
-from tests.support.kv_store import fill_store
+from infer.speculative.proposer import Proposer, Wish
+from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
+from tests.support.referenced import engine_of_nan, load_pair, serve_checked
 from tests.support.tiny import drain, greedy, run_engine
 
 CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 16, 20
@@ -38,20 +38,12 @@ FAMILIES = list(HYBRID_FAMILIES)
 
 @functools.cache
 def models(family: str) -> tuple[Any, LoadedModel]:
-    """The reference, and the same weights loaded as a user would load them."""
-    reference = reference_model(family, max_position_embeddings=CONTEXT_LEN)
-    with tempfile.TemporaryDirectory() as directory:
-        reference.save_pretrained(directory)
-        source = resolve_model(directory, revision=None, show_progress=False)
-        return reference, load_model(source, dtype="float32", device="cpu")
+    return load_pair(family, max_position_embeddings=CONTEXT_LEN)
 
 
 def make_engine(family: str, **knobs: Any) -> Engine:
     plain = {"block_size": BLOCK_SIZE, "num_blocks": 100, "prefill_chunk_size": 13, "max_batch_size": 4}
-    engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
-    assert isinstance(engine._device, TorchDevice | GpuDevice)
-    fill_store(engine._device.store, float("nan"))
-    return engine
+    return engine_of_nan(models(family)[1], **(plain | knobs))
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -68,17 +60,8 @@ GROWING = [(prompt[-3:], greedy(60)) for prompt, _ in REQUESTS]  # admitted toge
 SMALL = 8  # blocks, for these
 
 
-def check(family: str, prompt: list[int], output: list[int]) -> None:
-    """Raise unless each token of an output is what the reference finds likeliest after those before it."""
-    with torch.no_grad():
-        logits_TV = models(family)[0](input_ids=torch.tensor([prompt + output])).logits[0]
-    assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
-
-
 def serve(engine: Engine, family: str, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> None:
-    for (prompt, params), (output,) in zip(requests, run_engine(engine, requests), strict=True):
-        assert len(output) == params.max_tokens
-        check(family, prompt, output)
+    serve_checked(engine, models(family)[0], requests)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -217,10 +200,95 @@ def test_the_plan_counts_states() -> None:
     assert device.store.num_bytes == pool.num_blocks * BLOCK_SIZE * kept.bytes_per_token // 2
 
 
+REPEATING = [((prompt * 9)[: 40 + 7 * number], greedy(60)) for number, (prompt, _) in enumerate(GROWING[:4])]
+# adaptive speculation weighs the times of steps: these tests want drafts in every step that can have some
+GUESSES: dict[str, Any] = {"speculative_decoding": True, "adaptive_speculation": False, "num_blocks": 60}
+
+
+class RightAndWrong(Proposer):
+    """A proposer that knows the answers, and says a wrong token after a few right ones."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, wishes: Seq[Wish]) -> list[Seq[int]]:
+        found: list[Seq[int]] = []
+        for wish in wishes:
+            text, length = list(wish.tokens), len(wish.tokens)
+            known = next(answer for answer in self.answers if answer[:length] == text)[length:]
+            num_right = length % (wish.num_drafts + 1)
+            found.append([*known[:num_right], 1, 1][: wish.num_drafts])
+        return found
+
+    def has_match(self, wish: Wish) -> bool:
+        return True
+
+    def finish(self, wish: Wish) -> None:
+        pass
+
+
+def speculate(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """The texts of requests whose drafts are partly right; several are kept and several refused."""
+    plain = make_engine("qwen3_5", use_prefix_caching=False)
+    expected = [output for (output,) in run_engine(plain, requests)]
+    assert engine.speculation is not None
+    texts = [prompt + output for (prompt, _), output in zip(requests, expected, strict=True)]
+    engine.speculation._proposer = RightAndWrong(texts)
+    assert [output for (output,) in run_engine(engine, requests)] == expected
+    totals = engine.speculation.totals
+    assert 20 < totals.num_accepted < totals.num_drafts - 20
+    pool = engine.scheduler.pool
+    pool.reset_prefix_cache()
+    assert pool.num_free_blocks == pool.num_blocks and not pool.audit_blocks()
+    return expected
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_drafts_change_no_token(on_gpu: bool, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_gpu:
+        monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=60, ignore_eos=True)
+    requests = [(prompt, params if sampled else asked) for prompt, asked in REPEATING]
+    for knobs in ({}, {"num_speculative_tokens": 2}, {"attention_backend": "torch_ref"}):
+        if not on_gpu or "attention_backend" not in knobs:
+            speculate(make_engine("qwen3_5", **GUESSES, **knobs), requests)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_drafts_of_sequences_that_are_preempted_change_no_token(preemption: str) -> None:
+    knobs = GUESSES | {"num_blocks": SMALL + 2, "swap_blocks": 80, "preemption": preemption}
+    engine = make_engine("qwen3_5", **knobs)
+    speculate(engine, GROWING)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_texts_that_repeat_themselves_are_looked_up(family: str, method: str) -> None:
+    engine = make_engine(family, **GUESSES, speculative_method=method)
+    for _ in range(2):  # what was cached after drafts serves the same texts again
+        serve(engine, family, REPEATING)
+    assert engine.speculation is not None and engine.speculation.totals.num_drafts > 0
+
+
+def test_an_abort_amid_drafts_gives_states_back() -> None:
+    engine = make_engine("qwen3_5", **GUESSES)
+    for number, (prompt, params) in enumerate(REPEATING):
+        engine.add(Request(request_id=str(number), prompt=tuple(prompt), params=params))
+    for number in range(len(REPEATING)):
+        for _ in range(5 + number):
+            engine.step()
+        engine.abort(str(number))
+    drain(engine)
+    engine.scheduler.pool.reset_prefix_cache()
+    assert engine.scheduler.pool.num_free_blocks == engine.scheduler.pool.num_blocks
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"speculative_decoding": True},
+        {"speculative_decoding": True, "draft_model": "any"},
         {"deterministic": True},
         {"kv_cache_backend": "contiguous"},
         {"kv_cache_dtype": "int8"},

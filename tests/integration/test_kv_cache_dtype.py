@@ -19,6 +19,7 @@ from infer.execution.gpu.device import GpuDevice
 from infer.kernels.cpu.library import library
 from infer.sampling.params import SamplingParams
 from tests.integration.test_cpu_weights import REQUESTS, make_engine
+from tests.support.thinned import thinned
 from tests.support.tiny import greedy, random_prompts, run_engine
 from tests.support.tiny import make_engine as make_plain
 
@@ -48,8 +49,9 @@ def alone(family: str, kv_cache_dtype: str) -> list[list[list[int]]]:
 
 @needs_c
 @both
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # without windows, and with
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(  # families without windows, and with
+    ("family", "setting"), thinned(("qwen3", "gemma3"), SETTINGS, keep=2)
+)
 def test_no_setting_changes_a_token(kv_cache_dtype: str, family: str, setting: str) -> None:
     engine = make_engine(family, kv_cache_dtype=kv_cache_dtype, **SETTINGS[setting])
     assert run_engine(engine, REQUESTS) == alone(family, kv_cache_dtype)

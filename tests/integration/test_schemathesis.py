@@ -26,8 +26,6 @@ from scripts.make_checkpoint import make_checkpoint  # noqa: E402
 from tests.support.app import Site  # noqa: E402
 from tests.support.fake_client import FakeClient  # noqa: E402
 
-NUM_EXAMPLES = 40
-
 
 class ShortClient(FakeClient):
     """Answers in at most three tokens, whatever was asked for; bodies that ask for many choices are fine."""
@@ -53,6 +51,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     config = LoadConfig(model=str(directory))
     encoder = make_encoder(config, read_headers(find_source(config, show_progress=False)))
     yield Site(ShortClient(), encoder=encoder, access_log=False)
+
+
+@pytest.fixture(scope="module")
+def schema(site: Site) -> Any:
+    gc.disable()  # CPython 3.11 cannot be interrupted while it parses: a collection fails the import
+    try:
+        return schemathesis.openapi.from_asgi("/openapi.json", site.app)
+    finally:
+        gc.enable()
 
 
 OPERATIONS = [
@@ -110,16 +117,13 @@ def test_the_list_above_has_every_route(site: Site) -> None:
 
 # The check for the module `random` sees all threads, also those that an earlier test has left behind.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+@pytest.mark.parametrize("num_examples", [12, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: str(value))
-def test_no_body_makes_the_server_fail(site: Site, method: str, path: str) -> None:
-    gc.disable()  # CPython 3.11 cannot be interrupted while it parses: a collection fails the import
-    try:
-        schema = schemathesis.openapi.from_asgi("/openapi.json", site.app)
-    finally:
-        gc.enable()
-
+def test_no_body_makes_the_server_fail(
+    site: Site, schema: Any, method: str, path: str, num_examples: int
+) -> None:
     @settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=num_examples,
         deadline=None,
         derandomize=True,
         database=None,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
@@ -44,11 +44,13 @@ from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
 from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.kv_store import fill_store
+from tests.support.thinned import thinned
 
 ALL_FAMILIES = FAMILIES + MOE_FAMILIES
 VOCAB_SIZE = 397
 SIZES = Sizes(vocab_size=VOCAB_SIZE, context_len=96)  # sliding windows are 16 tokens
-COSTS = StepCosts(((1, 1e-3), (128, 4e-3)))  # drafts pay in the batches of these tests, if some are right
+# drafts pay in the batches of these tests, if some are right; a GPU makes them before the host is ready
+COSTS = StepCosts(((1, 1e-3), (128, 4e-3)), gap_s=1e-9, is_ahead=True)
 SMALL: dict[str, Any] = {"num_blocks": 22, "block_size": 4, "max_batch_size": 6}
 LOOKUP: dict[str, Any] = {"speculative_method": "ngram", "adaptive_speculation": False}
 on_both = pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
@@ -217,8 +219,7 @@ DEPENDENT: list[dict[str, Any]] = [  # on all tokens before, so a draft that ign
 # -- a model that drafts for itself -----------------------------------------------------------------------
 
 
-@on_both
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize(("family", "on_gpu"), thinned(ALL_FAMILIES, (False, True), keep=2))
 def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""
     count = 1 + (ALL_FAMILIES.index(family) + 4 * on_gpu) % 7
@@ -240,12 +241,12 @@ PRESSURE: dict[str, dict[str, Any]] = {
 }
 
 
-@on_both
-@pytest.mark.parametrize("pressure", PRESSURE)
-@pytest.mark.parametrize(("family", "count"), [("llama", 3), ("mistral", 4), ("gemma3", 5)])
-def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, count: int, on_gpu: bool) -> None:
+@pytest.mark.parametrize(
+    ("pressure", "family", "on_gpu"), thinned(PRESSURE, ("llama", "mistral", "gemma3"), (False, True), keep=3)
+)
+def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, on_gpu: bool) -> None:
     """Texts that it drafts from were preempted, swapped, forked, or found in the prefix cache."""
-    knobs = PRESSURE[pressure]
+    knobs, count = PRESSURE[pressure], {"llama": 3, "mistral": 4, "gemma3": 5}[family]
     if family == "gemma3":
         knobs = knobs | {"num_blocks": 60}  # it has several tables
     requests = requests_of(MIX + MIX[:5], seed=3)
@@ -320,9 +321,9 @@ def repetitive(count: int, seed: int = 0, **kinds: Any) -> list[Request]:
     return requests
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("method", "is_adaptive", "on_gpu"), thinned(("ngram", "suffix"), (True, False), (False, True), keep=2)
+)
 def test_what_is_looked_up_changes_nothing(method: str, is_adaptive: bool, on_gpu: bool) -> None:
     requests = repetitive(8)
     expected = plain(requests, on_gpu=on_gpu)
@@ -405,9 +406,9 @@ def lied_to(engine: Engine, proposer: Proposer) -> Speculation:
     return engine.speculation
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(
+    ("lie", "is_adaptive", "on_gpu"), thinned(LIES, (True, False), (False, True), keep=2)
+)
 def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
     kinds = [kind | {"ignore_eos": number % 2 == 0} for number, kind in enumerate(MIX)]
     requests = requests_of(kinds, seed=6)
@@ -618,9 +619,9 @@ def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_g
         assert answer.tokens == expected[key].tokens[: len(answer.tokens)], key
 
 
-@on_both
-@pytest.mark.parametrize("of_drafts", [False, True], ids=["model", "draft model"])
-@pytest.mark.parametrize("first", [20, 90])
+@pytest.mark.parametrize(
+    ("first", "of_drafts", "on_gpu"), thinned((20, 90), (False, True), (False, True), keep=2)
+)
 def test_windows_that_find_no_memory(first: int, of_drafts: bool, on_gpu: bool) -> None:
     """Steps with drafts are run in halves, and so are those of the model that drafts; windows stay whole."""
     requests = requests_of([kind for kind in MIX if "n" not in kind], seed=7)
@@ -670,24 +671,31 @@ def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
     assert_same(serve(engine, [second]), expected)
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_turns_begin_before_the_window_before_is_read(has_room: bool) -> None:
-    """On a GPU, if there are blocks for one more window; without, the host says where they begin."""
+@pytest.mark.parametrize("case", ["turns", "turns and steps", "no room"])
+def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
+    """On a GPU, if there are blocks for one more window; without, the host says where they begin.
+
+    Where they are over soon, the step that verifies them is launched with them.
+    """
     requests = requests_of([{"max_tokens": 40}] * 2 + [{"max_tokens": 25, "temperature": 0.8}])
     expected = plain(requests, on_gpu=True)
     engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
-    speculation: Any = engine.speculation
+    speculation, device = cast(Any, engine.speculation), cast(Any, engine.device)
     drafter = speculation._drafter
-    for name in ("begin", "_enter"):
-        setattr(drafter, name, mock.Mock(side_effect=getattr(drafter, name)))
-    if not has_room:
+    for owner, name in ((drafter, "begin"), (drafter, "_enter"), (device, "_start_window")):
+        setattr(owner, name, mock.Mock(side_effect=getattr(owner, name)))
+    if case == "no room":
         inner = speculation._has_room
         speculation._has_room = lambda asked: not engine.scheduler.state.ahead and inner(asked)
-    assert_same(serve(engine, requests), expected)
+    with mock.patch.object(StepCosts, "is_host_slower", lambda *_: case == "turns and steps"):
+        assert_same(serve(engine, requests), expected)
     num_drafts, num_accepted = totals(engine)
     assert num_accepted == num_drafts > 50
-    assert drafter.begin.call_count > 8
-    assert drafter._enter.call_count <= 3 if has_room else drafter._enter.call_count > 5
+    num_windows = drafter.begin.call_count
+    assert num_windows > 8
+    assert drafter._enter.call_count > 5 if case == "no room" else drafter._enter.call_count <= 3
+    num_launched = device._start_window.call_count
+    assert num_launched < num_windows / 2 if case == "turns and steps" else num_launched == num_windows
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

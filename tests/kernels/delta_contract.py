@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,25 +37,33 @@ def make_layer(
 
 
 def spans_of(
-    tables_RB: torch.Tensor, block_size: int, lens: list[int], rows: list[int], chunks: list[PrefillChunk]
-) -> list[StateSpan]:
+    tables_RB: torch.Tensor, block_size: int, lens: list[int], rows: list[int], chunks: list[PrefillChunk],
+    drafts: list[int],
+) -> list[StateSpan]:  # fmt: skip
     """The same work for the reference, one row after the other."""
     found = []
     runs = [(place, 1, row, length - 1) for place, (row, length) in enumerate(zip(rows, lens, strict=True))]
-    for first, num, row, start in [*(run for run in runs if run[3] >= 0), *chunks]:
-        for begin, end in pieces_of(start, start + num, block_size):
+    runs = [run for run in runs if run[3] >= 0]
+    counts = [0] * len(runs) + drafts
+    for (first, num, row, start), count in zip([*runs, *chunks], counts, strict=True):
+        known = start + num - count
+        for begin, end in pieces_of(start, known, block_size):
             read = tables_RB[row, (begin - 1) // block_size] if begin else torch.tensor(-1)
             blocks = torch.stack([read.to(tables_RB.device), tables_RB[row, begin // block_size]]).long()
             tokens = slice(first - start + begin, first - start + end)
             found.append(StateSpan(tokens, blocks[:1], blocks[1:]))
+        if count:
+            tokens = slice(first + num - count, first + num)
+            found.append(StateSpan(tokens, tables_RB[row, (known - 1) // block_size].long()[None], None))
     return found
 
 
 def check(
     device: str, shape: tuple[int, int, int, int], dtype: torch.dtype, lens: list[int],
-    chunks: list[PrefillChunk], *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS,
+    chunks: list[PrefillChunk], *, drafts: list[int] | None = None, block_size: int = BLOCK_SIZE,
+    num_blocks: int = NUM_BLOCKS,
 ) -> None:  # fmt: skip
-    """Compare outputs, states and tails; rows that decode come first, then chunks."""
+    """Compare outputs, states and tails; rows that decode come first, then chunks, perhaps with drafts."""
     torch.manual_seed(0)
     rule, cache = make_layer(shape, dtype, device, num_blocks)
     num_rows = len(lens) + len(chunks)
@@ -64,12 +74,25 @@ def check(
     num_channels, num_values = rule.conv_CW.shape[0], len(rule.decay_V)
     whole_TX = torch.randn(num_tokens, num_channels + 2 * num_values, device=device).to(dtype)
     inputs = torch.split(whole_TX, [num_channels, num_values, num_values], dim=-1)
+    counts = [0] * len(chunks) if drafts is None else drafts
+    spans = spans_of(tables_RB, block_size, lens, rows, chunks, counts)
     expected_cache = StateCache(cache.states.clone(), cache.tails.clone())
-    expected = run_spans(rule, expected_cache, spans_of(tables_RB, block_size, lens, rows, chunks), *inputs)
+    expected = run_spans(rule, expected_cache, spans, *inputs)
     rows_S, lens_S = (torch.tensor(each, dtype=torch.int32, device=device) for each in (rows, lens))
     padding = [PrefillChunk(0, 0, 0, 0)]
     whole_C4 = torch.tensor([*chunks, *padding], dtype=torch.int32, device=device)
     tiles = PrefillChunks.from_arrays(whole_C4, chunks, whole_C4)
+    if drafts is not None:
+        both = list(zip(chunks, drafts, strict=True))
+        known = [chunk._replace(num=chunk.num - count) for chunk, count in both]
+        last = [
+            PrefillChunk(chunk.first + chunk.num - count, count, chunk.row, chunk.start + chunk.num - count)
+            for chunk, count in both
+        ]
+        known_C4, drafts_C4 = (
+            torch.tensor([*each, *padding], dtype=torch.int32, device=device) for each in (known, last)
+        )
+        tiles = replace(tiles, whole_C4=known_C4, num_drafts=tuple(drafts), drafts_C4=drafts_C4)
     runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
     out = recur_paged(rule, cache, tables_RB, block_size, (rows_S, lens_S), runs_S4, tiles, *inputs)
     bound = 5e-2 if dtype == torch.bfloat16 else 2e-5 if device == "cpu" else 3e-4
@@ -101,6 +124,14 @@ class DeltaContract:
         check(
             self.device, SHAPES[0], torch.float32, [], [PrefillChunk(0, 2, 0, 15), PrefillChunk(2, 3, 1, 30)]
         )
+
+    def test_drafts_see_the_states_before_them_and_leave_them_alone(self) -> None:
+        """After one token: within a block, across its end, at the first of a block; and none."""
+        chunks = [
+            PrefillChunk(1, 6, 1, 4), PrefillChunk(7, 9, 2, 13), PrefillChunk(16, 4, 3, 15),
+            PrefillChunk(20, 1, 4, 7),
+        ]  # fmt: skip
+        check(self.device, SHAPES[0], torch.float32, [5], chunks, drafts=[5, 8, 3, 0])
 
     def test_bfloat16(self) -> None:
         check(self.device, SHAPES[0], torch.bfloat16, [9, 16], [PrefillChunk(2, 19, 2, 5)])

@@ -30,10 +30,6 @@ static void load_activations(P& piece, const char* at, bool is_wanted) {
 static u32 load_pair(const char* at) { u32 pair; std::memcpy(&pair, at, 4); return pair; }
 static void let_next_kernel_start() {}
 static void wait_for_kernel_before() { is_waited[current] = true; }
-static void raise(const char* flag) {
-    is_broken |= !is_waited[current];
-    *(u32*)flag = 1;
-}
 static void arrive_in_cluster() { ++num_in_cluster, ++num_met[current]; }
 static void wait_for_cluster() {
     while (num_in_cluster < num_met[current] * SPLIT * num_threads) give_up_turn();

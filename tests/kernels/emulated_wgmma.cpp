@@ -86,20 +86,14 @@ static const char *tokens_at, *h_at, *residual_at, *residual_end;
 
 static void let_next_kernel_start() { has_let_in[own_block()] = true; }
 static void wait_for_kernel_before() { is_waited[current] = true; }
-static bool is_flag_seen[SPLIT];
-static void wait_for_flag(const char* flag) {
-    require(*(const u32*)flag, "a flag that nobody raises");
-    is_flag_seen[own_block()] = true;
-}
-static bool has_tokens() { return is_waited[current] || is_flag_seen[own_block()]; }
 static u32 load_pair(const char* at) {
-    require(has_tokens() || at < residual_at || at >= residual_end, "the residual is read before the wait");
+    require(is_waited[current] || at < residual_at || at >= residual_end, "the residual is read before the wait");
     u32 pair;
     std::memcpy(&pair, at, 4);
     return pair;
 }
 static double load_double(const double* at) {
-    require(has_tokens(), "squares are read before the wait");
+    require(is_waited[current], "squares are read before the wait");
     return *at;
 }
 
@@ -214,8 +208,7 @@ static void copy_box(char* to, const TensorMap& map, int row, int column, u64* b
     const bool is_x = from.at == tokens_at || from.at == h_at;
     const u32 at = shared_address(to), num_reading = is_x ? num_threads - 128 : 128;
     require(at % LINE == 0 && from.box_rows % 8 == 0, "a box does not begin at a multiple of 1024");
-    require(!is_x || has_tokens(), "tokens are copied before the wait");
-    require(from.at != h_at || is_waited[current], "h is copied before the wait");
+    require(!is_x || is_waited[current], "tokens are copied before the wait");
     require(is_x || !has_let_in[own_block()], "weights are asked for when the next kernel is already let in");
     for (u32 line = at / LINE; line < at / LINE + from.box_rows / 8; ++line) {
         Line& book = lines[own_block()][line];
@@ -372,7 +365,7 @@ static void run_cluster(u32 first_block, u32 shared_bytes) {
     std::fill_n(num_met, num_all, 0);
     std::fill_n(units, num_all, Unit{});
     for (u32 block = 0; block < SPLIT; ++block)
-        has_left[block] = has_let_in[block] = is_flag_seen[block] = false, written_after[block] = 0;
+        has_left[block] = has_let_in[block] = false, written_after[block] = 0;
     cluster = Meeting{};
     copies.clear();
     num_idle = num_polls = 0;

@@ -33,6 +33,7 @@ from infer.kernels.elementwise.step_state import (
     gather_step,
 )
 from infer.kernels.elementwise.windows import (
+    DraftedRows,
     judge_windows,
     judge_windows_reference,
     next_turn,
@@ -536,24 +537,30 @@ class StepContract:
 
     def test_lines_of_a_window_and_its_drafts(self) -> None:
         drafts = torch.tensor([50, 51, 52, 53], device=self.device)
-        lines = torch.full((9, 6), -1)
-        lines[0, :5], lines[1, :5] = torch.tensor([3, 3, 3, 1, 1]), torch.tensor([8, 9, 10, 2, 3])
-        lines[4, :5] = torch.tensor([7, -2, -4, 0, -5])  # drafts 0, 2 and 3
-        lines[5], lines[6:8, :5] = lines[1] - 1, torch.tensor([[30, 31, 32, 33, 34], [9, 8, 7, 6, 5]])
+        lines = torch.full((9, 8), -1)
+        lines[0, :7] = torch.tensor([3, 3, 3, 1, 1, 0, 0])
+        lines[1, :5] = torch.tensor([8, 9, 10, 2, 3])
+        lines[4, :7] = torch.tensor([7, -2, -4, 0, -5, 0, -3])  # drafts 0, 2, 3 and 1
+        lines[5, :5] = lines[1, :5] - 1
+        lines[5, 5:7] = torch.tensor([-2, -3])  # the last token of row 0, and one after it
+        lines[6:8, :5] = torch.tensor([[30, 31, 32, 33, 34], [9, 8, 7, 6, 5]])
+        tables = torch.tensor([[[1, 2]] * 4, [[5, 6]] * 4], dtype=torch.int32, device=self.device)
+        last = torch.tensor([77, 0, 0, 0], device=self.device)
+        state = DraftedRows(last, torch.tensor([3, 9, 9, 9], device=self.device), tables, 4)
         found = []
         for unpack in (unpack_window, unpack_window_reference):
-            rows, lens = torch.zeros((2, 6), dtype=torch.int32, device=self.device)
-            table = torch.zeros((4, 6), dtype=torch.int64, device=self.device)
-            unpack(lines.to(self.device), drafts, rows, lens, table)
+            rows, lens = torch.zeros((2, 8), dtype=torch.int32, device=self.device)
+            table = torch.zeros((4, 8), dtype=torch.int64, device=self.device)
+            unpack(lines.to(self.device), drafts, state, rows, lens, table)
             found.append((rows.tolist(), lens.tolist(), table.tolist()))
         assert found[0] == found[1]
-        assert found[0][0] == [3, 3, 3, 1, 1, -1] and found[0][1] == [8, 9, 10, 2, 3, 0]
-        assert found[0][2][:2] == [[7, 50, 52, 0, 53, 0], [7, 8, 9, 1, 2, 0]]
-        assert found[0][2][2:] == [[30, 31, 32, 33, 34, -1], [9, 8, 7, 6, 5, -1]]
+        assert found[0][0] == [3, 3, 3, 1, 1, 0, 0, -1] and found[0][1] == [8, 9, 10, 2, 3, 4, 5, 0]
+        assert found[0][2][:2] == [[7, 50, 52, 0, 53, 77, 51, 0], [7, 8, 9, 1, 2, 3, 4, 0]]
+        assert found[0][2][2:] == [[30, 31, 32, 33, 34, 7, 8, -1], [9, 8, 7, 6, 5, 23, 24, -1]]
 
     def test_windows_are_judged(self) -> None:
         source = random.Random(6)
-        rows, tokens, ids, decided = [], [], [], []
+        rows, tokens, ids, decided = (list[int]() for _ in range(4))
         kept = dict[int, int]()  # place of the token that each row goes on from
         for row in source.sample(range(40), 30):
             count, num_kept = (length := source.randint(1, 17)), source.randint(1, length)

@@ -18,6 +18,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.integration.test_cpu_weights import make_engine
 from tests.support.books import check_books
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, random_prompts, run_engine
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C compiler")
@@ -51,8 +52,7 @@ def alone(family: str, kind: int, kv_cache_dtype: str) -> list[list[int]]:
     return run_engine(engine, [(PROMPTS[kind], params_of(kind))])[0]
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(("family", "knobs"), thinned(("llama", "gemma3", "gpt2"), KNOBS, keep=2))
 def test_every_request_has_the_tokens_it_has_alone(family: str, knobs: dict[str, Any]) -> None:
     rng, engine = random.Random(f"{family} {knobs}"), make_engine(family, **SMALL, **knobs)
     kinds: dict[str, int] = {}

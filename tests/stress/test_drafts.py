@@ -23,6 +23,7 @@ from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import Sequence
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, next_token, prompt_of
+from tests.support.thinned import thinned
 from tests.support.toggles import pairwise_rows
 
 NUM_DRAFTS = 4
@@ -74,8 +75,7 @@ class Speculation:
         )
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: f"row {number + 1}")
-@pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
+@pytest.mark.parametrize(("number", "squeeze"), thinned(range(len(ROWS)), ({}, SQUEEZED), keep=2))
 def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(ROWS[number] | squeeze)
     speculation = Speculation(world, f"drafts {number}")
@@ -86,9 +86,10 @@ def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) ->
     world.check_idle()
 
 
-@pytest.mark.parametrize("windows", [(7,), (None, 6, 6), (5, 12), (None, None, 1)], ids=str)
-@pytest.mark.parametrize("chunk_len", [1, 6])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("windows", "chunk_len", "preemption"),
+    thinned(((7,), (None, 6, 6), (5, 12), (None, None, 1)), (1, 6), ("recompute", "swap"), keep=2),
+)
 def test_windows_leave_room_for_drafts(
     windows: tuple[int | None, ...], chunk_len: int, preemption: str
 ) -> None:

@@ -16,6 +16,7 @@ from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
 from tests.support.oracle import OracleWorld
 from tests.support.oracle_drafts import KINDS, speculation_of
+from tests.support.thinned import thinned
 from tests.support.toggles import pairwise_rows
 
 ROWS = pairwise_rows()
@@ -33,8 +34,7 @@ def check_forgotten(world: OracleWorld) -> None:
     world.check_idle()
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: f"row {number + 1}")
-@pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
+@pytest.mark.parametrize(("number", "squeeze"), thinned(range(len(ROWS)), ({}, SQUEEZED), keep=2))
 def test_speculation_changes_no_token(number: int, squeeze: dict[str, Any]) -> None:
     turn = number + len(squeeze)
     make = speculation_of(
@@ -47,8 +47,7 @@ def test_speculation_changes_no_token(number: int, squeeze: dict[str, Any]) -> N
     check_forgotten(world)
 
 
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "is_adaptive"), thinned(KINDS, (True, False), keep=2))
 def test_speculation_meets_every_event(kind: str, is_adaptive: bool) -> None:
     """What the test above claims is worth something only if the rare things do happen in it."""
     events: Counter[str] = Counter()

@@ -23,6 +23,7 @@ from infer.scheduling.batch_state import BatchState
 from infer.scheduling.plan import SWAP_IN, SWAP_OUT
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, SaltedSlots
+from tests.support.thinned import thinned
 from tests.support.toggles import CONTEXT_LEN, engine_knobs, pairwise_rows
 
 EOS_IDS = tuple(range(0, VOCAB_SIZE, 40))  # one token in forty ends a sequence
@@ -33,7 +34,7 @@ rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda
 
 
 def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Each row with every other combination, the next row with the others; what is left is slow."""
+    """Each row with one combination, the next row with the next one; what is left is slow."""
     return pytest.mark.parametrize(
         f"number, {names}",
         [
@@ -41,15 +42,12 @@ def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytes
                 number,
                 *values,
                 id=f"row {number + 1}-{name}",
-                marks=[pytest.mark.slow] * ((number + place) % 2),
+                marks=[pytest.mark.slow] if (number + place) % len(combinations) else [],
             )
             for place, (name, values) in enumerate(combinations.items())
             for number in range(len(pairwise_rows()))
         ],
     )
-
-
-squeezed_or_not = pytest.mark.parametrize("squeeze", [{}, SQUEEZED], ids=["as it is", "squeezed"])
 
 
 def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
@@ -149,8 +147,7 @@ class Traffic:
         return self._rng.randrange(VOCAB_SIZE)
 
 
-@rows
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze)
     traffic = Traffic(world, f"row {number}", num_requests=60)
@@ -162,8 +159,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     world.check_idle()
 
 
-@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 4), ids=lambda number: f"row {number + 1}")
-@squeezed_or_not
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
 def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
     Traffic(world, f"adapters {number}", num_requests=60).run()
@@ -266,7 +262,7 @@ def test_where_blocks_lie_makes_no_difference(seed: int) -> None:
     assert others[0].plans != first.plans, "the transfers name other blocks"
 
 
-@rows
+@pytest.mark.parametrize("number", thinned(range(len(pairwise_rows())), keep=2))
 def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
     once, again = (make_world(pairwise_rows()[number] | SQUEEZED) for _ in range(2))
     for world in (once, again):
@@ -301,8 +297,9 @@ def test_to_repeat_plans_changes_none_of_them(
     assert with_it.pool.usage() == without.pool.usage()
 
 
-@pytest.mark.parametrize("fails_early", [False, True], ids=["after the transfers", "before the transfers"])
-@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 3))
+@pytest.mark.parametrize(
+    ("number", "fails_early"), thinned(range(0, len(pairwise_rows()), 3), (False, True), keep=2)
+)
 def test_a_step_that_raises_ends_its_own_requests_only(number: int, fails_early: bool) -> None:
     world = make_world(pairwise_rows()[number] | SQUEEZED)
     world.runner.fails_early = fails_early

@@ -17,6 +17,7 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SWAPPING_IS_CHEAP, Traffic
 from tests.support.oracle import OracleWorld
+from tests.support.thinned import thinned
 from tests.unit.cache.traffic import RandomTraffic
 
 WINDOWS: dict[str, tuple[int | None, ...]] = {
@@ -43,9 +44,7 @@ def make_world(windows: str, squeeze: str, **knobs: Any) -> OracleWorld:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("squeeze", SQUEEZES)
-@pytest.mark.parametrize("steps_ahead", [0, 2])
+@pytest.mark.parametrize(("windows", "squeeze", "steps_ahead"), thinned(WINDOWS, SQUEEZES, (0, 2), keep=2))
 def test_every_request_gets_its_own_tokens(windows: str, squeeze: str, steps_ahead: int) -> None:
     world = make_world(windows, squeeze, steps_ahead=steps_ahead)
     Traffic(world, f"{windows} {squeeze}", num_requests=60, plain_share=0.8 if steps_ahead else 0.0).run()

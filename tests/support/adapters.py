@@ -16,6 +16,8 @@ from infer.loader.formats.checkpoint import open_checkpoint, write_safetensors
 
 FUSED = "qkv_proj|gate_up_proj|in_proj_qkv|in_proj_z|in_proj_b|in_proj_a|out_proj"
 ALL = rf"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|c_attn|c_proj|c_fc|{FUSED})$"
+LEAVES = "lora_A.weight", "lora_B.weight"
+EMBEDDING_LEAVES = "lora_embedding_A", "lora_embedding_B"
 ATTENTION = r"self_attn\.(q_proj|k_proj|v_proj|o_proj)$"
 
 
@@ -47,10 +49,12 @@ def make_adapter(
         if not name.endswith(".weight") or weight.dim() != 2 or not re.search(targets, module):
             continue
         rows, columns = weight.T.shape if _is_transposed(module) else weight.shape
+        leaves = EMBEDDING_LEAVES if module.endswith("embed_tokens") else LEAVES
         own = next((r for key, r in ranks.items() if module.endswith(key)), rank)
         a, b = torch.randn(own, columns, generator=generator), torch.randn(rows, own, generator=generator)
-        tensors[f"base_model.model.{module}.lora_A.weight"] = a * columns**-0.5
-        tensors[f"base_model.model.{module}.lora_B.weight"] = 0.2 * b
+        size = rows if leaves is EMBEDDING_LEAVES else columns
+        tensors[f"base_model.model.{module}.{leaves[0]}"] = a * size**-0.5
+        tensors[f"base_model.model.{module}.{leaves[1]}"] = 0.2 * b
     directory.mkdir(parents=True, exist_ok=True)
     written = {
         "peft_type": "LORA",
@@ -73,10 +77,10 @@ def merge(directory: Path, base: Path, adapter: Path) -> Path:
     for out, stored in pairs.values():
         stored.copy_to(out)
     for name, (a, _) in pairs.items():
-        if "lora_A" not in name:
+        if not name.endswith((LEAVES[0], EMBEDDING_LEAVES[0])):
             continue
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        b, rank = pairs[name.replace("lora_A", "lora_B")][0], a.shape[0]
+        module = re.sub(r"\.lora_(embedding_)?A(\.weight)?$", "", name.removeprefix("base_model.model."))
+        b, rank = pairs[re.sub(r"_A(\.weight)?$", r"_B\1", name)][0], a.shape[0]
         alphas = config.get("alpha_pattern", {})
         alpha = next((x for key, x in alphas.items() if module.endswith(key)), config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -93,4 +97,4 @@ def _adapter_tensors(adapter: Path) -> dict[str, Any]:
 
 
 def _is_transposed(module: str) -> bool:
-    return ".c_" in module  # GPT-2's Conv1D
+    return ".c_" in module or module.endswith("embed_tokens")  # GPT-2's Conv1D; rows by id

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.load import LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.eagle3 import Eagle3
+from infer.models.model import Model
 
 HEADS, KV_HEADS = 6, 3  # other than those of any model here
 
@@ -96,27 +97,30 @@ def watch(engine: Engine) -> list[Drafted]:
     return found
 
 
+@functools.cache  # runs in other ways come to the same texts
 def _likeliest(
-    loaded: LoadedModel, head: Eagle3, tokens: list[int], count: int, margin: float
-) -> Iterator[int]:
-    """The likeliest drafts behind a text, from states of all of it at once."""
+    model: Model, head: Eagle3, tokens: tuple[int, ...], count: int, margin: float
+) -> tuple[int, ...]:
+    """The likeliest drafts behind a text, from states of all of it at once; -1 where two are too close."""
+    found: list[int] = []
     cpu = torch.device("cpu")
     with torch.inference_mode():
         whole = WholeSequence(attend_naive, cpu)
         whole.advance(len(tokens) - 1)
         whole.layer_inputs = LayerInputs(head.config.captured_layers)
-        loaded.model(torch.tensor(tokens[:-1]), whole)
+        model(torch.tensor(tokens[:-1]), whole)
         states, step = head.combine(whole.layer_inputs.states()), WholeSequence(attend_naive, cpu)
         step.advance(len(tokens) - 1)
-        given = tokens[1:]
+        given = list(tokens[1:])
         for _ in range(count):
             guess = head(torch.tensor(given), states, step)
             logits = head.logits(guess.hidden_SD[-1])
             best, second = logits.topk(2).values.tolist()
             draft = int(head.token_ids_W[logits.argmax()])
-            yield draft if best - second > margin else -1  # too close to tell
+            found.append(draft if best - second > margin else -1)
             states, given = guess.states_SD[-1:], [draft]
             step.advance(1)
+    return tuple(found)
 
 
 def share_of_whole_text(
@@ -125,7 +129,7 @@ def share_of_whole_text(
     """The share of windows whose drafts are those of the whole text; both on the CPU, in float32."""
     num_right = 0
     for tokens, drafts in found:
-        expected = list(_likeliest(loaded, head, tokens, len(drafts), margin))
+        expected = _likeliest(loaded.model, head, tuple(tokens), len(drafts), margin)
         end = expected.index(-1) if -1 in expected else len(expected)
-        num_right += drafts[:end] == expected[:end]
+        num_right += drafts[:end] == list(expected[:end])
     return num_right / len(found)

@@ -5,6 +5,7 @@ Without MPS processes take turns on a GPU, milliseconds each; everything works, 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import multiprocessing
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,22 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @contextmanager
 def mps() -> Iterator[dict[str, str]]:
-    """Run the MPS daemon, unless one runs or there is none; yields the environment of processes."""
+    """Run the MPS daemon, if there is one, once for all processes of tests; yields their environment."""
     if shutil.which(CONTROL) is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield dict(os.environ)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-        started = subprocess.run([CONTROL, "-d"], env=env, capture_output=True, text=True)
-        if started.returncode:
-            print(f"no MPS: {started.stdout} {started.stderr}", file=sys.stderr)
-            yield dict(os.environ)
-            return
+    folder = Path(tempfile.gettempdir()) / f"infer-mps-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=str(folder), CUDA_MPS_LOG_DIRECTORY=str(folder))
+    with (folder / "users").open("w") as users:
+        fcntl.flock(users, fcntl.LOCK_SH)
+        subprocess.run([CONTROL, "-d"], env=env, capture_output=True)  # an error: it runs already
         try:
             yield env
         finally:
-            subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
+            with suppress(BlockingIOError):  # the last one ends it
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
 
 
 Work = Callable[[GpuCommunicator, RankLink, int], Any]  # a communicator, its link, the number of the rank
@@ -107,22 +109,24 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
 
 
 def _answer(path: str, size: int, lose: int = 0, **knobs: Any) -> list[Any]:
+    """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal."""
     from infer import LLM, SamplingParams
     from tests.integration.test_rank_processes import lose_rank, rank_pids, wait_for
 
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
     defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
                                 "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
     prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
     with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
+        made = llm.generate(prompts, params)
+        longer = llm.generate(prompts * 3, replace(params, max_tokens=10, prompt_logprobs=None))
+        logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
+        answer = [[list(each.token_ids) for each in (*made, *longer)], logprobs]
         if lose:
             error, seconds = lose_rank(llm, signal.Signals(lose))
             wait_for(lambda: not rank_pids())
-            return [str(error), seconds]
-        made = llm.generate(prompts, params)
-        longer = llm.generate(prompts * 3, replace(params, max_tokens=30, prompt_logprobs=None))
-    logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
-    return [[list(each.token_ids) for each in (*made, *longer)], logprobs]
+            answer += [str(error), seconds]
+    return answer
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class KnowingModel(Knowing):
             raise RuntimeError("the draft model was told to fail")
         self._begun = sequences
 
-    def go_on(self, sequences: Seq[Sequence], num_drafts: int) -> None:
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
         """Do nothing: it is asked when the step is over."""
 
     def collect(self) -> list[list[int]]:

@@ -17,10 +17,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
-EVERYONE_MAY_IMPORT = {"errors", "config", "log"}
+EVERYONE_MAY_IMPORT = {"errors", "config", "finish_reason", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
+    "finish_reason": set(),
     "log": set(),
     "kernels": set(),
     "quant": {"kernels"},
@@ -67,6 +68,18 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
+# Packages of kernels: operations do not know each other, but for what they are made of.
+KERNELS: dict[str, set[str]] = {
+    "runtime": {"cpu"},
+    "cpu": {"elementwise"},  # the scales of keys and values
+    "elementwise": {"runtime", "cpu", "sampling"},  # a row of a step's state has its sampling parameters
+    "sampling": {"runtime", "cpu"},
+    "attention": {"runtime", "elementwise"},
+    "delta": {"runtime", "attention"},  # both read the chunks of a step
+    "linear": {"runtime", "elementwise"},
+    "moe": {"runtime", "elementwise", "linear"},  # experts are linears of codes and cuts that are linear's
+}
+
 INTEGERS_ONLY = [
     "cache/block_allocator.py",
     "cache/prefix_tree.py",
@@ -91,14 +104,20 @@ def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@functools.cache
+@functools.cache  # several tests ask, here and elsewhere
+def import_statements(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a file, inside functions and type-checking blocks too."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_modules(file: Path) -> list[tuple[int, str]]:
-    """Every module a file imports, inside functions and type-checking blocks too, with its line."""
+    """Every module a file imports, with its line."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"line {node.lineno}: only absolute imports"
             assert node.module is not None
             if node.module == "infer":  # `from infer import llm` is an import of infer.frontend.llm
@@ -111,10 +130,10 @@ def imported_modules(file: Path) -> list[tuple[int, str]]:
 def imported_files(file: Path, package: Path = PACKAGE) -> set[str]:
     """The files of the package that a file imports, relative to the package."""
     modules: list[str] = []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in import_statements(file):
         if isinstance(node, ast.Import):
             modules += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif node.module is not None:
             modules += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
     names = [module.partition(".")[2].replace(".", "/") for module in modules if module.startswith("infer.")]
     paths = [path for name in names for path in (f"{name}.py", f"{name}/__init__.py")]
@@ -156,6 +175,15 @@ def wrong_imports(package: Path) -> list[str]:
 def test_imports_follow_the_diagram() -> None:
     wrong = wrong_imports(PACKAGE)
     assert not wrong, "\n".join(wrong)
+
+
+def test_packages_of_kernels_import_only_what_they_are_made_of() -> None:
+    found: dict[str, set[str]] = {}
+    for file in (PACKAGE / "kernels").glob("*/*.py"):
+        modules = [module.split(".") for _, module in imported_modules(file)]
+        parts = {names[2] for names in modules if names[:2] == ["infer", "kernels"] and len(names) > 2}
+        found.setdefault(file.parent.name, set()).update(parts - {file.parent.name})
+    assert found == KERNELS
 
 
 def test_every_part_is_in_the_diagram() -> None:

@@ -139,8 +139,9 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     run, cache, backends = config.run, config.cache, choose_backends(config, machine)
     on_gpu = uses_gpu_device(config, machine)
     steps_ahead = 0
-    if cache.keeps_cache and on_gpu and run.use_overlap is not False:
-        steps_ahead = machine.profile.steps.steps_ahead if model.is_small(machine.profile) else 1
+    is_staged = config.load.pipeline_parallel_size > 1
+    if cache.keeps_cache and (on_gpu or is_staged) and run.use_overlap is not False:
+        steps_ahead = machine.profile.steps.steps_ahead if on_gpu and model.is_small(machine.profile) else 1
     is_ours = model.model_impl == "infer"  # only then can steps be captured or recorded
     captures = is_ours and _captures(config, machine) and run.use_cuda_graphs is not False
     defaults = step_defaults(machine, model)
@@ -244,7 +245,7 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     check_backends(config, machine)
     can_have = {
         "use_cuda_graphs": _captures(config, machine),
-        "use_overlap": uses_gpu_device(config, machine),
+        "use_overlap": uses_gpu_device(config, machine) or config.load.pipeline_parallel_size > 1,
     }
     for name, can in can_have.items():
         if getattr(config.run, name) and not can:
@@ -373,9 +374,9 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
 
 def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
     """Return the settings with blocks that hold a state; refuse what does not work with states."""
-    cache = config.cache
+    cache, draft = config.cache, config.speculation.draft_model
     refused = {
-        "speculative decoding": config.speculation.is_on,
+        f"draft_model={draft}": config.speculation.is_on and draft is not None,
         "deterministic": config.run.deterministic,
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype != AUTO,

@@ -22,6 +22,8 @@ the turns for the next one begin at once (`go_on`), and the host finds drafts wh
 
     device      verify 1 | turns 2 | verify 2 | turns 3 | ...
     host                 └ read 1, plan and launch verify 2, turns 3 ┘
+
+Where the turns are over before the host is ready, the step that verifies them is launched with them.
 """
 
 from __future__ import annotations
@@ -139,18 +141,22 @@ class DraftModel:
         self._late = LateDrafts(early.ids_KS, self._device.drafts_KS.shape[1], columns)
         self._target.expect(self._late)
 
-    def go_on(self, sequences: Seq[Sequence], num_drafts: int) -> None:
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
         """Draft for the next window of these sequences while the step that verifies this one runs.
 
-        Nothing happens unless all of them have drafts in that step, and room for whatever comes of it.
+        Nothing happens unless all of them have drafts in that step, and room for whatever comes of it. With
+        `verifies` the step after that is launched as well: there is no other sequence.
         """
         self._early = None
         if self._target is None or not self._target.has_judged or not sequences:
             return
-        has_all = set(self._stays(sequences)) <= set(self._stays(self._sequences))
-        if has_all and all(self._room(seq) >= seq.num_tokens + num_drafts for seq in sequences):
+        longest, has_all = max(counts), set(self._stays(sequences)) <= set(self._stays(self._sequences))
+        if has_all and all(self._room(seq) > seq.num_tokens + longest for seq in sequences):
             with suppress(torch.OutOfMemoryError):  # they are made when the step has been read
-                self._early = self._draft(sequences, [num_drafts] * len(sequences))
+                self._early = self._draft(sequences, [longest] * len(sequences))
+        if verifies and self._early is not None:
+            rows = np.array([seq.row for seq in sequences])
+            self._target.verify_early(rows, np.array(counts), self._early.ids_KS)
 
     def collect(self) -> list[list[int]]:
         """The drafts that were begun, sequence by sequence."""

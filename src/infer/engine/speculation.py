@@ -47,8 +47,11 @@ class Drafter(Protocol):
         """Begin to draft for these sequences, as many ids as each has places for."""
         ...
 
-    def go_on(self, sequences: Seq[Sequence], num_drafts: int) -> None:
-        """Begin to draft for their next window, if that need not wait for the step that was launched."""
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Begin to draft for their next window, if that need not wait for the step that was launched.
+
+        `verifies`: that window may begin as well.
+        """
         ...
 
     def collect(self) -> Seq[Seq[int]]:
@@ -184,8 +187,11 @@ class Speculation:
         asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
         counts = self._choose(asked) if self._is_adaptive else [count for _, count in asked]
         self._chosen = asked, len(self._scheduler.running), counts
-        going_on = [seq for (seq, _), count in zip(pairs, counts, strict=True) if count]
-        drafter.go_on(going_on, max(counts, default=0))
+        going_on = [(seq, count) for (seq, _), count in zip(pairs, counts, strict=True) if count]
+        num_rows = len(self._scheduler.running)
+        is_short = self.costs.is_host_slower(num_rows, max(counts, default=0))
+        sequences, lengths = [seq for seq, _ in going_on], [count for _, count in going_on]
+        drafter.go_on(sequences, lengths, verifies=is_short and len(going_on) == num_rows)
         self._fill()
         places = (order.counts.cumsum() - order.counts)[order.num_sampled > 1].tolist()
         for seq, place in zip(drafted, places, strict=True):

@@ -26,7 +26,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.device import StateShape
-from infer.execution.order import DECODE, PADDING, READS_PROMPTS, StepOrder
+from infer.execution.order import DECODE, PADDING, READS_PROMPTS, VERIFY, StepOrder
 from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.delta.reference import DeltaRule, StateSpan, pieces_of, run_spans
@@ -127,6 +127,7 @@ class _TokenGroup(NamedTuple):
     table_rows_S: np.ndarray  # rows of the block tables
     stops_S: np.ndarray  # positions of each in the cache after this step
     decodes: bool
+    num_drafts: int = 0  # last tokens that may be refused
 
 
 def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
@@ -136,7 +137,8 @@ def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[
     for number in (~is_decode).nonzero()[0].tolist():
         first, count = int(firsts[number]), int(order.counts[number])
         rows, ends = order.rows[[number]], stops[[number]]
-        made.append(_TokenGroup(slice(first, first + count), count, rows, ends, decodes=False))
+        drafts = int(order.num_sampled[number]) - 1 if order.kinds[number] == VERIFY else 0
+        made.append(_TokenGroup(slice(first, first + count), count, rows, ends, False, drafts))
     groups, longest = list[list[int]](), 0
     for number in sorted(is_decode.nonzero()[0].tolist(), key=stops.__getitem__):
         if stops[number] > longest:
@@ -200,13 +202,16 @@ class PagedStep(StepContext):
         return run_spans(rule, cache, self._spans[table], qkv_TC, b_TV, a_TV)
 
     def _spans_of(self, tables_RB: np.ndarray) -> Iterator[StateSpan]:
-        """The tokens of each row from block to block, and rows that decode together."""
+        """The tokens of each row from block to block, then its drafts; and rows that decode together."""
         size = self._rows.block_size
 
-        def span(tokens: slice | torch.Tensor, rows: np.ndarray, starts: np.ndarray) -> StateSpan:
+        def span(
+            tokens: slice | torch.Tensor, rows: np.ndarray, starts: np.ndarray, *, are_drafts: bool = False
+        ) -> StateSpan:
             reads = np.where(starts > 0, tables_RB[rows, np.maximum(starts - 1, 0) // size], -1)
             blocks = torch.from_numpy(np.stack([reads, tables_RB[rows, starts // size]]))
-            return StateSpan(tokens, *blocks.to(self._store.device).unbind())
+            reads_S, writes_S = blocks.to(self._store.device).unbind()
+            return StateSpan(tokens, reads_S, None if are_drafts else writes_S)
 
         for group in self.groups:
             rows, starts = group.table_rows_S, group.stops_S - group.num_new
@@ -214,8 +219,11 @@ class PagedStep(StepContext):
                 yield span(group.tokens, rows, starts)
                 continue
             first = group.tokens.start - int(starts[0])  # place of position 0
-            for start, stop in pieces_of(int(starts[0]), int(group.stops_S[0]), size):
+            known = int(group.stops_S[0]) - group.num_drafts
+            for start, stop in pieces_of(int(starts[0]), known, size):
                 yield span(slice(first + start, first + stop), rows, np.array([start]))
+            if group.num_drafts:
+                yield span(slice(first + known, group.tokens.stop), rows, np.array([known]), are_drafts=True)
 
     def _slots_of(
         self, place: int, group: _TokenGroup, window: int | None, table: int

@@ -136,7 +136,7 @@ def _matrices(model: nn.Module, outer: Collection[str]) -> Iterator[tuple[str, l
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Embedding) and name in outer:
-            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # from an id to its row
+            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # columns are ids
         elif isinstance(layer, Linear) and not layer.always_dense and name.startswith(("layers.", *outer)):
             yield name, layer.spec.row_counts, layer.spec.size
 
@@ -152,7 +152,7 @@ class Adapted(Projection):
         super().__init__(base.spec, base.tensors)
         self.scheme, self.bias, self.batch_invariant = base.scheme, base.bias, base.batch_invariant
         self._base, self._stack, self._bank = base, stack, bank
-        self._compiled: CompiledLinears | None = None  # where kernels may add the terms of adapters
+        self._compiled: CompiledLinears | None = None  # kernels that may add the terms of adapters
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from infer.errors import CheckpointError, ConfigError
+from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
@@ -159,13 +160,21 @@ class EagleBlock(nn.Module):
 
     def attend(self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> ResidualStream:
         """The residual stream after the attention, which has cached the keys and values of all rows."""
-        normed_TD = as_tensor(self.state_norm(states_TD))
-        x_TX = torch.cat([as_tensor(self.embedding_norm(embedded_TD)), normed_TD], dim=-1)
-        stream = ResidualStream(normed_TD if self.norm_before_residual else states_TD)
+        x_TX = self.inputs(embedded_TD, states_TD)
+        normed_TD = x_TX[:, embedded_TD.shape[1] :]
+        stream = ResidualStream(normed_TD.contiguous() if self.norm_before_residual else states_TD)
         if step.logit_indices is not None:
             step = LastLayerStep(step, stream, step.logit_indices)
         stream.add(self.attention(x_TX, step))
         return stream
+
+    def inputs(self, embedded_TD: torch.Tensor, states_TD: torch.Tensor) -> torch.Tensor:
+        """The norms of embeddings and states, side by side."""
+        parts = (self.embedding_norm, embedded_TD), (self.state_norm, states_TD)
+        x_TX = states_TD.new_empty((len(states_TD), 2 * states_TD.shape[1]))
+        for (norm, part_TD), out_TD in zip(parts, x_TX.chunk(2, dim=-1), strict=True):
+            rms_norm(part_TD, norm.weight, eps=norm.eps, offset=norm.offset, out=out_TD)
+        return x_TX
 
 
 class Guess(NamedTuple):
@@ -221,11 +230,9 @@ class Eagle3(nn.Module):
     def remember(self, next_tokens_T: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> None:
         """Cache the keys and values of these rows, without a guess."""
         assert self.embedding is not None, "share has not been called"
-        # a kernel needs a row to compute
-        step.logit_indices = torch.zeros(1, dtype=torch.int64, device=states_TD.device)
         block = self.layers[0]
         assert isinstance(block, EagleBlock)
-        block.attend(self.embedding(next_tokens_T), states_TD, step)
+        block.attention.look(block.inputs(self.embedding(next_tokens_T), states_TD), step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, W]; column w is the token `token_ids_W[w]`."""

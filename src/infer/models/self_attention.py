@@ -77,6 +77,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor | PendingProduct:
         """Let each token look at its sequence up to itself; returns [T, D]."""
+        y_TD: torch.Tensor | PendingProduct = self.out(self.look(x_TD, step).flatten(-2))
+        return y_TD
+
+    def look(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor:
+        """The values that each token sees, [T, N, H], when its own key and value are cached."""
         qkv_TX = as_tensor(self.qkv(x_TD))
         norm_weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
         if norm_weights is not None and self.norms_projection:
@@ -88,8 +93,7 @@ class SelfAttention(nn.Module):
         if self.rotary.query_P is not None:
             q_TY = self.qkv.split(qkv_TX)[0]
             q_TY.mul_(self.rotary.query_P[step.positions][:, None])
-        y_TD: torch.Tensor | PendingProduct = self.out(self.attend(qkv_TX, norm_weights, step).flatten(-2))
-        return y_TD
+        return self.attend(qkv_TX, norm_weights, step)
 
     def attend(
         self, qkv_TX: torch.Tensor, norm_weights: tuple[torch.Tensor, torch.Tensor] | None, step: StepContext

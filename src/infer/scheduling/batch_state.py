@@ -241,7 +241,8 @@ class BatchState:
         if not self.ahead:
             return self.num_tokens
         most = self.tables.shape[2] * self.block_size
-        return np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+        wanted: np.ndarray = np.maximum(self.num_tokens, np.minimum(self.num_tokens + self.ahead, most))
+        return wanted
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
         """The columns without a slot for their last token, among `places` or among all columns."""
@@ -298,27 +299,33 @@ class BatchState:
         self.num_drafts += count
         self.num_steady = 0
 
-    def retract(self, chunks: Chunks, num_refused: np.ndarray) -> None:
+    def retract(
+        self, chunks: Chunks, num_refused: np.ndarray, num_replayed: np.ndarray | None = None
+    ) -> None:
         """Take back tokens at the end of the chunks of a step that has run, before the step is committed.
 
         `num_tokens` and `num_computed` move back together. The reservation stays: the slots are written
         again. A chunk keeps its first token, which was known, and a sequence all tokens of the blocks that
         it has committed; to take more back is an error. A sequence that was preempted after the step was
         launched loses the tokens as well, and as much of its cache as it has left.
+
+        `num_replayed`: tokens of each chunk before those that stay, and that have to be computed again.
         """
-        refused = num_refused.nonzero()[0]
-        sequences = [chunks.sequences[number] for number in refused.tolist()]
+        num_undone = num_refused if num_replayed is None else num_refused + num_replayed
+        undone = num_undone.nonzero()[0]
+        sequences = [chunks.sequences[number] for number in undone.tolist()]
         runs = np.array([seq.is_running for seq in sequences], dtype=bool)
-        places, counts = self.places_of(sequences), num_refused[refused[runs]]
-        next_commit, num_left = self.next_commit[places], self.num_computed[places] - counts
+        places, counts = self.places_of(sequences), num_refused[undone[runs]]
+        next_commit = self.next_commit[places]
+        num_left = self.num_computed[places] - num_undone[undone[runs]]
         is_too_far = (next_commit < NEVER) & (num_left < next_commit - self.block_size)
-        if is_too_far.any() or (chunks.stops - num_refused <= chunks.starts).any():
+        if is_too_far.any() or (chunks.stops - num_undone <= chunks.starts).any():
             raise EngineError("a step cannot take back its first token, or one of a block that is committed")
-        chunks.ends = chunks.stops - num_refused
+        chunks.ends = chunks.stops - num_undone
         self.num_computed[places] = num_left
         self.num_tokens[places] -= counts
-        for number in refused[~runs].tolist():
-            seq, count = chunks.sequences[number], int(num_refused[number])
-            seq.num_tokens -= count
-            seq.num_computed = max(seq.num_computed - count, 0)
+        for number in undone[~runs].tolist():
+            seq = chunks.sequences[number]
+            seq.num_tokens -= int(num_refused[number])
+            seq.num_computed = max(seq.num_computed - int(num_undone[number]), 0)
         self.num_steady = 0

@@ -34,6 +34,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from infer.cache.layout import STATE
 from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
@@ -277,16 +278,18 @@ class Scheduler:
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Take back the drafts that a step has refused: all of a chunk but those followed by an id.
 
-        To be called before `commit`, which lets only what is left enter the prefix tree.
+        To be called before `commit`, which lets only what is left enter the prefix tree. Drafts never go into
+        the state of a layer, so the kept ones are computed once more where layers have states.
         """
-        num_refused = np.zeros(len(ids), dtype=np.int64)
+        num_refused, num_kept = np.zeros((2, len(ids)), dtype=np.int64)
         for number, (seq, sampled) in enumerate(zip(plan.chunks.sequences, ids, strict=True)):
             if seq.drafts:
                 num_refused[number] = len(seq.drafts) + 1 - len(sampled)
+                num_kept[number] = max(len(sampled) - 1, 0)
                 seq.drafts = ()
                 if seq.ticket:  # it was preempted meanwhile
                     self._waiting.num_tokens -= int(num_refused[number])
-        self.state.retract(plan.chunks, num_refused)
+        self.state.retract(plan.chunks, num_refused, num_kept if STATE in self.pool.windows else None)
 
     def abandon(self, plan: StepPlan) -> None:
         """Undo a step that did not run and whose requests are gone; others it moved blocks for start over."""

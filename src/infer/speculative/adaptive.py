@@ -101,6 +101,11 @@ class StepCosts:
         gap, making = self.gap_s + num_rows * self.row_gap_s, self.draft_s + num_drafted * self.draft_row_s
         return max(gap, making * longest) if self.is_ahead else gap + making * longest
 
+    def is_host_slower(self, num_rows: int, longest: int) -> bool:
+        """True if drafts for all rows of a step are made before the host has read the step before."""
+        making = self.draft_s + num_rows * self.draft_row_s
+        return self.is_ahead and making * longest < self.gap_s + num_rows * self.row_gap_s
+
     def per_draft(self, num_rows: int, num_drafts: int, longest: int) -> tuple[float, float]:
         """The seconds that a kept draft of a step saves, and those that each draft adds to the step.
 

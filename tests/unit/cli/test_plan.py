@@ -22,6 +22,7 @@ from infer.errors import ConfigError
 from infer.execution import cpu_step
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
+from infer.loader.weight_plan import plan_weights
 from infer.tools import memory_plan
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.adapters import make_adapter
@@ -60,8 +61,21 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_PLANS: dict[str, Any] = {}
+
+
+def plan_once(headers: Any, **options: Any) -> Any:
+    """`plan_weights`, computed once for equal shapes: many tests ask for five forms of 32 layers."""
+    key = repr((headers, options))
+    if key not in _PLANS:
+        _PLANS[key] = plan_weights(headers, **options)
+    return _PLANS[key]
+
+
 @pytest.fixture(autouse=True)
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.bench.roofline.copy_bandwidth", lambda *_, **__: 1e10)
+    monkeypatch.setattr(memory_plan, "plan_weights", plan_once)
     monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
     monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
     monkeypatch.setattr(cache_fit, "GRAPH_WORKSPACE", 0)
@@ -127,15 +141,15 @@ def test_a_plan_says_how_many_prompt_tokens_join_a_step_that_decodes(
 
 
 def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
-    infer: Infer, shape: Path, tmp_path: Path
+    infer: Infer, model: Path, tmp_path: Path
 ) -> None:
     asked = ("--gpu-memory", "24GiB")
     (tmp_path / "knobs.yaml").write_text("model: nowhere/to/be/found")
-    by_place = planned(infer, shape, *asked)
-    assert planned(infer, "--model", shape, *asked) == by_place
-    assert planned(infer, shape, "--model", shape, *asked) == by_place
-    assert planned(infer, "--model", shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
-    assert planned(infer, shape, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+    by_place = planned(infer, model, *asked)
+    assert planned(infer, "--model", model, *asked) == by_place
+    assert planned(infer, model, "--model", model, *asked) == by_place
+    assert planned(infer, "--model", model, "--config", tmp_path / "knobs.yaml", *asked) == by_place
+    assert planned(infer, model, "--config", tmp_path / "knobs.yaml", *asked) == by_place
 
 
 @pytest.mark.parametrize(
@@ -150,7 +164,7 @@ def test_the_model_may_be_named_by_place_by_flag_or_in_a_file(
 def test_fp8_is_planned_alike_whatever_the_config_calls_it(
     infer: Infer, tmp_path: Path, settings: dict[str, Any], file: str
 ) -> None:
-    raw = LLAMA_8B
+    raw = LLAMA_8B | {"num_hidden_layers": 2}
     config = tmp_path / "config.json"
     config.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
     expected = planned(infer, config, "--gpu-memory", "24GiB")["weights"]

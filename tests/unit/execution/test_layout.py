@@ -18,6 +18,7 @@ from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.kv_store import fill_store
 from tests.support.running import Running
+from tests.support.thinned import thinned
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -110,9 +111,9 @@ def test_rows_are_laid_end_to_end() -> None:
     assert [(group.num_new, group.stops_S.tolist()) for group in step.groups] == [(4, [4]), (1, [6, 18])]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "fused"])
+@pytest.mark.parametrize(
+    ("block_size", "window", "use_reference"), thinned((1, 2, 4, 16), (None, 1, 5), (True, False), keep=2)
+)
 def test_attention_through_tables_is_attention_over_lists(
     block_size: int, window: int | None, use_reference: bool
 ) -> None:

@@ -69,10 +69,7 @@ def test_steps_leave_nothing_to_the_garbage_collector() -> None:
     num_cached = engine.stats().num_cached_blocks
     gc.collect()
     gc.freeze()  # all that other tests have loaded: to walk through it takes longer than the steps
-    try:
-        rounds = [left_by_a_round(engine) for _ in range(4)]
-    finally:
-        gc.unfreeze()
+    rounds = [left_by_a_round(engine) for _ in range(4)]
     assert engine.stats().num_cached_blocks - num_cached == 4 * 64
     # the least of all rounds: what other tests left behind ends in some of them, what steps leave is in each
     assert min(num_in_circles for num_in_circles, _ in rounds) == 0, rounds

@@ -68,7 +68,7 @@ def test_missing_name_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_endless_loop_is_ended(tmp_path: Path) -> None:
-    verdict = check_file("batching", write(tmp_path, "while True: pass\n"), seconds=5)
+    verdict = check_file("batching", write(tmp_path, "while True: pass\n"), seconds=2)
     assert not verdict.is_right
     assert "a loop without an end" in verdict.message
 

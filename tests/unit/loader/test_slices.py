@@ -33,6 +33,7 @@ from infer.models.weight_map import Target
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
+from tests.support.thinned import thinned
 from tests.unit.loader.test_stored_formats import K, Leaves, N, awq, compressed, numbers, opened
 from tests.unit.loader.tiny_files import ARCHITECTURES, write_gguf
 
@@ -208,9 +209,7 @@ def put_together(plans: list[WeightPlan]) -> None:
 # -- together they are the whole -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("recipe", ["", "gptq"])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(("world_size", "recipe", "family"), thinned(WORLDS, ("", "gptq"), NAMES, keep=2))
 def test_slices_of_every_family_make_the_whole(family: str, recipe: str, world_size: int, root: Path) -> None:
     put_together(plans_of(checkpoint(root, family, recipe), world_size))
 

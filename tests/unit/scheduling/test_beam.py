@@ -19,6 +19,7 @@ from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, offers, prompt_of
 from tests.support.running import Running
 from tests.support.simple_beams import beam_search
+from tests.support.thinned import thinned
 
 BEAMS: dict[str, Any] = {"use_beam_search": True, "temperature": 0.0}
 
@@ -29,9 +30,9 @@ def run(world: OracleWorld, **params: Any) -> OracleWorld:
     return world
 
 
-@pytest.mark.parametrize("width", [1, 2, 5, 8])
-@pytest.mark.parametrize("every", [0, 3, 40], ids=["no stops", "every third token", "every fortieth"])
-@pytest.mark.parametrize("max_tokens", [1, 2, 12])
+@pytest.mark.parametrize(
+    ("width", "every", "max_tokens"), thinned((1, 2, 5, 8), (0, 3, 40), (1, 2, 12), keep=3)
+)
 def test_the_hypotheses_are_those_of_an_exhaustive_search(width: int, every: int, max_tokens: int) -> None:
     """Many stops at once: none of them may take the place of a continuation."""
     stops = tuple(range(0, VOCAB_SIZE, every)) if every else ()

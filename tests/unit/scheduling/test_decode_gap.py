@@ -9,6 +9,7 @@ import pytest
 
 from infer.scheduling.policies import POLICIES
 from tests.support.oracle import OracleWorld, prompt_of
+from tests.support.thinned import thinned
 
 
 class GapWatch:
@@ -68,19 +69,18 @@ class GapWatch:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_forks_in_a_small_budget_take_turns_under_every_policy(policy: str) -> None:
     world = OracleWorld(
-        max_num_batched_tokens=4, max_decode_gap=1, scheduler_policy=policy, num_blocks=600, context_len=320
+        max_num_batched_tokens=4, max_decode_gap=1, scheduler_policy=policy, num_blocks=600, context_len=120
     )
-    world.add("a", prompt_of(3), n=8, max_tokens=300)
+    world.add("a", prompt_of(3), n=8, max_tokens=100)
     watch = GapWatch(world, longest=1)
-    for _ in range(320):
+    for _ in range(120):
         watch.step()
     assert watch.worst == 1
     world.run()
     assert world.verify() == 1
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "chunked"), thinned(POLICIES, (True, False), keep=2))
 def test_a_prompt_has_its_turn_while_forks_fill_every_step(policy: str, chunked: bool) -> None:
     world = OracleWorld(
         max_num_batched_tokens=4, max_decode_gap=1, max_wait_steps=10, scheduler_policy=policy,
@@ -100,8 +100,7 @@ def test_a_prompt_has_its_turn_while_forks_fill_every_step(policy: str, chunked:
     assert world.verify() == 2
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize(("policy", "seed"), thinned(POLICIES, range(9), keep=2))
 def test_a_sequence_that_decodes_is_left_out_no_longer_than_the_bound(policy: str, seed: int) -> None:
     """Random budgets, gaps, forks, searches, drafts, priorities and floods of prompts; enough memory."""
     draw = random.Random(seed)

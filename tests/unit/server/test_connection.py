@@ -361,8 +361,7 @@ def test_thousands_of_wishes_in_one_packet_are_answered() -> None:
     ],
     ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else None,
 )
-@pytest.mark.parametrize("before", [b"", HEALTH])
-@pytest.mark.parametrize("size", [40, 300_000])
+@pytest.mark.parametrize(("before", "size"), [(b"", 40), (HEALTH, 300_000)])
 def test_a_head_that_asks_for_what_is_not_served_is_told_so(
     sent: bytes, status: int, part: str, before: bytes, size: int
 ) -> None:

@@ -554,12 +554,12 @@ def test_windows_of_the_sampler_have_the_law_of_the_target(params: SamplingParam
     table, seeds = logits_table(1000), range(6000)
     expected, sampler = expected_law(table, params), host_sampler(params)
     plain, _ = texts_in_windows(table, sampler, no_drafts, seeds)
+    assert chi_square_p_value(counts_of(plain), expected) > 1e-4
     knowing = knowing_drafts(dict(zip(seeds, plain, strict=True)), 1000)
     for drafter, low, high in ((knowing, 0.6, 0.9), (likely_drafts(table), 0.05, 0.5)):
-        texts, accepted = texts_in_windows(table, sampler, drafter, seeds)
-        assert texts == plain
+        texts, accepted = texts_in_windows(table, sampler, drafter, seeds[:1500])
+        assert texts == plain[:1500]  # so they have the same law
         assert low < accepted < high
-        assert chi_square_p_value(counts_of(texts), expected) > 1e-4
 
 
 def test_greedy_windows_are_the_greedy_text() -> None:
@@ -571,7 +571,7 @@ def test_greedy_windows_are_the_greedy_text() -> None:
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_windows_of_the_device_sampler_are_those_of_the_host(params: SamplingParams) -> None:
-    table, seeds = logits_table(1000), range(300)
+    table, seeds = logits_table(1000), range(100)
     drafter = likely_drafts(table)
     host = texts_in_windows(table, host_sampler(params), drafter, seeds)
     assert texts_in_windows(table, device_sampler(params), drafter, seeds) == host

@@ -59,7 +59,7 @@ def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_stream_is_the_whole_text_up_to_the_first_stop_string(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -78,7 +78,7 @@ def test_a_stream_is_the_whole_text_up_to_the_first_stop_string(name: str, data:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_nothing_is_held_back_longer_than_needed(name: str, data: st.DataObject) -> None:
     """After each push, what is shown is all the text that no later token can change."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -49,7 +49,7 @@ from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
-from infer.execution.gpu.readback import Asked, Drawn, PendingTensor, Readback
+from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
 from infer.execution.gpu.rows import DeviceRows
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
@@ -75,7 +75,7 @@ from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
-from infer.kernels.elementwise.windows import judge_windows, next_turn
+from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
@@ -105,6 +105,16 @@ class DecodedRows(NamedTuple):
     size: StepSize
     ids_S: torch.Tensor  # memory of their sampled ids
     has_logprobs: bool  # whether any of them asks for logprobs
+
+
+class EarlyWindow(NamedTuple):
+    """A step that verifies drafts, launched before the host knew the tokens before them."""
+
+    rows: list[int]
+    num_sampled: list[int]  # ids of each row
+    ids_KS: PendingTensor  # its drafts
+    decided: dict[int, int]
+    ids: PendingIds
 
 
 class JoinedResult(NamedTuple):
@@ -163,7 +173,8 @@ class GpuDevice:
         self.max_tokens, self.backend = max_tokens, attention_backend
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
-        self.window_tokens = window_tokens
+        # a state goes through the tokens of a row one after the other: each cannot be a row that decodes
+        self.window_tokens = window_tokens if config.delta is None else 0
         is_head = isinstance(model, HeadModel)
         self.drafter = drafter
         self.head = drafter if drafter is not None and isinstance(drafter.model, HeadModel) else None
@@ -214,8 +225,11 @@ class GpuDevice:
             num_tables=shape.num_tables,
             max_chunks=profile.max_chunks,
         )
-        self._readback = Readback(max_rows + profile.max_chunks, device, steps_ahead=steps_ahead)
+        self._readback = Readback(
+            max_rows + profile.max_chunks, device, steps_ahead=steps_ahead, drafts_KS=self.drafts_KS
+        )
         self._late: LateDrafts | None = None  # drafts of the next order
+        self._early: EarlyWindow | None = None  # a step that the next order may be
         self._has_chance = False  # whether drafts are kept by chance
         self.has_judged = False  # whether the drafter can go on from the last step without the host
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
@@ -244,7 +258,7 @@ class GpuDevice:
             short_step=short_step(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0,
             pool_bytes=graph_bytes,
             captures=use_cuda_graphs and is_gpu(device),
-            window_tokens=window_tokens,
+            window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
             num_drafts=num_drafts,
             profile=profile,
@@ -264,15 +278,12 @@ class GpuDevice:
         self._sampler.judge = self._readback.judge = judge
         self._has_chance = True
 
-    def _decided(self, order: StepOrder) -> dict[int, int]:
+    def _decided(self, num_sampled: list[int]) -> dict[int, int]:
         """The number of ids that each row with drafts keeps, where chance decides: the device is told."""
         if not self._has_chance:
             return {}
-        return {
-            number: self._readback.judge((), range(count - 1))
-            for number, count in enumerate(order.num_sampled.tolist())
-            if count > 1
-        }
+        judge = self._readback.judge
+        return {n: judge((), range(count - 1)) for n, count in enumerate(num_sampled) if count > 1}
 
     @property
     def attention(self) -> tuple[str, str]:
@@ -320,6 +331,7 @@ class GpuDevice:
 
     def _run(self, order: StepOrder) -> PendingStep:
         late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
+        early, self._early = self._early, None
         self.graphs.is_replaying = self.has_judged = False
         try:
             if len(order.transfers):
@@ -327,7 +339,7 @@ class GpuDevice:
                 if self.head is not None:
                     self.head.store.transfer(order.moves())
             try:
-                sample = self._start(order, late)
+                sample = self._start(order, late, None if len(order.transfers) else early)
             except torch.OutOfMemoryError as error:  # run in halves once everything that halves need is there
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
@@ -398,7 +410,7 @@ class GpuDevice:
         """Memory for the masks of a step that the host samples, which may have one for each position."""
         return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
-    def _start(self, order: StepOrder, late: LateDrafts | None) -> Sampler:
+    def _start(self, order: StepOrder, late: LateDrafts | None, early: EarlyWindow | None) -> Sampler:
         """Launch a step up to its logits; return the function that launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
@@ -413,7 +425,8 @@ class GpuDevice:
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
             window = self._window_of(order) if is_verified and runs_plain else None
             if window is not None:
-                return self._start_window(order, window, late)
+                found = self._find_early(order, window, late, early)
+                return self._start_window(order, window, late) if found is None else found
             if late is not None:
                 late.read(order)
             size = None if is_verified or not runs_plain else self._size_of(order)
@@ -524,22 +537,19 @@ class GpuDevice:
         if has_lanes and late is not None:  # drafts are counted
             late.read(order)
             late = None
-        lines_YS = np.full((7 + len(order.slots), size.num_rows), -1, dtype=np.int64)
+        self.graphs.ensure(size)
+        lines_YS = self.inputs.blank_window(size.num_rows)
         lines_YS[:3, : len(rows)] = rows
         lines_YS[4, : len(rows)] = order.tokens if late is None else late.codes(order)
         lines_YS[5, : len(rows)] = positions
         lines_YS[6:-1, : len(rows)] = order.slots
-        decided = self._decided(order)
-        for number, count in decided.items():
-            lines_YS[-1, ends[number] - counts[number] : ends[number]] = (
-                np.arange(counts[number]) == count - 1
-            )
+        decided = self._decided(order.num_sampled.tolist())
+        _mark(lines_YS[-1], decided, counts, ends)
         lines_YS[1] = lines_YS[5] + 1
         lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
-        self.graphs.ensure(size)
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
-        self.inputs.send_window(lines_YS)
+        self.inputs.send_window(size.num_rows)
         if size.has_adapters:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         self.graphs.forward(size)
@@ -560,13 +570,67 @@ class GpuDevice:
         return sample
 
     @torch.inference_mode()
+    def verify_early(self, rows: np.ndarray, counts: np.ndarray, ids_KS: PendingTensor) -> None:
+        """Launch the next window of some rows, whose drafts are being made; the device knows where it begins.
+
+        If the next order is this step, it has run; any other order computes again what it needs. Rows whose
+        tokens are counted, or that ask for logprobs, wait for their order.
+        """
+        assert self.drafter is not None
+        lengths, width = counts + 1, self.drafter.drafts_KS.shape[1]
+        num_tokens = int(lengths.sum())
+        size = self.graphs.window_size_for(num_tokens)
+        is_plain = self.rows.num_logprobs[rows].max() == NONE and not self.rows.has_uses[rows].any()
+        is_alone = self._adapters is None and self._ranks is None and not self.rows.masks.has_any
+        if size is None or not (is_plain and is_alone):
+            return
+        with _losing_device(0), suppress(torch.OutOfMemoryError):
+            self.graphs.ensure(size)
+            lines_YS, ends = self.inputs.blank_window(size.num_rows), lengths.cumsum()
+            turns = np.arange(num_tokens) - (ends - lengths).repeat(lengths)
+            lines_YS[:3, :num_tokens] = rows.repeat(lengths)
+            columns = np.arange(len(rows)).repeat(lengths)
+            lines_YS[4, :num_tokens] = np.where(turns, FIRST_CODE - ((turns - 1) * width + columns), 0)
+            lines_YS[5, :num_tokens] = FIRST_CODE - turns
+            num_sampled = lengths.tolist()
+            decided = self._decided(num_sampled)
+            _mark(lines_YS[-1], decided, lengths, ends)
+            self.inputs.send_window(size.num_rows)
+            self.graphs.forward(size)
+            self.graphs.sample(size)
+            ids = self._readback.take(0, self._scratch.ids_S[:num_tokens], len(rows))
+            self._early = EarlyWindow(rows.tolist(), num_sampled, ids_KS, decided, ids)
+
+    def _find_early(
+        self, order: StepOrder, size: StepSize, late: LateDrafts | None, early: EarlyWindow | None
+    ) -> Sampler | None:
+        """The second part of a step that has run already, if the order is that step."""
+        if early is None or late is None or late.ids_KS is not early.ids_KS or not late.are_all:
+            return None
+        is_same = early.rows == order.rows.tolist() and early.num_sampled == order.num_sampled.tolist()
+        if not is_same or order.flags & AWAITS_MASKS or size.has_adapters:
+            return None
+        self.graphs.is_replaying = True
+        pending = early.ids.scatter(partial(_windows_of, order, order.counts.cumsum() - 1, early.decided))
+
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            self.has_judged = True
+            return pending
+
+        return sample
+
+    @torch.inference_mode()
     def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
         """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self.inputs, size.num_rows
         if size.num_drafts:
             return self._compute_turns(model, size)
         if size.has_windows:
-            inputs.unpack_window(num_rows, self._drafts_D)
+            state = (self.drafter or self).rows
+            drafted = DraftedRows(
+                state.last_token_R, state.position_R, self.rows.tables_KRB, self._block_size
+            )
+            inputs.unpack_window(num_rows, self._drafts_D, drafted)
             rows_S, has_adapters = inputs.rows_S[:num_rows], size.has_adapters
             return model.logits(
                 self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters)
@@ -728,11 +792,11 @@ class GpuDevice:
     def draft(self, rows: np.ndarray, counts: np.ndarray) -> PendingTensor:
         """Launch as many turns of each row as it has count; rows go on from their state, which stays.
 
-        Returns the ids, [K, S], which are also in `drafts_KS` until the next call. Rows with different counts
-        take several launches.
+        Returns the ids, a column for each row; they are also in `drafts_KS` until the next call. Rows with
+        different counts take several launches.
         """
         with _losing_device(0):
-            longest, parts = int(counts.max()), list[tuple[torch.Tensor, torch.Tensor]]()
+            parts = list[tuple[torch.Tensor, torch.Tensor]]()
             for count in np.unique(counts).tolist():
                 (group,) = (counts == count).nonzero()
                 ids_KS = self._draft(rows[group], count)
@@ -740,7 +804,7 @@ class GpuDevice:
                     parts.append((send(torch.from_numpy(group), self.device), ids_KS.clone()))
             for group_G, ids_KG in parts:
                 self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
-            return self._readback.fetch_later(self.drafts_KS[:longest, : len(rows)])
+            return self._readback.fetch_drafts(self.drafts_KS)
 
     def _draft(self, rows: np.ndarray, num_drafts: int, *, is_last_try: bool = False) -> torch.Tensor:
         """Launch the turns of some rows; where there is no memory, those of one half after the other.
@@ -923,13 +987,42 @@ class GpuDevice:
         if chunks:
             tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
             whole_C4 = np.array(chunks, dtype=np.int32)
-            both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
-            tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
+            if self.model.config.delta is None or not prompts.num_drafts.any():
+                both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
+                tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
+            else:
+                tiles = self._with_drafts(tiles_W4, whole_C4, prompts)
         places_C = None if places is None else send(torch.tensor(places), self.device)
         has_adapters = bool(slots.any())
         return self.forward(
             self.model, prompts.end, rows_S, tiles, batches, places_C, has_adapters=has_adapters
         )
+
+    def _with_drafts(self, tiles_W4: np.ndarray, whole_C4: np.ndarray, prompts: Prompts) -> PrefillChunks:
+        """The chunks of a step whose last tokens are drafts, which no state goes through for good."""
+        counts = prompts.num_drafts
+        drafts_C4 = whole_C4.copy()
+        whole_C4[:, 1] -= counts
+        drafts_C4[:, 0] += whole_C4[:, 1]
+        drafts_C4[:, 1] = counts
+        drafts_C4[:, 3] += whole_C4[:, 1]
+        packed = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4, drafts_C4])), self.device)
+        num_tiles, num_chunks = len(tiles_W4), len(whole_C4)
+        return PrefillChunks(
+            packed[:num_tiles],
+            tuple(prompts.chunks),
+            whole_C4=packed[num_tiles : num_tiles + num_chunks],
+            num_drafts=tuple(counts.tolist()),
+            drafts_C4=packed[num_tiles + num_chunks :],
+        )
+
+
+def _mark(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
+    """Say in a line of a window where rows go on, whose number of ids is decided."""
+    for number, num_kept in decided.items():
+        first, end = int(ends[number] - counts[number]), int(ends[number])
+        line_S[first:end] = 0
+        line_S[first + num_kept - 1] = 1
 
 
 def _windows_of(

@@ -21,11 +21,11 @@ class LateDrafts:
     """The drafts of an order, all of which were made in the same turns."""
 
     def __init__(self, ids_KS: PendingTensor, width: int, columns: Sequence[int]) -> None:
-        """`ids_KS` are on their way to the host; on the device each turn has room for `width` rows.
+        """`ids_KS` are on their way to the host; each turn has room for `width` rows, here and there.
 
         `columns`: the one of each row of the order that has drafts.
         """
-        self._ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
+        self.ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
 
     def codes(self, order: StepOrder) -> np.ndarray:
         """The tokens of an order in which no row decodes, drafts as codes (kernels' windows.py)."""
@@ -34,15 +34,20 @@ class LateDrafts:
         tokens[places] = FIRST_CODE - (turns * self._width + columns)
         return tokens
 
+    @property
+    def are_all(self) -> bool:
+        """True if the rows with drafts are those that were drafted for, in their order."""
+        return bool((self._columns == np.arange(len(self._columns))).all())
+
     def read(self, order: StepOrder) -> None:
         """Wait for them and write them into the order."""
         places, turns, columns = self._places(order)
-        order.tokens[places] = self._ids_KS.wait().numpy()[turns, columns]
+        order.tokens[places] = self.ids_KS.wait().numpy()[turns, columns]
 
     def collect(self, counts: Sequence[int]) -> list[list[int]]:
         """Wait for them; returns this many of each row."""
-        ids: list[list[int]] = self._ids_KS.wait().t().tolist()
-        return [ids[column][:count] for column, count in zip(self._columns.tolist(), counts, strict=True)]
+        ids: list[list[int]] = self.ids_KS.wait().numpy().T[self._columns].tolist()
+        return [drafts[:count] for drafts, count in zip(ids, counts, strict=True)]
 
     def _places(self, order: StepOrder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The place of each draft among the order's tokens, its turn and its column."""

@@ -133,7 +133,15 @@ class PendingIds:
 class Readback:
     """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
 
-    def __init__(self, max_rows: int, device: torch.device, *, steps_ahead: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device,
+        *,
+        steps_ahead: int,
+        drafts_KS: torch.Tensor | None = None,
+    ) -> None:
+        """`drafts_KS`: drafts that are to be read, of one window while those of the next are made."""
         self._device, self._is_cuda = device, is_gpu(device)
         self.judge: Judge = num_kept
         num_buffers = steps_ahead + 2  # the steps ahead, the one that is read, and a spare
@@ -142,6 +150,11 @@ class Readback:
         ]
         self._parts = list(self._buffers)  # part of each buffer that the last step to take it needed
         self._events = [_event() if self._is_cuda else None for _ in range(num_buffers)]
+        self._drafts = deque[tuple[torch.Tensor, torch.cuda.Event | None]]()
+        if drafts_KS is not None and len(drafts_KS):
+            for _ in range(3):
+                copy_KS = torch.empty(drafts_KS.shape, dtype=drafts_KS.dtype, pin_memory=self._is_cuda)
+                self._drafts.append((copy_KS, _event() if self._is_cuda else None))
         self._next = 0
         self._aside: torch.cuda.Stream | None = None  # stream of logprobs, made for the first of them
         self._places: list[int] = []  # places of the rows that asked for logprobs last
@@ -181,13 +194,14 @@ class Readback:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def fetch_later(self, tensor: torch.Tensor) -> PendingTensor:
-        """Begin to copy a tensor to pinned memory of its own, with an event of its own."""
-        if not self._is_cuda:
-            return PendingTensor(tensor.clone(), None)
-        fetched, event = self.fetch(tensor), _event()
-        event.record()
-        return PendingTensor(fetched, event)
+    def fetch_drafts(self, drafts_KS: torch.Tensor) -> PendingTensor:
+        """Begin to copy all drafts; the result is good until drafts have been fetched twice more."""
+        self._drafts.rotate()
+        copy_KS, event = self._drafts[0]
+        copy_KS.copy_(drafts_KS, non_blocking=True)
+        if event is not None:
+            event.record()
+        return PendingTensor(copy_KS, event)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
         """Begin to take logprobs; without memory try only this again: the sampled step cannot be repeated."""
@@ -210,7 +224,9 @@ class Readback:
         self._aside = aside = self._aside or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         table = logprob_table(asked.logits_SV, ids_S, width, self._places_K, aside)
         with torch.cuda.stream(aside):
-            return self.fetch_later(table)
+            fetched, event = self.fetch(table), _event()
+            event.record()
+        return PendingTensor(fetched, event)
 
 
 def _event() -> torch.cuda.Event:

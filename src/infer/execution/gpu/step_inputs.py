@@ -21,16 +21,18 @@ block table.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from infer.execution.gpu.sending import send, send_into
-from infer.execution.order import DECODE, StepOrder
+from infer.execution.order import DECODE, VERIFY, StepOrder
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
-from infer.kernels.elementwise.windows import unpack_window
+from infer.kernels.elementwise.windows import DraftedRows, unpack_window
+from infer.kernels.runtime.dispatch import is_gpu
 
 
 class Prompts:
@@ -50,6 +52,7 @@ class Prompts:
         self.is_given = (~is_decode).repeat(order.counts)  # tokens of the order that belong to these rows
         columns = first + ends - counts, counts, order.rows[self.numbers], starts
         self.chunks = [*map(PrefillChunk, *(column.tolist() for column in columns))]
+        self.num_drafts = np.where(order.kinds == VERIFY, order.num_sampled - 1, 0)[self.numbers]
         self.table_XP = np.empty((2 + len(order.slots), self.num_tokens), dtype=np.int64)
         self.table_XP[0] = order.tokens
         self.table_XP[1] = np.arange(self.num_tokens) + (starts + counts - ends).repeat(counts)
@@ -89,6 +92,10 @@ class DeviceInputs:
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._window = torch.zeros((7 + num_tables) * max_rows, dtype=torch.int64, device=device)
+        # by turns: two at most are sent before a step after them has been read
+        self._host_windows = deque(
+            torch.empty(len(self._window), dtype=torch.int64, pin_memory=is_gpu(device)) for _ in range(4)
+        )
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
         self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
@@ -124,15 +131,24 @@ class DeviceInputs:
         num_lines = 5 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
-    def send_window(self, lines_YS: np.ndarray) -> None:
-        """Send the lines of a step whose rows verify drafts, padded with -1 to a size that is captured."""
-        send_into(self.window(lines_YS.shape[1]), torch.from_numpy(lines_YS))
+    def blank_window(self, num_tokens: int) -> np.ndarray:
+        """Memory for the lines of a step whose rows verify drafts, all padding; `send_window` takes it."""
+        self._host_windows.rotate()
+        num_lines = 5 + len(self.table_XT)
+        lines_YS = self._host_windows[0].numpy()[: num_lines * num_tokens].reshape(num_lines, num_tokens)
+        lines_YS.fill(-1)
+        return lines_YS
+
+    def send_window(self, num_tokens: int) -> None:
+        """Send the lines that were filled last, padded to a size that is captured."""
+        target_YS = self.window(num_tokens)
+        target_YS.copy_(self._host_windows[0][: target_YS.numel()].view(target_YS.shape), non_blocking=True)
         self.has_rows = False
 
-    def unpack_window(self, num_tokens: int, drafts_D: torch.Tensor) -> None:
-        """Put the lines of a window where a step reads them, on the device; codes there become drafts."""
+    def unpack_window(self, num_tokens: int, drafts_D: torch.Tensor, state: DraftedRows) -> None:
+        """Put the lines of a window where a step reads them, on the device; codes there get a meaning."""
         rows_S, lens_S = self.rows_S[:num_tokens], self.lens_S[:num_tokens]
-        unpack_window(self.window(num_tokens), drafts_D, rows_S, lens_S, self.table_XT[:, :num_tokens])
+        unpack_window(self.window(num_tokens), drafts_D, state, rows_S, lens_S, self.table_XT[:, :num_tokens])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
         """Send the rows that decode, padded to `size`, unless they are those of the last step."""

@@ -112,6 +112,8 @@ class PrefillChunks:
     chunks: tuple[PrefillChunk, ...]  # read by the reference and PyTorch's kernels, not by a graph replay
     are_tokens: bool = False  # every tile is one token: one warp group has enough rows
     whole_C4: torch.Tensor | None = None  # the same for whole chunks, for layers that go from state to state
+    num_drafts: tuple[int, ...] = ()  # last tokens of each chunk that may be refused; (): none
+    drafts_C4: torch.Tensor | None = None  # these tokens, which `whole_C4` has not
 
     @classmethod
     def from_arrays(

@@ -3,7 +3,7 @@
     run         consecutive tokens of one row: first token, tokens, row of the tables, position of the first;
                 no tokens: padding. A row that decodes is a run of one token
     mix         the convolution and its activation; tails are read before the first token and written where
-                blocks end
+                blocks end, unless the tokens are drafts
     recur       the states. One program has the columns of some values of one head, [K, columns], and goes
                 through the run: token by token, or by pieces of 16
 
@@ -44,7 +44,7 @@ def _run_of(runs_ptr, run):
 @jit
 def _mix_kernel(
     x_ptr, weight_ptr, tails_ptr, tables_ptr, runs_ptr, y_ptr, x_stride, table_stride, num_channels,
-    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     first, num, row, start = _run_of(runs_ptr, tl.program_id(0))
     channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -72,7 +72,7 @@ def _mix_kernel(
         tl.store(out, mixed.to(y_ptr.dtype.element_ty), mask=is_here)
     tl.debug_barrier()  # the tail that was read may be written now
     first_block = start // BLOCK_SIZE
-    num_blocks = tl.where(num > 0, (start + num - 1) // BLOCK_SIZE - first_block + 1, 0)
+    num_blocks = tl.where((num > 0) & WRITES, (start + num - 1) // BLOCK_SIZE - first_block + 1, 0)
     for later in range(num_blocks):
         number = num_blocks - 1 - later  # the first block may be the one whose tail is read
         end = tl.minimum((first_block + number + 1) * BLOCK_SIZE - start, num)
@@ -104,7 +104,7 @@ def _recur_kernel(
     gate_stride, table_stride, half_stride, block_stride, scale, eps,
     BLOCK_SIZE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, PIECE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     first, num, row, start = _run_of(runs_ptr, tl.program_id(0))
     head, half = tl.program_id(1), NUM_HEADS // 2
@@ -173,7 +173,7 @@ def _recur_kernel(
         out_at = out_ptr + (tokens[:, None] * NUM_HEADS + head) * H + values[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=has_value)
         end = tl.minimum(base + PIECE, stop)
-        if (end % BLOCK_SIZE == 0) | (end == stop):
+        if ((end % BLOCK_SIZE == 0) | (end == stop)) & WRITES:
             block = tl.load(table + (end - 1) // BLOCK_SIZE).to(tl.int64)
             tl.store(cells + block * block_stride, state, mask=is_inside)
 
@@ -181,11 +181,12 @@ def _recur_kernel(
 def recur_runs(
     rule: DeltaRule, cache: StateCache, tables_RB: torch.Tensor, block_size: int, runs_U4: torch.Tensor,
     qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor, mixed_TC: torch.Tensor,
-    out_TVH: torch.Tensor, *, are_tokens: bool,
+    out_TVH: torch.Tensor, *, are_tokens: bool, are_drafts: bool = False,
 ) -> None:  # fmt: skip
     """Let the states of some runs, each of another row, go through their tokens, and write what these see.
 
-    `are_tokens`: each run is one token at most. `mixed_TC` is memory for the mixed inputs.
+    `are_tokens`: each run is one token at most. `are_drafts`: states stay as they are.
+    `mixed_TC` is memory for the mixed inputs.
     """
     num_runs, num_channels, num_heads = len(runs_U4), qkv_TC.shape[1], b_TV.shape[1]
     key_dim, value_dim = rule.key_dim, rule.value_dim
@@ -198,7 +199,7 @@ def recur_runs(
         _mix_kernel, (num_runs, -(-num_channels // TILE_CHANNELS)),
         (qkv_TC, rule.conv_CW, cache.tails, tables_RB, runs_U4, mixed_TC),
         (qkv_TC.stride(0), tables_RB.stride(0), num_channels),
-        BLOCK_SIZE=block_size, BLOCK_T=piece, BLOCK_C=TILE_CHANNELS, num_warps=4,
+        BLOCK_SIZE=block_size, BLOCK_T=piece, BLOCK_C=TILE_CHANNELS, WRITES=not are_drafts, num_warps=4,
     )  # fmt: skip
     columns = min(COLUMNS, max(next_power_of_two(value_dim), least))
     launch_triton(
@@ -208,5 +209,5 @@ def recur_runs(
          key_dim**-0.5, NORM_EPS),
         BLOCK_SIZE=block_size, NUM_KEY_HEADS=rule.num_key_heads, NUM_HEADS=num_heads, K=key_dim, H=value_dim,
         BLOCK_K=max(next_power_of_two(key_dim), least), BLOCK_H=columns, PIECE=piece,
-        PRECISION="ieee" if is_amd() else "tf32x3", num_warps=8,
+        PRECISION="ieee" if is_amd() else "tf32x3", WRITES=not are_drafts, num_warps=8,
     )  # fmt: skip

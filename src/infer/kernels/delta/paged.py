@@ -40,12 +40,12 @@ def recur_paged(
     if use_triton(qkv_TC):
         out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))
         mixed_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
-        whole_C4 = None if chunks is None else chunks.whole_C4
-        for runs_U4, are_tokens in ((runs_S4, True), (whole_C4, False)):
+        whole_C4, drafts_C4 = (None, None) if chunks is None else (chunks.whole_C4, chunks.drafts_C4)
+        for runs_U4 in (runs_S4, whole_C4, drafts_C4):  # drafts read what the tokens before them have left
             if runs_U4 is not None and len(runs_U4):
                 recur_runs(
                     rule, cache, tables_RB, block_size, runs_U4, qkv_TC, b_TV, a_TV, mixed_TC, out_TVH,
-                    are_tokens=are_tokens,
+                    are_tokens=runs_U4 is runs_S4, are_drafts=runs_U4 is drafts_C4,
                 )  # fmt: skip
         return out_TVH
     spans = list(_spans(tables_RB, block_size, decoding, chunks))
@@ -69,11 +69,13 @@ def _spans(
     (places_S,) = (lens_S > 0).nonzero(as_tuple=True)
     if len(places_S):
         yield span(places_S, rows_S[places_S].long(), lens_S[places_S].long() - 1)
-    for first, num, row, start in chunks.chunks if chunks is not None else ():
-        for begin, end in pieces_of(start, start + num, block_size):
-            place = first - start
-            yield span(
-                slice(place + begin, place + end),
-                torch.tensor([row], device=tables_RB.device),
-                torch.tensor([begin], device=tables_RB.device),
-            )
+    for number, (first, num, row, start) in enumerate(chunks.chunks if chunks is not None else ()):
+        num_drafts = chunks.num_drafts[number] if chunks is not None and chunks.num_drafts else 0
+        place, known = first - start, start + num - num_drafts
+        row_1 = torch.tensor([row], device=tables_RB.device)
+        for begin, end in pieces_of(start, known, block_size):
+            begin_1 = torch.tensor([begin], device=tables_RB.device)
+            yield span(slice(place + begin, place + end), row_1, begin_1)
+        if num_drafts:
+            known_1 = torch.tensor([known], device=tables_RB.device)
+            yield span(slice(place + known, first + num), row_1, known_1)._replace(writes_S=None)

@@ -72,7 +72,7 @@ class StateSpan(NamedTuple):
 
     tokens: slice | torch.Tensor  # places of the first row's tokens; with one token per row, of all rows'
     reads_S: torch.Tensor  # block with the state before the first token, -1: there is none
-    writes_S: torch.Tensor  # block that gets the state after the last
+    writes_S: torch.Tensor | None  # block that gets the state after the last; None: they are drafts
 
 
 def pieces_of(start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
@@ -98,7 +98,8 @@ def run_spans(
         qkv, b, a = (each[tokens].view(batch, -1, each.shape[1]) for each in (qkv_TC, b_TV, a_TV))
         state, tail = cache.read(reads_S)
         out_STVH, state, tail = delta_rule(rule, qkv, b, a, state, tail)
-        cache.write(writes_S, state, tail)
+        if writes_S is not None:
+            cache.write(writes_S, state, tail)
         out_TVH[tokens] = out_STVH.flatten(0, 1)
     return out_TVH
 

@@ -11,6 +11,8 @@ that step and the next turns: the device judges for itself what is kept.
     lines of a window     row, length, row sampled as, row that goes on, token, position, slot of each table,
                           and whether the row goes on from here: 1 and 0 as decided before, -1 as judged
     token                 -1: padding, which is -1 in all lines; below: draft number -2 - token
+    position              below -1: -2 - position tokens after the row's last, if only the device knows that
+                          one; then it finds the length and the slots as well, and the last token
 
 Shapes:  S rows or tokens, R rows of state, B blocks of the longest table, X lines: 2 and one per block table,
 Y lines: 5 more, D drafts.
@@ -18,13 +20,15 @@ Y lines: 5 more, D drafts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-FIRST_CODE = -2  # code of draft 0
+FIRST_CODE = -2  # code of draft 0, and of the position at which a row's turns begin
 LOOKED_BACK = 16  # tokens of a window before the last: MAX_DRAFTS
 
 
@@ -83,50 +87,81 @@ def next_turn(
     )  # fmt: skip
 
 
+class DraftedRows(NamedTuple):
+    """The state of rows that are drafted for."""
+
+    last_token_R: torch.Tensor
+    position_R: torch.Tensor  # of the last token
+    tables_KRB: torch.Tensor
+    block_size: int
+
+
 def unpack_window_reference(
-    lines_YS: torch.Tensor, drafts_D: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
-    table_XS: torch.Tensor,
+    lines_YS: torch.Tensor, drafts_D: torch.Tensor, state: DraftedRows, rows_S: torch.Tensor,
+    lens_S: torch.Tensor, table_XS: torch.Tensor,
 ) -> None:  # fmt: skip
     """The specification of `unpack_window`."""
-    tokens_S = lines_YS[4]
+    last_token_R, position_R, tables_KRB, size = state
+    row_S, tokens_S, after_S = lines_YS[0].clamp(min=0), lines_YS[4], FIRST_CODE - lines_YS[5]
     found_S = drafts_D[(FIRST_CODE - tokens_S).clamp(min=0)]
+    found_S = torch.where(tokens_S <= FIRST_CODE, found_S, tokens_S.clamp(min=0))
+    is_after_S, position_S = after_S >= 0, position_R[row_S] + after_S
+    block_S = (position_S // size).clamp(0, tables_KRB.shape[2] - 1)
     rows_S.copy_(lines_YS[0])
-    lens_S.copy_(lines_YS[1].clamp(min=0))
-    table_XS[0] = torch.where(tokens_S <= FIRST_CODE, found_S, tokens_S.clamp(min=0))
-    table_XS[1] = lines_YS[5].clamp(min=0)
-    table_XS[2:] = lines_YS[6:-1]
+    table_XS[0] = torch.where(after_S == 0, last_token_R[row_S], found_S)
+    table_XS[1] = torch.where(is_after_S, position_S, lines_YS[5].clamp(min=0))
+    lens_S.copy_(torch.where(is_after_S, position_S + 1, lines_YS[1].clamp(min=0)))
+    for tables_RB, slots_S, given_S in zip(tables_KRB, table_XS[2:], lines_YS[6:-1], strict=True):
+        slots_S.copy_(torch.where(is_after_S, tables_RB[row_S, block_S] * size + position_S % size, given_S))
 
 
 @jit
 def _unpack_window_kernel(
-    lines_ptr, drafts_ptr, rows_ptr, lens_ptr, table_ptr, num_tokens, table_stride,
+    lines_ptr, drafts_ptr, last_token_ptr, position_ptr, tables_ptr, rows_ptr, lens_ptr, table_ptr,
+    num_tokens, table_stride, tables_stride, row_stride, block_size,
     NUM_TABLES: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     line_ptr = lines_ptr + index
-    token = tl.load(line_ptr + 4 * num_tokens)
+    row, token, place = (
+        tl.load(line_ptr),
+        tl.load(line_ptr + 4 * num_tokens),
+        tl.load(line_ptr + 5 * num_tokens),
+    )
+    is_after = place <= FIRST
     draft = tl.load(drafts_ptr + (FIRST - token), mask=token <= FIRST, other=0)
-    tl.store(rows_ptr + index, tl.load(line_ptr).to(tl.int32))
-    tl.store(lens_ptr + index, tl.maximum(tl.load(line_ptr + num_tokens), 0).to(tl.int32))
-    tl.store(table_ptr + index, tl.where(token <= FIRST, draft, tl.maximum(token, 0)))
-    tl.store(table_ptr + table_stride + index, tl.maximum(tl.load(line_ptr + 5 * num_tokens), 0))
+    token = tl.where(token <= FIRST, draft, tl.maximum(token, 0))
+    last = tl.load(last_token_ptr + row, mask=is_after, other=0)
+    position = tl.load(position_ptr + row, mask=is_after, other=0) + FIRST - place
+    position = tl.where(is_after, position, tl.maximum(place, 0))
+    length = tl.where(is_after, position + 1, tl.maximum(tl.load(line_ptr + num_tokens), 0))
+    tl.store(rows_ptr + index, row.to(tl.int32))
+    tl.store(lens_ptr + index, length.to(tl.int32))
+    tl.store(table_ptr + index, tl.where(place == FIRST, last, token))
+    tl.store(table_ptr + table_stride + index, position)
     for table in tl.static_range(NUM_TABLES):
         slot = tl.load(line_ptr + (6 + table) * num_tokens)
+        block_ptr = tables_ptr + table * tables_stride + row * row_stride + position // block_size
+        block = tl.load(block_ptr, mask=is_after, other=0).to(tl.int64)
+        slot = tl.where(is_after, block * block_size + position % block_size, slot)
         tl.store(table_ptr + (2 + table) * table_stride + index, slot)
 
 
 def unpack_window(
-    lines_YS: torch.Tensor, drafts_D: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
-    table_XS: torch.Tensor,
+    lines_YS: torch.Tensor, drafts_D: torch.Tensor, state: DraftedRows, rows_S: torch.Tensor,
+    lens_S: torch.Tensor, table_XS: torch.Tensor,
 ) -> None:  # fmt: skip
     """Put the lines of a window where a step reads them: rows, lengths, tokens, positions and slots."""
     if not use_triton(rows_S):
-        unpack_window_reference(lines_YS, drafts_D, rows_S, lens_S, table_XS)
+        unpack_window_reference(lines_YS, drafts_D, state, rows_S, lens_S, table_XS)
         return
+    last_token_R, position_R, tables_KRB, block_size = state
     assert lines_YS.is_contiguous() and table_XS.stride(1) == 1, "lines must be contiguous"
     launch_triton(
-        _unpack_window_kernel, (rows_S.shape[0],), (lines_YS, drafts_D, rows_S, lens_S, table_XS),
-        (lines_YS.shape[1], table_XS.stride(0)), NUM_TABLES=len(table_XS) - 2, FIRST=FIRST_CODE, num_warps=1,
+        _unpack_window_kernel, (rows_S.shape[0],),
+        (lines_YS, drafts_D, last_token_R, position_R, tables_KRB, rows_S, lens_S, table_XS),
+        (lines_YS.shape[1], table_XS.stride(0), tables_KRB.stride(0), tables_KRB.stride(1), block_size),
+        NUM_TABLES=len(table_XS) - 2, FIRST=FIRST_CODE, num_warps=1,
     )  # fmt: skip
 
 

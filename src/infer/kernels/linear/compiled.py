@@ -30,25 +30,33 @@ from typing import Any
 
 import torch
 
+from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
 from infer.kernels.linear.low_rank import LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.shrink import Shrink, takes
 from infer.kernels.linear.wgmma import WgmmaConfig
+from infer.kernels.runtime.choice import Declined, Way
 from infer.kernels.runtime.cuda_build import BuildError
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.profiles import gpu_of
 
 logger = logging.getLogger(__name__)
+
+CudaConfig = PdlConfig | WgmmaConfig
+LinearWay = Way[LinearProblem, CudaConfig]
 
 
 class CompiledLinears:
     """The products of one model that run in CUDA C++, and how their matrices are cut."""
 
-    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
-        self.device, self._enabled = device, enabled and is_for(device)
-        profile = device_profile(device).linear
+    def __init__(self, device: torch.device, *, gpu: Gpu | None = None, enabled: bool = True) -> None:
+        """`gpu`: choose for this one instead of the device's own."""
+        self.device, self.gpu = device, gpu or gpu_of(device)
+        self._enabled = enabled and is_for(self.gpu)
+        profile = self.gpu.profile.linear
         most, most_coded = profile.wgmma_tokens, max(profile.coded_tokens, profile.fp8_tokens)
         self.pdl = pdl.make_kernel(profile)
         self.wgmma = wgmma.make_kernel(profile, range(2, most + 1))  # one token needs no tensor cores
@@ -57,6 +65,14 @@ class CompiledLinears:
         self.coded = wgmma.make_kernel(profile, range(1, most_coded + 1), coded=True)
         self.low_rank = wgmma.make_kernel(profile, range(1, wgmma.MAX_TOKENS + 1), low_rank=True)
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
+        ways: list[LinearWay] = [Way(kernel.name, kernel.covers) for kernel in self._kernels]
+        self.dense_ways, self.coded_ways = tuple(ways[:3]), tuple(ways[3:])
+        self.pdl.why_not = self.wgmma.why_not = Declined("for the matrices of the layers")
+        self.wgmma_more.why_not = Declined("for gates, and matrices that write into the residual stream")
+        if not self._enabled:
+            sms = f"compute capability 9.0 and {profile.num_sms} SMs"
+            for kernel in self._kernels:
+                kernel.why_not = Declined(f"it is for {sms}")
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
@@ -126,7 +142,8 @@ class CompiledLinears:
     def _uses(self) -> list[tuple[CudaLinear[Any], list[Matrix]]]:
         """The kernels and their matrices."""
         layers, coded = list(self._layers), list(self._coded)
-        heads = [head for head in self._heads if self.wgmma.choose(self.wgmma.tokens[-1], head) is not None]
+        longest = self.wgmma.tokens[-1]
+        heads = [head for head in self._heads if not isinstance(self.wgmma.choose(longest, head), Declined)]
         return [
             (self.pdl, layers),
             (self.wgmma, [*layers, *heads] if layers else []),

@@ -22,7 +22,6 @@ Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,7 +41,6 @@ CHUNK = 64  # columns of B that a kernel takes at a time
 MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
-_MAX_FLAGS = 4096  # products of a step
 
 
 class RowSlots:
@@ -73,9 +71,8 @@ class RowTiles(NamedTuple):
     """The rows of a step in tiles with one slot each, and the memory in which kernels leave h."""
 
     table: torch.Tensor  # [1 + tiles, 16], as shrink.cu reads it
-    h_TC: torch.Tensor  # for each part, the ranks of all slots; zero in slots that are not a row's own
+    h_TC: torch.Tensor  # ranks of all slots, part by part; zero in slots that are not a row's own
     columns: int  # columns of h that a part has: a multiple of `CHUNK`
-    flags: Iterator[torch.Tensor]  # one for each product of the step, not raised yet
 
     @property
     def num_tiles(self) -> int:
@@ -95,8 +92,7 @@ def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
         COLUMNS=_TABLE_COLUMNS, num_warps=4,
     )  # fmt: skip
     h_TC = torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device)
-    flags = torch.zeros((_MAX_FLAGS, 1), dtype=torch.int32, device=device)
-    return RowTiles(table, h_TC, columns, map(flags.__getitem__, range(_MAX_FLAGS)))
+    return RowTiles(table, h_TC, columns)
 
 
 @jit_for_any("T")
@@ -109,7 +105,7 @@ def _tiles_kernel(
     other = tl.load(slots_ptr + row, mask=row < T, other=0).to(tl.int32)
     is_alike = slot[:, None] == other[None, :]
     is_earlier = row[None, :] < row[:, None]
-    place = tl.sum((is_alike & is_earlier).to(tl.int32), axis=1)  # among the rows with this slot
+    place = tl.sum((is_alike & is_earlier).to(tl.int32), axis=1)  # number among the rows with this slot
     place_of_other = tl.sum((is_alike & (row[:, None] < row[None, :])).to(tl.int32), axis=0)
     starts = (other > 0) & (place_of_other % TILE == 0)  # the first row of a tile
     is_first = is_alike & starts[None, :] & (place_of_other[None, :] // TILE == (place // TILE)[:, None])

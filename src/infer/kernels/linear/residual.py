@@ -39,7 +39,6 @@ class LowRankTerm(NamedTuple):
     h_TC: torch.Tensor  # part by part
     columns: int  # columns of h that a part has
     active: torch.Tensor  # bits of the chunks that rows of the step have their adapters in
-    has_x: torch.Tensor  # a flag that the kernel of h raises when x is complete
 
 
 class Epilogue(NamedTuple):

@@ -55,19 +55,14 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     const char* __restrict__ table,
     const char* __restrict__ used,   // bits of the chunks of h that some adapter has weights for; 0: none has
     char* __restrict__ h,            // [M, ..]; its rows lie `h_stride` bytes apart
-    const char* has_x,               // a flag for the next kernel
     long long x_stride, long long h_stride, int h_columns) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int split = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT % BLOCKS_OF_RANKS;
     const char* const row = table + (1 + blockIdx.x / SPLIT / BLOCKS_OF_RANKS) * ROW_BYTES;
     let_next_kernel_start();
     const int slot = (int)load_pair(row);
-    auto wait = [&] {  // all blocks: the next kernel builds on it that this one has waited
-        wait_for_kernel_before();
-        if (blockIdx.x == 0 && threadIdx.x == 0) raise(has_x);
-    };
     if (slot == 0 || load_pair(used) == 0) {
-        wait();
+        wait_for_kernel_before();  // the next kernel builds on it that this one has waited
         return;
     }
     const int token = (int)load_pair(row + 4 + g * 4) - 1;
@@ -88,7 +83,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
             load_weights<!IS_RAGGED>(weights[turn][j], at, is_chunk(turn));
         }
     }
-    wait();
+    wait_for_kernel_before();
 
     // -- the product
 

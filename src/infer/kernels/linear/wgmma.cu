@@ -45,8 +45,7 @@
 
    Every part of a matrix (q, k, v) has an h; B of a part has zeros in the rows of the others, which TMA makes, past the
    ends of that part. Chunks that no token has an adapter in (`active`), or none with this matrix (`used`), are left out.
-   The kernel before this one computes h, and raises a flag (`has_x`) when it has waited for the one that made x: W x
-   is multiplied while it runs, and only B h waits for its end.
+   The kernel before this one computes h (linear/shrink.cu).
 
    With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
    rows each. A lane of a warp that multiplies unpacks its own codes (coded.cuh), and W is on the left from registers:
@@ -170,7 +169,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const __grid_constant__ TensorMap b_map_2,    // [rows of a part, ranks of all adapters], boxes of OUT_ROWS
     const __grid_constant__ TensorMap h_map,      // [M, parts * h_columns], boxes of TOKENS
     const char* active, const char* used,         // a bit for each chunk
-    const char* has_x,                            // a flag of the kernel before
     int end_0, int end_1, int end_2, int h_columns  // where parts end, those that there are not at 0; columns of a part
 #endif
 ) {
@@ -284,12 +282,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         }
     }
 
-#if LOW_RANK
-    if (threadIdx.x == 32 * WARPS) wait_for_flag(has_x);
-    __syncthreads();
-#else
     if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else they wait when the first weights are unpacked
-#endif
 
     int total = count;  // chunks of this block
 #if LOW_RANK
@@ -537,7 +530,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             load_tokens_of(i);
         }
 #if LOW_RANK
-        wait_for_kernel_before();
         int next = count, number = 0;
         for (int part = 0; part < 3; ++part) {
             for (u32 left = has_part(part) ? chunks : 0; left; left &= left - 1) {

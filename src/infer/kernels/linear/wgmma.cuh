@@ -75,19 +75,6 @@ __device__ __forceinline__ void fetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---- a flag between two kernels --------------------------------------------------------------------
-
-// A kernel says that what came before it is complete, and goes on; the next one need not wait for its end.
-__device__ __forceinline__ void raise(const char* flag) {
-    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_flag(const char* flag) {
-    asm volatile("{ .reg .pred p; .reg .u32 value; again: ld.acquire.gpu.global.u32 value, [%0]; "
-                 "setp.eq.u32 p, value, 0; @p bra again; }" ::"l"(flag) : "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");  // TMA reads what this thread may read now
-}
-
 // ---- the matrix unit --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

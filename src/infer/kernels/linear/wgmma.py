@@ -76,6 +76,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue, LowRankTerm
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.dispatch import compiles_only
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
@@ -111,7 +112,7 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
-_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 4)
+_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 2, *(ctypes.c_int,) * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,8 +407,7 @@ def _low_rank_arguments(
     return (
         *maps, *maps[:1] * missing,
         Boxes(h_TC.data_ptr(), h_TC.dtype, T, num_columns, h_TC.stride(0) * 2, config.width),
-        term.active.data_ptr(), term.used.data_ptr(), term.has_x.data_ptr(),
-        *ends, *[0] * missing, term.columns,
+        term.active.data_ptr(), term.used.data_ptr(), *ends, *[0] * missing, term.columns,
     )  # fmt: skip
 
 
@@ -456,13 +456,16 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
     return config
 
 
-def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
+def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | Declined:
     gated = bool(matrix.activation)
-    if matrix.form is not None:
-        if num_tokens <= profile.coded_pdl_tokens and pdl.choose(num_tokens, matrix, profile) is not None:
-            return None
-        return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
-    return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
+    if matrix.form is None:
+        config = choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
+        return config or Declined("sizes that are not multiples of 8")
+    is_few = num_tokens <= profile.coded_pdl_tokens
+    if is_few and not isinstance(pdl.choose(num_tokens, matrix, profile), Declined):
+        return Declined("a kernel in pdl.cu")
+    config = choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
+    return config or Declined("more tokens than are faster here, or sizes that no cut fits")
 
 
 def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:

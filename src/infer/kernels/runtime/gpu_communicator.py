@@ -18,10 +18,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.cuda import nccl
 
 from infer.errors import ConfigError, DeviceLost
 from infer.kernels.cpu.collectives import HEADER_BYTES, SharedCommunicator, column_share
@@ -36,6 +35,7 @@ from infer.kernels.runtime.cuda_build import (
     index_of,
     make_cubin,
 )
+from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_name
 
 SOURCE: Final = Path(__file__).with_name("exchange.cu")
 NUM_BLOCKS, NUM_THREADS, NUM_UNITS = 32, 256, 4
@@ -80,11 +80,11 @@ class GpuCommunicator(Communicator):
             opened = [self._own if r == self.rank else _open(found[r], device) for r in range(self.size)]
             self._slots = torch.tensor(opened, dtype=torch.int64, device=device)
             cards = {each[_HANDLE_BYTES] for each in found}
-            self._nccl: Any = None
-            if len(cards) == self.size:
-                name = nccl.unique_id() if self.rank == 0 else bytes(128)
-                name = _gather_bytes(shared, name)[0][: len(name)]
-                self._nccl = nccl.init_rank(self.size, name, self.rank)
+            self._nccl: NcclGroup | None = None
+            if len(cards) == self.size and (nccl := load_nccl()) is not None:
+                name = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
+                self._nccl = NcclGroup(nccl, _gather_bytes(shared, name)[0], self.rank, self.size)
+                shared.on_abort.append(self._nccl.abort)
         numbers = self._numbers.data_ptr()
         dead = numbers + 4 * NUM_BLOCKS * NUM_THREADS
         self._of_ranks = self._slots.data_ptr(), numbers, self._aborted, dead, int(wait_s * 1e9), self.rank
@@ -108,7 +108,7 @@ class GpuCommunicator(Communicator):
         shares = _whole_pieces(x)
         is_long = shares.numel() * shares.element_size() >= NCCL_BYTES
         if is_long and self.uses_nccl and self._nccl is not None:
-            nccl.all_reduce([shares], comms=[self._nccl])
+            self._nccl.all_reduce(shares)
         else:
             assert x.dtype is self._dtype, f"sums are made in {self._dtype}, not in {x.dtype}"
             self._exchange(shares, shares, SUM)
