@@ -15,6 +15,7 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.cache.kv_store import KVStore, _Crossing
+from infer.cache.layout import TransferKind
 from infer.client import load
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
@@ -161,7 +162,14 @@ def test_a_block_is_the_same_after_both_ways() -> None:
     for part, _ in store._parts:
         part.copy_(torch.arange(part.numel()).reshape(part.shape) % 100)
     before = [part[:, :, 3].clone() for part, _ in store._parts]
-    store.transfer([("swap_out", 3, 1), ("swap_in", 1, 5), ("swap_out", 4, 1), ("copy", 5, 3)])
+    store.transfer(
+        [
+            (TransferKind.SWAP_OUT, 3, 1),
+            (TransferKind.SWAP_IN, 1, 5),
+            (TransferKind.SWAP_OUT, 4, 1),
+            (TransferKind.COPY, 5, 3),
+        ]
+    )
     for (part, _), block in zip(store._parts, before, strict=True):
         assert torch.equal(part[:, :, 5], block) and torch.equal(part[:, :, 3], block)
 

@@ -37,7 +37,7 @@ from typing import Final
 
 import torch
 
-from infer.cache.layout import STATE, KVLayout, StateSize
+from infer.cache.layout import STATE, KVLayout, StateSize, TransferKind
 from infer.kernels.delta.reference import StateCache
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.elementwise.heads import CacheSlots
@@ -111,7 +111,7 @@ class KVStore:
             if num_places:
                 self._crossing = _Crossing(self._parts, min(num_places, num_host_blocks, MOST_CROSSING))
         if is_gpu(device) and num_blocks:
-            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
+            self.transfer([(TransferKind.COPY, 0, 0)])  # compiles the kernel now rather than within a request
 
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
@@ -135,18 +135,18 @@ class KVStore:
             for (part, _), blocks in zip(self._parts, held, strict=True):
                 part[:, :, :num_blocks] = blocks
 
-    def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
+    def transfer(self, transfers: Sequence[tuple[TransferKind, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         for kind, moves in groupby(transfers, key=itemgetter(0)):
             pairs = [move[1:] for move in moves]
-            if kind != "copy" and self._crossing is not None:
-                self._crossing.cross(pairs, is_out=kind == "swap_out")
+            if kind != TransferKind.COPY and self._crossing is not None:
+                self._crossing.cross(pairs, is_out=kind == TransferKind.SWAP_OUT)
                 continue
             for (source, destination), (device, host) in product(pairs, self._parts):
-                if kind == "copy":
+                if kind == TransferKind.COPY:
                     copy_block(device, source, destination)
                     continue
-                is_out = kind == "swap_out"
+                is_out = kind == TransferKind.SWAP_OUT
                 here, there = (source, destination) if is_out else (destination, source)
                 # plane by plane: a block as large as a sequence would be gathered in memory that is not there
                 for on_device, on_host in zip(device.flatten(0, 1), host[there].flatten(0, 1), strict=True):

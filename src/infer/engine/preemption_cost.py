@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.cache.layout import TransferKind
 from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.runtime.dispatch import is_gpu, synchronize
 from infer.layers.whole_sequence import WholeSequence
@@ -31,7 +32,7 @@ def measure_cost(
     probe = GPU_PROBE_TOKENS if is_gpu(store.device) else PROBE_TOKENS
     num_tokens, num_tables = min(probe, max_tokens, model.config.context_len), max(store.tables) + 1
     blocks = range(min(PROBE_BLOCKS, store.num_host_blocks))
-    moves = [("swap_out", 0, block) for block in blocks]
+    moves = [(TransferKind.SWAP_OUT, 0, block) for block in blocks]
     swap = _seconds(lambda: store.transfer(moves), store.device) * num_tables / (len(blocks) * block_size)
     recompute = prefill(num_tokens) / num_tokens
     return PreemptionCost(swap_seconds=swap, recompute_seconds=recompute)
