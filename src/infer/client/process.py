@@ -120,20 +120,24 @@ class SleepingEngine:
         """Nothing is cached."""
         return {}
 
-    def use_idle_time(self) -> None:
+    def prepare(self) -> bool:
         """There is nothing to prepare."""
+        return False
+
+    def use_idle_time(self) -> None:
+        """There is nothing to do."""
 
 
 class EngineServer:
-    """The loop around an engine that serves a socket for each API process; `prepare` readies a new one."""
+    """The loop around an engine that serves a socket for each API process; `set_up` gets a new one."""
 
     def __init__(
         self,
         engine: Engine,
         sockets: Sequence[zmq.Socket[bytes]],
-        prepare: Callable[[Engine], None] = lambda engine: None,
+        set_up: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
-        self._prepare = prepare
+        self._set_up = set_up
         self._links = [Link(socket) for socket in sockets]
         self._bell, self._ringer = os.pipe()  # rung by other threads, which must not touch zmq's sockets
         os.set_blocking(self._bell, False)
@@ -177,7 +181,8 @@ class EngineServer:
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
             while not self._poll(self._patience_ms):
-                wait_s = self._engine.use_idle_time()
+                # an engine that woke has yet to prepare what its steps have not needed so far
+                wait_s = 0.0 if self._engine.prepare() else self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
             if (
                 self._patience_ms is not None
@@ -208,7 +213,8 @@ class EngineServer:
                 num_bytes = self._engine.keep_weights(command.max_bytes)
             elif isinstance(self._engine, SleepingEngine):
                 engine = self._engine.wake()
-                self._prepare(engine)
+                self._set_up(engine)
+                freeze()
                 self._adopt(engine)
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
         except Exception as error:  # whoever asked closes this process
@@ -356,8 +362,12 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             if launch.record is not None:
                 make_engine = partial(make_engine, observer=open_recorder(launch.record))
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
-            prepare = partial(_prepare, launch)
-            prepare(engine)
+            set_up = partial(_set_up, launch)
+            set_up(engine)
+            with engine.phases("capture"):
+                while engine.prepare():
+                    pass
+            freeze()  # the model and its parts live as long as the process, or until the engine sleeps
             phases = {"spawn": spawn_s, **engine.phases}
             served = engine.family, engine.context_len, engine.model_len
             max_queue = engine.scheduler.config.max_queue
@@ -365,7 +375,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             for socket in sockets:
                 socket.send(ready)
             kind = EngineError
-            server = EngineServer(engine, sockets, prepare)
+            server = EngineServer(engine, sockets, set_up)
             del engine  # it may sleep
             server.run()
         except BaseException as error:
@@ -379,15 +389,11 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
     return 0
 
 
-def _prepare(launch: messages.Launch, engine: Engine) -> None:
-    """Make an engine ready for its first request."""
+def _set_up(launch: messages.Launch, engine: Engine) -> None:
+    """Let an engine keep what the server will ask it for."""
     engine.keep_stories(launch.num_stories)
     if launch.replica.count > 1:
         engine.watch_prefixes()
-    with engine.phases("capture"):
-        while engine.prepare():
-            pass
-    freeze()  # the model and its parts live as long as the process, or until the engine sleeps
 
 
 def _remove_directory(launch: messages.Launch) -> None:

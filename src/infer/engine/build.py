@@ -139,7 +139,8 @@ def build_engine(
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
-        cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
+        prefill, max_tokens = partial(_prefill_seconds, loaded), config.scheduler.max_num_batched_tokens
+        cost = measure_cost(prefill, loaded.model, store, size.block_size, max_tokens)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
     if served_len < config.max_seq_len:
         logger.warning(

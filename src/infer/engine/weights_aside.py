@@ -28,11 +28,8 @@ class WeightsAside:
         collect()
         found: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         for thing in gc.get_objects():
-            if (
-                isinstance(thing, torch.Tensor)
-                and thing.device.type != "meta"
-                and thing.layout == torch.strided
-            ):
+            # by its type: some things warn when they are asked for their class
+            if issubclass(type(thing), torch.Tensor) and not thing.is_meta and thing.layout == torch.strided:
                 storage = thing.untyped_storage()
                 found[storage.device, storage.data_ptr()] = storage
         self._storages = [storage for storage in found.values() if storage.nbytes()]
