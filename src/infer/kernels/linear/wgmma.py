@@ -471,9 +471,9 @@ def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, par
     return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
 
 
-def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | Declined:
+def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
     config = _choose(num_tokens, matrix, profile)
-    return config if isinstance(config, Declined) else replace(config, low_rank=True)
+    return None if config is None else replace(config, low_rank=True)
 
 
 def make_kernel(
