@@ -69,7 +69,14 @@ def test_a_block_of_codes_moves_with_its_scales(kept_as: torch.dtype) -> None:
             side.copy_(torch.arange(4.0)[:, None, None] + layer)
         for codes in (store.keys[layer], store.values[layer]):
             codes.view(torch.uint8).copy_(torch.arange(4).repeat_interleave(BLOCK_SIZE)[:, None, None])
-    store.transfer([(TransferKind.COPY, 1, 3), (TransferKind.SWAP_OUT, 2, 1), (TransferKind.COPY, 3, 2), (TransferKind.SWAP_IN, 1, 0)])
+    store.transfer(
+        [
+            (TransferKind.COPY, 1, 3),
+            (TransferKind.SWAP_OUT, 2, 1),
+            (TransferKind.COPY, 3, 2),
+            (TransferKind.SWAP_IN, 1, 0),
+        ]
+    )
     for layer, scales in enumerate(store.scales):
         assert scales is not None
         for side in scales:
