@@ -17,6 +17,7 @@ InferError
     ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── DeviceLost          the GPU is in an error state that only a new process can leave
+    │   └── RanksEnded      another rank of the model is gone, and rank 0 has said why
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this    -> HTTP 503
@@ -180,6 +181,10 @@ class OutOfBlocks(EngineError):
 
 class DeviceLost(EngineError):
     """The GPU is in an error state that only a new process can leave."""
+
+
+class RanksEnded(DeviceLost):
+    """Another rank of the model is gone, and rank 0 has said why."""
 
 
 class QueueFull(EngineError):

@@ -23,7 +23,7 @@ from infer.client import load
 from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
-from infer.execution.torch_device import AHEAD, IDS
+from infer.execution.rank_ring import RankMessage
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader import load as loader
 from infer.loader.find.source import resolve_model
@@ -366,7 +366,10 @@ def test_stages_work_at_the_same_time(overlaps: bool, root: Path, monkeypatch: p
     monkeypatch.setattr(RankThreads, "send", watch)
     assert answers(path, (1, 3), use_overlap=overlaps) == answers(path, 1)
     # ids of a step come in three parts, a prompt's row each, while the next one is under way
-    assert (kinds.count(AHEAD) >= 6 and kinds.count(IDS) == 3 * kinds.count(AHEAD)) is overlaps
+    assert (
+        kinds.count(RankMessage.AHEAD) >= 6
+        and kinds.count(RankMessage.IDS) == 3 * kinds.count(RankMessage.AHEAD)
+    ) is overlaps
 
 
 def test_a_draft_model_drafts_on_rank_0(root: Path) -> None:

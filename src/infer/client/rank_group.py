@@ -63,13 +63,13 @@ class _Group:
         with self.changed:
             if self.lost is not None:
                 return
-            self.lost, self.error = reason, error
+            self.lost, self.error, is_idle = reason, error, not self.is_waited_for
             if not self.is_closing:
                 logger.error("ranks are ended reason=%r", reason)
             self.abort()
             self.kill()
             self.changed.notify_all()
-        if not (self.is_closing or self.is_waited_for):
+        if is_idle and not self.is_closing:
             self.on_idle_loss()
 
     def kill(self) -> None:
@@ -150,11 +150,11 @@ class RankProcesses:
 
         Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
         """
-        self._num_open = int(not is_idle) if is_idle is not None else max(self._num_open - 1, 0)
-        self._group.is_waited_for = self._num_open > 0
         if self._link.communicator.is_aborted:
             with self._group.changed:  # wait for the reason from the thread that aborted
-                raise DeviceLost(self._group.lost or "a rank of the model is gone")
+                raise DeviceLost(self._group.lost or "a rank of the model is gone, or did not come to a sum")
+        self._num_open = int(not is_idle) if is_idle is not None else max(self._num_open - 1, 0)
+        self._group.is_waited_for = self._num_open > 0
 
     def close(self, reason: str = "the engine was closed") -> None:
         """End all other ranks, and wait for their end."""

@@ -19,7 +19,7 @@ from infer.client.imports import quick_imports
 from infer.client.messages import DONE, RankLaunch, to_failure
 from infer.client.spawn import EXIT_ORPHANED, take_orders
 from infer.config.settings import EngineConfig
-from infer.errors import DeviceLost, InferError
+from infer.errors import DeviceLost, InferError, RanksEnded
 from infer.log import setup_logging
 
 EXIT_FAILED = 1
@@ -36,10 +36,10 @@ def main() -> int:
     setup_logging(launch.log_level)
     try:
         _serve(launch)
-    except DeviceLost:  # another rank is gone, and rank 0 says so
-        return EXIT_FAILED
     except BaseException as error:
-        if not isinstance(error, InferError):
+        if isinstance(error, RanksEnded):  # another rank is gone, and rank 0 says so
+            return EXIT_FAILED
+        if isinstance(error, DeviceLost) or not isinstance(error, InferError):
             logger.exception("rank %d failed", launch.rank)
         os.write(launch.report, msgspec.json.encode(to_failure(error)) + b"\n")
         return EXIT_FAILED

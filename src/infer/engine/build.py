@@ -65,6 +65,7 @@ from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
+from infer.execution.rank_ring import RankMessage
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.cpu.collectives import SharedCommunicator
@@ -87,8 +88,6 @@ from infer.speculative.adaptive import StepCosts
 
 logger = logging.getLogger(__name__)
 
-BIND, PROBE, BUILD, PREPARE = 2, 3, 4, 5  # kinds of messages to other ranks; orders are 1
-
 
 def build_engine(
     settings: EngineConfig,
@@ -108,11 +107,17 @@ def build_engine(
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config, ranks = resolve_for(settings, loaded), loaded.ranks
+    if settings.load.num_ranks > 1 and ranks is None:
+        raise ConfigError(
+            f"tensor_parallel_size={settings.load.tensor_parallel_size} and "
+            f"pipeline_parallel_size={settings.load.pipeline_parallel_size} need a model that ranks have "
+            "loaded; random weights and models that are given whole run in one process: leave them out"
+        )
     if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
         config = replace(config, steps_ahead=steps_ahead)
     phases = Phases() if phases is None else phases
     if ranks is not None:
-        ranks.send(BIND, json.dumps(settings.knobs()).encode())
+        ranks.send(RankMessage.BIND, json.dumps(settings.knobs()).encode())
     with phases("compile"):
         bank = make_bank(settings, loaded)
         communicator = None
@@ -161,7 +166,7 @@ def build_engine(
     with phases("warm up"):
         shape = shape_of(scheduler.state)
         if ranks is not None:
-            ranks.send(BUILD, json.dumps([astuple(size), shape, step]).encode())
+            ranks.send(RankMessage.BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
         device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
         if ranks is not None:
@@ -188,7 +193,7 @@ def build_engine(
         if warm_up is None:
             return False
         if ranks is not None and not told:
-            ranks.send(PREPARE, b"")
+            ranks.send(RankMessage.PREPARE, b"")
         told, is_more = True, warm_up.prepare()
         if ranks is not None and not (is_more or ready):
             ranks.wait()
@@ -339,7 +344,7 @@ def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> 
 def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> float:
     """Return the seconds of a step with this many prompt tokens, on all ranks together."""
     if loaded.ranks is not None:
-        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+        loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
     seconds = warm_up.step_seconds(num_tokens)
     if loaded.ranks is not None:
         loaded.ranks.check()
@@ -349,7 +354,7 @@ def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> floa
 def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
     """Return the seconds that this many tokens of a prompt take, on all ranks together."""
     if loaded.ranks is not None:
-        loaded.ranks.send(PROBE, json.dumps(num_tokens).encode())
+        loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
     seconds = prefill_seconds(loaded.model, loaded.device, num_tokens)
     if loaded.ranks is not None:
         loaded.ranks.check()

@@ -23,12 +23,12 @@ from typing import NoReturn
 
 from infer.cache.memory import CacheSize, StepBytes
 from infer.config.settings import EngineConfig
-from infer.engine.build import BIND, BUILD, PREPARE, PROBE, bind_rank, build_rank, join_ranks, probe_rank
+from infer.engine.build import bind_rank, build_rank, join_ranks, probe_rank
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.order import read
-from infer.execution.rank_ring import RankLink, link_bytes
-from infer.execution.torch_device import AHEAD, IDS, ORDER, TorchDevice
+from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
+from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
 
@@ -60,28 +60,29 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
     config, device, warm_up, communicator = None, None, None, None
     while True:
         kind, body = link.receive()
-        if kind == ORDER:
+        if kind == RankMessage.ORDER:
             assert device is not None
             device.compute_part(read(memoryview(body)))
-        elif kind in (AHEAD, IDS):
+        elif kind in (RankMessage.AHEAD, RankMessage.IDS):
             assert isinstance(device, TorchDevice)
-            if kind == IDS:
+            if kind == RankMessage.IDS:
                 device.learn(body)
             else:
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
-        elif kind == BIND:
+        elif kind == RankMessage.BIND:
+            device = warm_up = None  # those of an engine before this one
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(link.communicator, loaded)
             config = bind_rank(settings, loaded, communicator, link.pipe)
             on_done()
-        elif kind == PROBE:
+        elif kind == RankMessage.PROBE:
             probe_rank(loaded, warm_up, json.loads(body))
-        elif kind == PREPARE:
+        elif kind == RankMessage.PREPARE:
             while warm_up is not None and warm_up.prepare():
                 pass
             on_done()
         else:
-            assert kind == BUILD and config is not None and communicator is not None, kind
+            assert kind == RankMessage.BUILD and config is not None and communicator is not None, kind
             size, shape, step = json.loads(body)
             step = None if step is None else StepBytes(*step)
             device, warm_up = build_rank(
@@ -92,5 +93,5 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
 
 def _receive_ids(link: RankLink, device: TorchDevice) -> None:
     kind, body = link.receive()
-    assert kind == IDS, f"ids come before the next order, not a message of kind {kind}"
+    assert kind == RankMessage.IDS, f"ids come before the next order, not a message of kind {kind}"
     device.learn(body)

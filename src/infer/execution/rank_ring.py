@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import mmap
 import struct
+from enum import IntEnum
 from typing import Final
 
-from infer.errors import DeviceLost
+from infer.errors import RanksEnded
 from infer.kernels.cpu.collectives import (
     HEADER_BYTES,
     WORD_BYTES,
@@ -33,6 +34,18 @@ _PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends 
 _ROOM: Final = SLOT_BYTES - _PIECE.size
 _WRAP: Final = 1 << 32
 _MESSAGE: Final = 2  # kind of a wait, as csrc/collectives.c has it
+
+
+class RankMessage(IntEnum):
+    """The kinds of messages that rank 0 sends to the others."""
+
+    ORDER = 1  # compute a part of a step
+    AHEAD = 2  # the same, sent before the ids of the last one
+    IDS = 3  # ids that were drawn
+    BIND = 4  # choose what projections run with
+    PROBE = 5  # compute a prompt that rank 0 measures
+    BUILD = 6  # make the KV store and the device half
+    PREPARE = 7  # compile and capture what steps need
 
 
 def link_bytes(size: int) -> int:
@@ -88,7 +101,7 @@ class RankLink:
 
     def _wait(self, word: int, number: int) -> None:
         if not self._library.word_wait(word, number, self._region, self._rank, _MESSAGE):
-            raise DeviceLost("the ranks of this model have been ended")
+            raise RanksEnded("the ranks of this model have been ended")
 
     def _word(self, number: int) -> int:
         return self._words + WORD_BYTES * number

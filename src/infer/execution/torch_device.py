@@ -56,6 +56,7 @@ from infer.execution.order import (
     StepOrder,
     to_bytes,
 )
+from infer.execution.rank_ring import RankMessage
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
 from infer.kernels.runtime.communicator import Pipe
@@ -63,7 +64,6 @@ from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
-ORDER, AHEAD, IDS = 1, 5, 6  # kinds of messages to other ranks: orders, one of them sent ahead, drawn ids
 MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py)
 SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
 
@@ -195,7 +195,7 @@ class TorchDevice(SyncDevice):
         start = perf_counter()
         with _whole_group(ranks, order), torch.inference_mode():
             self._enter(order)
-            ranks.send(ORDER, to_bytes(self._with_last_tokens(order)))
+            ranks.send(RankMessage.ORDER, to_bytes(self._with_last_tokens(order)))
             result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
             ranks.check()
         self.step_s += perf_counter() - start
@@ -214,7 +214,7 @@ class TorchDevice(SyncDevice):
                 ahead = to_bytes(self._with_last_tokens(order, but=last.rows[last.num_sampled > 0]))
                 step.is_sent = len(ahead) <= SHORT_MESSAGE
                 if step.is_sent:
-                    self._ranks.send(AHEAD, ahead)
+                    self._ranks.send(RankMessage.AHEAD, ahead)
         self._staged.append(step)
         return PendingStep(order.flags, step.sampled_with, self._memory)
 
@@ -224,7 +224,7 @@ class TorchDevice(SyncDevice):
         self._enter(step.order)
         if not step.is_sent:
             step.is_sent = True
-            self._ranks.send(ORDER, to_bytes(self._with_last_tokens(step.order)))
+            self._ranks.send(RankMessage.ORDER, to_bytes(self._with_last_tokens(step.order)))
 
     def _finish(self, step: _StagedStep) -> None:
         """Compute the last stage of the steps up to this one, as rank 0."""
@@ -238,7 +238,10 @@ class TorchDevice(SyncDevice):
                 result = self._compute(part, masks)
                 if is_followed:
                     rows = part.rows[part.num_sampled > 0]
-                    ranks.send(IDS, np.array([rows, self._rows.last_token[rows]], dtype=np.int64).tobytes())
+                    ranks.send(
+                        RankMessage.IDS,
+                        np.array([rows, self._rows.last_token[rows]], dtype=np.int64).tobytes(),
+                    )
                 return result
 
             with _whole_group(ranks, order), torch.inference_mode():

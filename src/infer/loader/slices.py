@@ -146,9 +146,13 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     if rank.world_size == 1:
         return config
     if config.delta is not None:
-        raise ConfigError("a model whose layers keep a state cannot be shared by ranks")
+        raise ConfigError(
+            "a model whose layers keep a state cannot be shared by ranks; leave out tensor_parallel_size"
+        )
     if config.layer_specs:
-        raise ConfigError("a model whose layers differ in size cannot be shared by ranks")
+        raise ConfigError(
+            "a model whose layers differ in size cannot be shared by ranks; leave out tensor_parallel_size"
+        )
     if config.projection_norm:
         raise ConfigError(_NEEDS_ALL_HEADS)
     experts, size = config.experts, config.intermediate_size

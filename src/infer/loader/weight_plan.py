@@ -269,7 +269,7 @@ def plan_weights(
     if num_stages > 1 and headers.config.layer_specs:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}: its layers read "
-            "keys of other layers, and embeddings of their own; use tensor_parallel_size"
+            "keys of other layers, and embeddings of their own; leave it out"
         )
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
     whole = Rank(0, 1, stage, num_stages)

@@ -70,7 +70,8 @@ from infer.execution.order import (
     StepOrder,
     to_bytes,
 )
-from infer.execution.torch_device import ORDER, OtherRanks
+from infer.execution.rank_ring import RankMessage
+from infer.execution.torch_device import OtherRanks
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
@@ -301,7 +302,7 @@ class GpuDevice:
             if self._late is not None:  # the others are told all drafts
                 self._late.read(order)
                 self._late = None
-            self._ranks.send(ORDER, to_bytes(order))
+            self._ranks.send(RankMessage.ORDER, to_bytes(order))
             return self._run(order)
 
     def compute_part(self, order: StepOrder) -> None:
