@@ -91,7 +91,7 @@ class DraftedRows(NamedTuple):
     """The state of rows that are drafted for."""
 
     last_token_R: torch.Tensor
-    position_R: torch.Tensor  # of the last token
+    position_R: torch.Tensor  # position of the last token
     tables_KRB: torch.Tensor
     block_size: int
 
@@ -215,7 +215,7 @@ def judge_windows(
     """Let the rows of a step that verifies go on from the last token that each keeps, and the id drawn there.
 
     The tokens of a row stand side by side. One that follows an id other than itself is not kept, nor is what
-    follows it. Of a window with more than `LOOKED_BACK` drafts the result is of no use.
+    follows it. The result is of no use for a window with more than `LOOKED_BACK` drafts.
     """
     if not use_triton(rows_S):
         judge_windows_reference(
