@@ -78,7 +78,7 @@ def main() -> int:
 
     knobs = {"max_batch_size": args.rows, "max_seq_len": 1024, "use_prefix_caching": False}
     found: dict[str, list[float]] = {"without": [], "unused": [], "adapted": []}
-    for has_room in (True, False):  # one engine after the other: each binds the model anew
+    for has_room in (False, True):  # one engine after the other: each binds the model anew
         loaded = load_random(args.config, dtype=args.dtype, device=args.device, max_seq_len=1024)
         lora = (
             {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank} if has_room else {}
@@ -93,7 +93,6 @@ def main() -> int:
                 rate = speed(engine, args.rows, args.tokens, chosen, f"{kind}-{repeat}")
                 if repeat:  # the first warms up
                     found[kind].append(rate)
-                    print(f"{kind:8} {rate:10.0f} tok/s", flush=True)
         del engine, loaded
     medians = {kind: statistics.median(rates) for kind, rates in found.items()}
     for kind, rate in medians.items():

@@ -1,6 +1,6 @@
-"""Every idea switched on after the other, and what each is worth here: a door to `infer bench matrix`.
+"""Every idea switched on after the other, and what each is worth here: both tables of ideas.
 
-    python -m benchmarks.run_matrix [--out FILE] [--png FILE] [options of infer bench matrix]
+    python -m benchmarks.run_matrix [--out FILE] [--png FILE] [options of benchmarks.bench matrix]
 
 Without --model or --model-config a tiny model of random weights is used, which takes a few minutes on two
 cores. The policies are compared after it, on a simulated machine.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from infer.cli.main import main
+from benchmarks.bench import run
 
 if __name__ == "__main__":
-    sys.argv[1:1] = ["bench", "matrix"]  # a report holds the command it was made with
-    raise SystemExit(main() or main(["bench", "policies"]))
+    raise SystemExit(run(["matrix", *sys.argv[1:]]) or run(["policies"]))

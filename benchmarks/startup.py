@@ -1,4 +1,4 @@
-"""How long a user waits before anything happens, beside what we promise: a door to `infer bench startup`.
+"""How long a user waits before anything happens, beside what we promise: with `benchmarks.bench startup`.
 
     python -m benchmarks.startup [--model DIR] [--repeats 5] [--out FILE]
 
@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.bench import run
 from infer.bench.report import read_report
-from infer.cli.main import main as infer
 
 TARGETS_S = {"import infer": 0.3, "infer --help": 0.5, "first token": 4.0, "server ready": 3.0}
 
@@ -22,10 +22,10 @@ def main(arguments: list[str]) -> int:
     """Measure, then hold the figures against the targets."""
     with tempfile.TemporaryDirectory() as directory:
         out = [] if "--out" in arguments else ["--out", str(Path(directory) / "startup.json")]
-        sys.argv[1:] = ["bench", "startup", *arguments, *out]  # a report holds the command it was made with
-        code = infer(sys.argv[1:])
+        arguments = [*arguments, *out]
+        code = run(["startup", *arguments])
         if code == 0:
-            path = Path(sys.argv[sys.argv.index("--out") + 1])
+            path = Path(arguments[arguments.index("--out") + 1])
             for row in read_report(path if path.suffix == ".json" else Path(f"{path}.json")).rows:
                 if row.name in TARGETS_S and row.figures:
                     best, target = row.figures["seconds"].low, TARGETS_S[row.name]

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.bench.ablations import ABLATIONS
 from infer.bench.metrics import MEASURES
 from infer.bench.render import explanations, markdown_table, provenance
 from infer.bench.report import read_report
@@ -33,6 +32,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 REPORTS = DOCS.parent / "benchmarks" / "reports"
 sys.path.insert(0, str(DOCS.parent))  # run as a script, it finds its own folder alone
 
+from benchmarks.ablations import ABLATIONS  # noqa: E402
 from scripts import h200_tables, size  # noqa: E402
 
 KNOBS_INTRO = """\

@@ -4,10 +4,10 @@ A test that cannot run is skipped with the reason, and asking costs nothing when
 collected. The registry is asked through pip, so that a mirror, a proxy or a certificate of the
 user's own configuration counts.
 
-Property tests draw the same examples in every run, so that a failure is of the change and not of the
-day; `pytest --hypothesis-profile=default` draws fresh ones. PyTorch's random numbers begin anew with every
-test, and oneDNN, which a product can switch off on some processors, is on: which tests ran before in the
-same process changes nothing.
+Property tests draw the same few examples in every run, so that a failure is of the change and not of the
+day; `pytest --hypothesis-profile=default` draws more of them, and fresh ones. PyTorch's random numbers begin
+anew with every test, and oneDNN, which a product can switch off on some processors, is on: which tests ran
+before in the same process changes nothing.
 
 Bytecode is kept, even where the environment says otherwise: without it, each worker rewrites every test file
 anew, and each process that a test starts compiles the package.
@@ -35,7 +35,9 @@ import pytest
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)  # timings are for benchmarks
+hypothesis.settings.register_profile(
+    "fixed", derandomize=True, deadline=None, max_examples=40
+)  # timings are for benchmarks
 hypothesis.settings.load_profile("fixed")
 
 
@@ -50,7 +52,8 @@ def _log_as_imported() -> None:
 def pytest_runtest_setup() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:  # tests that do without it stay quick
-        torch.manual_seed(0)
+        # the CPU's alone where there is no other: `manual_seed` looks for devices of all kinds each time
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(0)
         torch.backends.mkldnn.enabled = True
     comparison: Any = sys.modules.get("torch.testing._comparison")
     if (

@@ -96,7 +96,7 @@ def choose(num_tokens: int, matrix: Matrix) -> Plan:
     most = tuned.pdl_tokens if matrix.form is None else tuned.coded_pdl_tokens
     few = pdl.choose(num_tokens, matrix) if num_tokens <= most else None
     N, K, gated = matrix.N, matrix.K, bool(matrix.activation)
-    if few is not None:
+    if isinstance(few, PdlConfig):
         return few
     if matrix.form is not None:
         return wgmma.choose_coded(num_tokens, N, K, matrix.form, gated=gated)

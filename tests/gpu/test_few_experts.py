@@ -12,6 +12,7 @@ from infer.kernels.moe.coded_cuda import GroupedLinear
 from infer.kernels.moe.coded_grouped import coded_experts_mlp, expand_stack
 from infer.kernels.moe.few import ExpertShape, FewExperts
 from infer.kernels.moe.grouped import route
+from infer.kernels.runtime.profiles import gpu_of
 from infer.quant.rounding import round_rows
 from tests.gpu.graphs import capture
 from tests.kernels.moe_contract import assert_near
@@ -22,7 +23,7 @@ FORMS = [CodedForm("fp8"), CodedForm("fp8", 128, False, 128), CodedForm("int4", 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not is_for(torch.device("cuda")), reason="kernels for Hopper"
+        not torch.cuda.is_available() or not is_for(gpu_of(torch.device("cuda"))), reason="kernels for Hopper"
     ),
 ]
 

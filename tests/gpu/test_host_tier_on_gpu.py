@@ -10,7 +10,7 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import KVLayout
+from infer.cache.layout import KVLayout, TransferKind
 from infer.engine import build
 from infer.scheduling.preemption import PreemptionCost
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -39,13 +39,17 @@ def test_what_left_comes_back_though_the_steps_go_on_writing(
 ) -> None:
     store = make_store(dtype, kept_as)
     blocks = range(100)
-    store.transfer([("swap_out", block, NUM_HOST - 1 - block) for block in blocks])
+    store.transfer([(TransferKind.SWAP_OUT, block, NUM_HOST - 1 - block) for block in blocks])
     for part, _ in store._parts:
         part[:, :, :100] = 99  # what a step writes at once
-    store.transfer([("swap_in", NUM_HOST - 1 - block, 100 + block) for block in blocks])
+    store.transfer([(TransferKind.SWAP_IN, NUM_HOST - 1 - block, 100 + block) for block in blocks])
     # a host block that is read and written again in one go
     store.transfer(
-        [("swap_in", NUM_HOST - 1, 0), ("swap_out", 107, NUM_HOST - 1), ("swap_in", NUM_HOST - 1, 1)]
+        [
+            (TransferKind.SWAP_IN, NUM_HOST - 1, 0),
+            (TransferKind.SWAP_OUT, 107, NUM_HOST - 1),
+            (TransferKind.SWAP_IN, NUM_HOST - 1, 1),
+        ]
     )
     torch.cuda.synchronize()
     for part, _ in store._parts:

@@ -19,6 +19,7 @@ from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.linear.small import launch, launch_add, launch_of_sum
 from infer.kernels.linear.wgmma import WgmmaConfig, choose_coded, coded_width, has_fp8_tokens, max_coded
+from infer.kernels.runtime.profiles import gpu_of
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.kernels.coded_contract import CodedContract, check_products
 from tests.kernels.linear_contract import gate
@@ -64,7 +65,7 @@ def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
 @pytest.fixture(scope="module", autouse=True)
 def ready() -> None:
     torch.manual_seed(0)
-    if not is_for(torch.device("cuda")):
+    if not is_for(gpu_of(torch.device("cuda"))):
         pytest.skip("not a Hopper")
 
 

@@ -22,6 +22,7 @@ from infer.kernels.linear.small import TilePlan, launch, launch_add, launch_of_s
 from infer.kernels.linear.triton_configs import SkinnyConfig
 from infer.kernels.linear.wgmma import WgmmaConfig, choose_config, defines_of, token_width
 from infer.kernels.runtime import cuda_build as build
+from infer.kernels.runtime.profiles import gpu_of
 from tests.gpu.graphs import capture, check_that_starting_early_leaves_no_trace, random
 from tests.kernels.linear_contract import assert_near, gate
 
@@ -92,14 +93,14 @@ def variants() -> Iterator[Defines]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """One after the other, as the tests come to them, they would take minutes."""
-    if torch.cuda.is_available() and is_for(torch.device("cuda")):
+    if torch.cuda.is_available() and is_for(gpu_of(torch.device("cuda"))):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(cubin, linear_wgmma.SOURCE, "sm_90a"), set(variants())))
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    if torch.cuda.is_available() and not is_for(torch.device("cuda")):
+    if torch.cuda.is_available() and not is_for(gpu_of(torch.device("cuda"))):
         pytest.skip("needs the matrix unit of Hopper")
     torch.manual_seed(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
@@ -16,6 +17,9 @@ import torch
 from infer.execution.rank_ring import RankLink
 from infer.kernels.linear.residual import ResidualInput
 from infer.kernels.runtime.gpu_communicator import NCCL_BYTES, GpuCommunicator
+from infer.kernels.runtime.nccl import load_nccl
+from infer.loader.find.source import resolve_model
+from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import capture
 from tests.support.gpu_ranks import mps, run_cases, run_ranks
@@ -78,15 +82,6 @@ def exchange_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> int:
     return num_wrong
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (2, torch.float16)], ids=str
-)
-def test_exchanges_are_those_of_torch_whatever_comes_first(
-    size: int, dtype: torch.dtype, env: dict[str, str]
-) -> None:
-    assert run_ranks(exchange_all, size, env, dtype) == [0] * size
-
-
 def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
     """Sums that are added to the residual stream, of several shapes, one after the other."""
     wrong, dtype = [], torch.bfloat16
@@ -113,9 +108,17 @@ def add_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_are_added_to_the_stream_and_its_norm_is_begun(size: int, env: dict[str, str]) -> None:
-    assert run_ranks(add_all, size, env, torch.bfloat16) == [[]] * size
+def exchange_and_add(ranks: GpuCommunicator, link: RankLink, rank: int) -> tuple[int, list[str]]:
+    return exchange_all(ranks, link, rank), add_all(ranks, link, rank) if ranks.can_add else []
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16)], ids=str
+)
+def test_exchanges_are_those_of_torch_whatever_comes_first(
+    size: int, dtype: torch.dtype, env: dict[str, str]
+) -> None:
+    assert run_ranks(exchange_and_add, size, env, dtype) == [(0, [])] * size
 
 
 def wait_for_nobody(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
@@ -156,61 +159,40 @@ def use_nccl(ranks: GpuCommunicator, link: RankLink, rank: int) -> bool:
 
 def test_long_sums_of_ranks_with_gpus_of_their_own_go_through_nccl(env: dict[str, str]) -> None:
     """One GPU is one rank of its own: the calls are right, whatever NCCL then does."""
+    if load_nccl() is None:
+        pytest.skip("this PyTorch has no NCCL that others can call")
     assert run_ranks(use_nccl, 1, env, torch.float32) == [True]
 
 
 # -- whole models --------------------------------------------------------------------------------------
 
-SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)  # two kv heads: four ranks repeat
+SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)
+FEW: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 256}
 
 
-def checkpoint(root: Path, family: str) -> str:
-    path = root / family
-    if not path.exists():
-        experts: dict[str, Any] = {"moe_intermediate_size": 128} if "_moe" in family else {}
-        make_checkpoint(family, path, sizes=SIZES, seed=3, max_position_embeddings=32_768, **experts)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-FEW: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 256, "dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-    ("family", "size", "knobs"),
-    [
-        ("llama", 4, {}),
-        ("qwen3_moe", 2, {}),
-        ("gpt_oss", 2, {"prefill_chunk_size": 7}),
-    ],
-    ids=str,
-)
-def test_ranks_answer_as_one_process_does(
-    family: str, size: int, knobs: dict[str, Any], root: Path, env: dict[str, str]
-) -> None:
-    case: dict[str, Any] = FEW | {"path": checkpoint(root, family)} | knobs
-    alone, together = run_cases([case | {"size": 1}, case | {"size": size}], env)
+def test_two_ranks_answer_as_one_process_does_and_end_together(tmp_path: Path) -> None:
+    """They take turns on the GPU: MPS may not be well when a process is killed in a kernel."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
+    path = tmp_path / "qwen3_moe"
+    make_checkpoint(path.name, path, sizes=SIZES, seed=3, max_position_embeddings=32_768,
+                    moe_intermediate_size=128)  # fmt: skip
+    case = FEW | {"path": str(path), "dtype": "float32"}
+    alone, together = run_cases([case | {"size": 1}, case | {"size": 2, "lose": int(signal.SIGKILL)}], env)
     assert together[0] == alone[0]
+    reason, seconds = together[2:]
+    assert "rank 1 ended with signal 9" in reason and seconds < 30
 
 
-def test_sixteen_bits_and_codes_are_cut_right(root: Path, env: dict[str, str]) -> None:
-    """Greedy ids may differ by a tie, so the logprobs of prompts are compared."""
-    case = FEW | {"path": checkpoint(root, "llama"), "dtype": "bfloat16", "quantization": "int8"}
+def test_sixteen_bits_and_codes_are_cut_right(tmp_path: Path, env: dict[str, str]) -> None:
+    """Greedy ids may differ by a tie, so the logprobs of prompts are compared, and only first ids."""
+    make_checkpoint("llama", tmp_path / "plain", sizes=SIZES, seed=3)
+    recipe = Recipe(scheme="gptq", group_size=32)
+    quantize_checkpoint(resolve_model(str(tmp_path / "plain")), tmp_path / "gptq", recipe)
+    case = FEW | {"path": str(tmp_path / "gptq"), "dtype": "bfloat16", "quantization": "auto"}
     case |= {"kv_cache_dtype": "fp8"}
     found = run_cases([case | {"size": 1}, case | {"size": 2}], env)
     alone, together = (torch.tensor(logprobs) for _, logprobs in found)
     assert len(alone) > 40
+    torch.testing.assert_close(together, alone, rtol=0, atol=0.2)
     pairs = [(row[:3], other[:3]) for row, other in zip(found[0][0], found[1][0], strict=True)]
-    num_equal = sum(row == other for row, other in pairs)
-    assert num_equal >= 0.7 * len(pairs), pairs  # the first one comes from the prompt, others from decoding
-    torch.testing.assert_close(together, alone, rtol=0, atol=0.15)
-
-
-def test_a_rank_that_is_killed_ends_the_others(root: Path, env: dict[str, str]) -> None:
-    case = FEW | {"path": checkpoint(root, "llama"), "size": 2, "lose": int(signal.SIGKILL)}
-    ((reason, seconds),) = run_cases([case], env)
-    assert "rank 1" in reason and seconds < 30
+    assert sum(row == other for row, other in pairs) >= len(pairs) / 2, pairs

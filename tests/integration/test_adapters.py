@@ -68,8 +68,8 @@ def base(family: str) -> Path:
 
 @functools.cache
 def adapter(family: str, name: str) -> Path:
-    """The directory of one of the adapters above, for a model; only attention where it has experts."""
-    setup = SETUPS[name] | ({"targets": ATTENTION} if family in ("mixtral", "qwen3_moe") else {})
+    """The directory of one of the adapters above, for a model; some adapt only its attention."""
+    setup = SETUPS[name] | ({"targets": ATTENTION} if family in ("mixtral", "qwen3_moe", "gemma4") else {})
     return make_adapter(ROOT[-1] / f"{family}-{name}", base(family), **setup)
 
 
@@ -137,7 +137,7 @@ MIXED = [(name, number) for number in range(len(PROMPTS)) for name in ("", *SETU
 @pytest.mark.parametrize(
     ("family", "on_gpu"),
     thinned(
-        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5"),
+        ("llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "cohere2", "glm4", "phi3", "qwen3_5", "gemma4"),
         (False, True),
         keep=2,
     ),
@@ -429,6 +429,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ({"enable_lora": True, "max_lora_rank": 512}, "at most 256"),
         ({"max_loras": 4}, "need enable_lora"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"enable_lora": True, "deterministic": True}, "deterministic"),
     ],
 )

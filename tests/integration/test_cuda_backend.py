@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infer.config.profiles.cpu import CPU
+from infer.config.profiles.find import KNOWN_GPUS
 from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
@@ -74,7 +75,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
     monkeypatch.setattr(decode_cuda, "launch_options", lambda device: {"PDL": False})
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(device_step, "use_triton", lambda tensor: True)  # as on a GPU
-    monkeypatch.setattr(decode_cuda, "nvidia_capability", lambda device: (9, 0))
+    for module in (decode_cuda, device_step):
+        monkeypatch.setattr(module, "gpu_of", lambda device: KNOWN_GPUS["h200"])
     monkeypatch.setattr(DecodeWork, "plan", plan_on_host)
     return launches
 

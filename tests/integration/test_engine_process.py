@@ -29,6 +29,7 @@ from infer.client.supervisor import EngineProcess, ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.engine.prefixes import prefix_hashes
 from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request
 from tests.support.faulty_engine import CRASH, FORKED, RAISE, STUCK
 from tests.support.oracle import VOCAB_SIZE, expected_output
@@ -255,7 +256,7 @@ def test_an_abort_reaches_the_reader_and_an_impossible_one_harms_none() -> None:
             client.abort(request.request_id, 7)
             client.abort(request.request_id)
             reasons = [output.finish_reason async for output in outputs]
-            assert reasons.count("abort") == 2
+            assert reasons.count(FinishReason.ABORT) == 2
             assert await collect(client, make_request(4))
 
     run(main())

@@ -273,16 +273,18 @@ def until_stop(row: list[int], stop_ids: list[int]) -> list[int]:
     return row[: ends[0] + 1] if ends else row
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"block_size": 1, "num_blocks": 130, "prefill_chunk_size": 3},
-        {"block_size": 2, "num_blocks": 32, "preemption": "recompute"},
-        {"block_size": 2, "num_blocks": 32, "preemption": "swap", "swap_blocks": 80},
-    ],
-    ids=["default", "blocks of one", "recompute", "swap"],
+    ("family", "knobs"),
+    thinned(
+        FAMILIES,
+        (
+            {},
+            {"block_size": 1, "num_blocks": 130, "prefill_chunk_size": 3},
+            {"block_size": 2, "num_blocks": 32, "preemption": "recompute"},
+            {"block_size": 2, "num_blocks": 32, "preemption": "swap", "swap_blocks": 80},
+        ),
+        keep=4,
+    ),
 )
 def test_beams_in_the_engine_are_those_of_the_exhaustive_search(family: str, knobs: dict[str, Any]) -> None:
     """What the test above ties to transformers, through forks, copies, preemptions and swaps."""

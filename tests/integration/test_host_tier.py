@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.cache.kv_store import KVStore
+from infer.cache.kv_store import KVStore, _Crossing
+from infer.cache.layout import TransferKind
 from infer.client import load
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
@@ -161,9 +162,30 @@ def test_a_block_is_the_same_after_both_ways() -> None:
     for part, _ in store._parts:
         part.copy_(torch.arange(part.numel()).reshape(part.shape) % 100)
     before = [part[:, :, 3].clone() for part, _ in store._parts]
-    store.transfer([("swap_out", 3, 1), ("swap_in", 1, 5), ("swap_out", 4, 1), ("copy", 5, 3)])
+    store.transfer(
+        [
+            (TransferKind.SWAP_OUT, 3, 1),
+            (TransferKind.SWAP_IN, 1, 5),
+            (TransferKind.SWAP_OUT, 4, 1),
+            (TransferKind.COPY, 5, 3),
+        ]
+    )
     for (part, _), block in zip(store._parts, before, strict=True):
         assert torch.equal(part[:, :, 5], block) and torch.equal(part[:, :, 3], block)
+
+
+def test_blocks_that_follow_each_other_cross_as_one() -> None:
+    """The part of a GPU's way that needs no GPU: runs of host blocks, in both directions."""
+    crossing = _Crossing.__new__(_Crossing)
+    buffer, host = torch.arange(8.0).reshape(4, 2), torch.zeros(10, 2)
+    crossing._parts, crossing._buffers = [(torch.empty(0), host)], [buffer]
+    crossing._copy([(90, 5), (91, 6), (92, 2), (93, 3)], is_out=True)
+    assert host[[5, 6, 2, 3]].tolist() == buffer.tolist() and host.count_nonzero() == 7
+    crossing._copy([(6, 90), (2, 91), (3, 92)], is_out=False)
+    assert buffer.tolist() == [[2, 3], [4, 5], [6, 7], [6, 7]]
+    host[3] = 9
+    crossing._copy([(3, 90)], is_out=False)
+    assert buffer[0].tolist() == [9, 9]
 
 
 def test_explain_names_the_host() -> None:

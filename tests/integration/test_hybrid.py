@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -19,19 +18,19 @@ import torch
 from infer.cache.layout import STATE, StateSize
 from infer.config.settings import EngineConfig
 from infer.engine import machine
-from infer.engine.build import build_engine, resolve_for
+from infer.engine.build import resolve_for
 from infer.engine.cache_fit import kept_cache
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
-from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model
+from infer.loader.load import LoadedModel
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.speculative.proposer import Proposer, Wish
-from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE, reference_model
-from tests.support.kv_store import fill_store
+from tests.support.books import check_books
+from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
+from tests.support.referenced import engine_of_nan, load_pair, serve_checked
 from tests.support.tiny import drain, greedy, run_engine
 
 CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 16, 20
@@ -40,20 +39,12 @@ FAMILIES = list(HYBRID_FAMILIES)
 
 @functools.cache
 def models(family: str) -> tuple[Any, LoadedModel]:
-    """The reference, and the same weights loaded as a user would load them."""
-    reference = reference_model(family, max_position_embeddings=CONTEXT_LEN)
-    with tempfile.TemporaryDirectory() as directory:
-        reference.save_pretrained(directory)
-        source = resolve_model(directory, revision=None, show_progress=False)
-        return reference, load_model(source, dtype="float32", device="cpu")
+    return load_pair(family, max_position_embeddings=CONTEXT_LEN)
 
 
 def make_engine(family: str, **knobs: Any) -> Engine:
     plain = {"block_size": BLOCK_SIZE, "num_blocks": 100, "prefill_chunk_size": 13, "max_batch_size": 4}
-    engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
-    assert isinstance(engine._device, TorchDevice | GpuDevice)
-    fill_store(engine._device.store, float("nan"))
-    return engine
+    return engine_of_nan(models(family)[1], **(plain | knobs))
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -70,17 +61,8 @@ GROWING = [(prompt[-3:], greedy(60)) for prompt, _ in REQUESTS]  # admitted toge
 SMALL = 8  # blocks, for these
 
 
-def check(family: str, prompt: list[int], output: list[int]) -> None:
-    """Raise unless each token of an output is what the reference finds likeliest after those before it."""
-    with torch.no_grad():
-        logits_TV = models(family)[0](input_ids=torch.tensor([prompt + output])).logits[0]
-    assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
-
-
 def serve(engine: Engine, family: str, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> None:
-    for (prompt, params), (output,) in zip(requests, run_engine(engine, requests), strict=True):
-        assert len(output) == params.max_tokens
-        check(family, prompt, output)
+    serve_checked(engine, models(family)[0], requests)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -298,7 +280,9 @@ def test_an_abort_amid_drafts_gives_states_back() -> None:
     for number in range(len(REPEATING)):
         for _ in range(5 + number):
             engine.step()
+            check_books(engine.scheduler)
         engine.abort(str(number))
+        check_books(engine.scheduler)
     drain(engine)
     engine.scheduler.pool.reset_prefix_cache()
     assert engine.scheduler.pool.num_free_blocks == engine.scheduler.pool.num_blocks

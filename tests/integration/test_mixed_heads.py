@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,11 @@ from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.integration.test_parity import CASES
-from tests.support.checkpoints import VOCAB_SIZE, reference_model
+from tests.support.checkpoints import VOCAB_SIZE, build_like, reference_model
 from tests.support.kv_store import fill_store
+from tests.support.step import run_step
 from tests.support.tiny import drain, greedy, run_engine
+from tests.unit.loader.tiny_files import write_gguf
 
 KINDS = {
     "plain": {},
@@ -153,3 +156,15 @@ def test_narrow_layers_share_a_plane_and_the_plan_counts_it() -> None:
 def test_what_layers_of_two_sizes_cannot_do_is_refused_by_name(knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="differ in size"):
         make_engine("plain", **knobs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gguf_file_has_the_logits_of_the_reference(kind: str, tmp_path: Path) -> None:
+    """Sizes are lists, a table says which pairs turn, and scales of experts are leaves of their matrices."""
+    reference = reference_model("gemma4", **KINDS[kind])
+    path = write_gguf(tmp_path / "model.gguf", reference)
+    model = load_model(resolve_model(str(path)), dtype="float32", device="cpu")
+    tokens = REQUESTS[0][0][:23]
+
+    expected = run_step(build_like(reference), [tokens])[0]
+    torch.testing.assert_close(run_step(model.model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)

@@ -23,7 +23,7 @@ from infer.execution.gpu import device as gpu_device
 from infer.execution.gpu import readback
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepSize
-from infer.execution.halves import where_to_cut
+from infer.execution.halves import MIN_PIECE, parts_of, where_to_cut
 from infer.execution.order import DECODE, EMPTY, PROMPT, VERIFY, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.sampling.params import SamplingParams
@@ -293,3 +293,28 @@ def test_drafts_are_not_cut() -> None:
 def test_both_device_halves_are_under_test(on_half: dict[str, Any]) -> None:
     device = make_engine(**on_half)._device
     assert isinstance(device, TorchDevice if "attention_backend" in on_half else GpuDevice)
+
+
+@pytest.mark.parametrize("cuts_rows", [True, False])
+@pytest.mark.parametrize("lens", [[1], [1, 1, 1, 1, 1], [3, 3, 90], [100, 1, 1], [5 * MIN_PIECE], [7, 8]])
+def test_parts_of_an_order_compute_the_whole(lens: list[int], cuts_rows: bool) -> None:
+    num_given, column = sum(count for count in lens if count > 1), np.arange(len(lens), dtype=np.int32)
+    order = order_of(lens)._replace(
+        starts=column.copy(),
+        num_sampled=column.copy(),
+        num_draws=column,
+        adapters=np.zeros(len(lens), dtype=np.int16),
+        tokens=np.arange(num_given, dtype=np.uint32),
+        slots=np.zeros((1, num_given), dtype=np.int32),
+    )
+    parts = parts_of(order, 3, cuts_rows=cuts_rows)
+    computed = [
+        (first + place, position)
+        for first, part in parts
+        for place, (start, stop) in enumerate(zip(part.starts, part.stops, strict=True))
+        for position in range(start, stop)
+    ]
+    assert computed == [(row, order.starts[row] + n) for row, count in enumerate(lens) for n in range(count)]
+    assert len(parts) <= 3 and (cuts_rows or sum(part.num_rows for _, part in parts) == len(lens))
+    pieces = [count for _, part in parts for count in part.counts.tolist()]
+    assert all(piece in lens or piece >= MIN_PIECE for piece in pieces)

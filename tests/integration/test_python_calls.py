@@ -46,7 +46,7 @@ def llm(checkpoint: str) -> LLM:
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
         ({"max_modle_len": 64}, "unknown knob 'max_modle_len'; did you mean 'max_seq_len'"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1, got 2: .* is not built yet"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel must be False, .* is not built yet"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],
 )

@@ -18,6 +18,7 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.client import rank_group
 from infer.errors import DeviceLost, EngineError
+from infer.kernels.runtime.communicator import RankLine
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import replay_model
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -32,14 +33,14 @@ PATIENCE = 240.0  # seconds, on a busy machine
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks") / "llama"
-    make_checkpoint("llama", path, sizes=Sizes(hidden_size=128, vocab_size=300, num_layers=2), seed=3,
+    make_checkpoint("llama", path, sizes=Sizes(hidden_size=128, vocab_size=300, num_layers=3), seed=3,
                     max_position_embeddings=32_768)  # fmt: skip
     return path
 
 
-def open_llm(path: Path, size: int, **knobs: Any) -> LLM:
+def open_llm(path: Path, size: int, num_stages: int = 1, **knobs: Any) -> LLM:
     defaults: dict[str, Any] = {"device": "cpu", "quantization": "int8", "kv_cache_memory": "64MiB"}
-    return LLM(path, tensor_parallel_size=size, **(defaults | knobs))
+    return LLM(path, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **(defaults | knobs))
 
 
 def rank_pids(owner: int | None = None) -> list[int]:
@@ -68,9 +69,9 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def lose_rank(llm: LLM, number: signal.Signals) -> tuple[DeviceLost, float]:
+def lose_rank(llm: LLM, number: signal.Signals, rank: int = 1) -> tuple[DeviceLost, float]:
     """Send the rank a signal while a request decodes; returns what the request got, and after which time."""
-    (pid,) = rank_pids()
+    pid = llm.engine._device._ranks._group.processes[rank].pid  # type: ignore[attr-defined]
     seen, sent_at = threading.Event(), list[float]()
 
     def send() -> None:
@@ -88,17 +89,25 @@ def lose_rank(llm: LLM, number: signal.Signals) -> tuple[DeviceLost, float]:
     return lost.value, passed
 
 
-def test_two_processes_answer_as_one_and_end_with_a_killed_rank(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "num_stages", "killed"),
+    [(2, 1, 1), (1, 2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3, 2), (2, 2, 1)))],
+)
+def test_processes_answer_as_one_and_end_with_a_killed_rank(
+    size: int, num_stages: int, killed: int, checkpoint: Path, tmp_path: Path
+) -> None:
     before = shared_memory()
     recorder = Recorder(tmp_path / "run.jsonl")
     with open_llm(checkpoint, 1) as llm:
         alone = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)]
-    with open_llm(checkpoint, 2, observer=recorder) as llm:
-        assert len(rank_pids()) == 1
+    with open_llm(checkpoint, size, num_stages, observer=recorder) as llm:
+        assert len(rank_pids()) == size * num_stages - 1
         assert [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)] == alone
-        num_steps = recorder.num_steps
-        error, passed = lose_rank(llm, signal.SIGKILL)
-        assert "rank 1 ended with signal 9" in str(error) and passed < PATIENCE
+        num_steps, stats = recorder.num_steps, llm.engine.stats()
+        assert stats.rank_step_s > 0 and len(stats.rank_wait_s) == 3 * size * num_stages
+        assert stats.rank_wait_s[5] > 0, "rank 1 has waited for orders"
+        error, passed = lose_rank(llm, signal.SIGKILL, killed)
+        assert f"rank {killed} ended with signal 9" in str(error) and passed < PATIENCE
         with pytest.raises(DeviceLost):  # there is no way on, and no waiting
             llm.generate(PROMPTS[0], GREEDY)
     wait_for(lambda: not rank_pids())
@@ -110,11 +119,37 @@ def test_two_processes_answer_as_one_and_end_with_a_killed_rank(checkpoint: Path
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_the_group(checkpoint: Path) -> None:
-    with open_llm(checkpoint, 2) as llm:
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 3)])
+def test_a_stopped_rank_ends_the_group(size: int, num_stages: int, checkpoint: Path) -> None:
+    with open_llm(checkpoint, size, num_stages) as llm:
         error, _ = lose_rank(llm, signal.SIGSTOP)
         assert "rank 1 was stopped by a signal" in str(error)
         wait_for(lambda: not rank_pids())  # a stopped process is killed as well
+
+
+@pytest.mark.parametrize(
+    ("waiting", "silent"),
+    [([1, 0, 2], 1), ([0, 1, 1], 0), ([1, 1, 0], 2), ([0, 0, 2], None), ([0, 2, 2], None)],
+)
+def test_a_rank_that_others_wait_for_is_silent_if_nothing_moves(
+    waiting: list[int], silent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "LOOK_S", 0.001)
+    monkeypatch.setattr(rank_group, "SILENT_S", 0.01)
+    num_looks = 0
+
+    def lines() -> list[RankLine]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 100 and silent is None:
+            group.lost = "the test has ended"
+        return [RankLine(7, each, 0.0, 0.0, 0.0) for each in waiting]
+
+    group = rank_group._Group(lambda: None, lines, lambda: None)
+    group.is_waited_for = True
+    rank_group._watch(group)
+    wanted = "the test has ended" if silent is None else f"rank {silent} has not answered for 0 s"
+    assert group.lost == wanted
 
 
 # -- failures while they start -------------------------------------------------------------------------
@@ -187,7 +222,10 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_server_starts_its_engine_again_when_a_rank_is_killed(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("knob", ["--tensor-parallel-size", "-pp"])
+def test_a_server_starts_its_engine_again_when_a_rank_is_killed(
+    knob: str, checkpoint: Path, tmp_path: Path
+) -> None:
     def ask() -> int:
         body = {"model": "llama", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
         try:
@@ -195,7 +233,7 @@ def test_a_server_starts_its_engine_again_when_a_rank_is_killed(checkpoint: Path
         except httpx.HTTPError:
             return 0
 
-    arguments = ("--model", str(checkpoint), "--tensor-parallel-size", "2", "--kv-cache-memory", "8MiB")
+    arguments = ("--model", str(checkpoint), knob, "2", "--kv-cache-memory", "8MiB")
     with start_server(tmp_path, *arguments, "--served-model-name", "llama") as server:
         assert ask() == 200
         (engine,) = server.children()

@@ -1,5 +1,7 @@
 """A model that several ranks share answers as one rank alone does, whatever its family, format and settings.
 
+Ranks share layers (tensor parallelism), or each has some of them (pipeline parallelism), or both.
+
 Ranks are threads here (tests/support/rank_threads.py); test_rank_processes.py has processes.
 """
 
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,21 +23,24 @@ from infer.client import load
 from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
+from infer.execution.torch_device import AHEAD, IDS
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader import load as loader
 from infer.loader.find.source import resolve_model
 from infer.loader.load import rank_device
 from infer.loader.slices import Rank
 from infer.models.registry import FAMILIES
+from infer.scheduling.request import Request
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
 from tests.support.rank_threads import RankThreads
 from tests.unit.loader.tiny_files import write_gguf
 
-SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=2, num_experts=3)  # two kv heads: four ranks repeat
+SIZES = Sizes(hidden_size=128, vocab_size=300, num_layers=3, num_experts=3)  # two kv heads: four ranks repeat
 PROMPTS = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=2)
+STAGES = ((1, 2), (1, 3), (2, 2))  # ranks that share layers, stages
 CUT_FAMILIES = [family.name for family in FAMILIES if family.name not in UNCUT_FAMILIES]
 ROUNDED_FAMILIES = ("llama", "gemma3", "gpt2", "mixtral", "qwen3_moe", "qwen2_moe")
 RECIPES = {
@@ -71,21 +78,27 @@ def checkpoint(root: Path, family: str, recipe: str = "") -> Path:
 
 
 def answers(
-    path: Path, size: int, params: SamplingParams = GREEDY, prompts: Any = PROMPTS, **knobs: Any
+    path: Path,
+    size: int | tuple[int, int],
+    params: SamplingParams = GREEDY,
+    prompts: Any = PROMPTS,
+    **knobs: Any,
 ) -> list[tuple[int, ...]]:
-    """The ids of all outputs of a model that this many ranks share."""
+    """The ids of all outputs of a model that this many ranks share, or ranks and stages."""
     return [ids for ids, _ in outputs(path, size, params, prompts, **knobs)]
 
 
 def outputs(
-    path: Path, size: int, params: SamplingParams, prompts: Any = PROMPTS, **knobs: Any
+    path: Path, size: int | tuple[int, int], params: SamplingParams, prompts: Any = PROMPTS, **knobs: Any
 ) -> list[tuple[tuple[int, ...], Any]]:
     """Ids and whole outputs."""
     defaults: dict[str, Any] = {
         "device": "cpu", "quantization": "none", "kv_cache_memory": "4MiB", "max_seq_len": 96,
         "record_cpu_step": False,
     }  # fmt: skip
-    with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
+    num_ranks, num_stages = size if isinstance(size, tuple) else (size, 1)
+    ranks = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+    with LLM(path, **(defaults | ranks | knobs)) as llm:
         made = llm.generate(prompts, params)
     return [(tuple(output.token_ids), output) for each in made for output in each.outputs]
 
@@ -130,6 +143,15 @@ def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_
     assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
 
 
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "gptq"), ("qwen3_moe", ""), ("gpt_oss", "")])
+def test_weights_in_the_forms_of_a_gpu_are_cut_right(
+    family: str, recipe: str, root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.client.load.load_model", partial(loader.load_model, home="cuda"))
+    path = checkpoint(root, family, recipe)
+    assert answers(path, 2, quantization="auto") == answers(path, 1, quantization="auto")
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -163,6 +185,21 @@ def test_every_family_answers_the_same_with_four_ranks(family: str, root: Path) 
     assert answers(checkpoint(root, family), 4) == answers(checkpoint(root, family), 1)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3_moe", "qwen3_next"])
+def test_stages_answer_the_same(family: str, root: Path) -> None:
+    path = checkpoint(root, family)
+    assert answers(path, (1, 2)) == answers(path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_every_family_answers_the_same_in_stages(family: str, root: Path) -> None:
+    path = checkpoint(root, family)
+    alone = answers(path, 1)
+    for size in STAGES if family in CUT_FAMILIES else STAGES[:2]:
+        assert answers(path, size) == alone, size
+
+
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
@@ -176,7 +213,9 @@ def test_every_family_answers_the_same_with_four_ranks(family: str, root: Path) 
 )
 def test_rounded_weights_answer_the_same(family: str, quantization: str, root: Path) -> None:
     path = checkpoint(root, family)
-    assert answers(path, 2, quantization=quantization) == answers(path, 1, quantization=quantization)
+    alone = answers(path, 1, quantization=quantization)
+    assert answers(path, 2, quantization=quantization) == alone
+    assert answers(path, (1, 2), quantization=quantization) == alone
 
 
 @pytest.mark.parametrize("quantization", ["auto", pytest.param("none", marks=pytest.mark.slow)])
@@ -191,7 +230,9 @@ def test_rounded_weights_answer_the_same(family: str, quantization: str, root: P
 )
 def test_quantized_files_answer_the_same(recipe: str, quantization: str, root: Path) -> None:
     path = checkpoint(root, "llama", recipe)
-    assert answers(path, 2, quantization=quantization) == answers(path, 1, quantization=quantization)
+    alone = answers(path, 1, quantization=quantization)
+    assert answers(path, 2, quantization=quantization) == alone
+    assert answers(path, (2, 2), quantization=quantization) == alone
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q8_0", marks=pytest.mark.slow)])
@@ -253,29 +294,104 @@ SETTINGS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
 def test_settings_and_requests_answer_the_same(setting: str, root: Path) -> None:
     params, knobs = SETTINGS[setting]
     path = checkpoint(root, "qwen2")  # biases of qkv
-    assert answers(path, 2, params, **knobs) == answers(path, 1, params, **knobs)
+    alone = answers(path, 1, params, **knobs)
+    for size in (2, (1, 2)):
+        assert answers(path, size, params, **knobs) == alone, size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", STAGES[1:])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_and_requests_answer_the_same_in_stages(
+    setting: str, size: tuple[int, int], root: Path
+) -> None:
+    params, knobs = SETTINGS[setting]
+    path = checkpoint(root, "qwen2")
+    assert answers(path, size, params, **knobs) == answers(path, 1, params, **knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("swap_blocks", [0, 20])
+def test_mixed_traffic_answers_the_same_in_stages(family: str, swap_blocks: int, root: Path) -> None:
+    """Requests of all kinds come and go while others are preempted."""
+    path = checkpoint(root, family)
+    knobs: dict[str, Any] = {"num_blocks": 64 if family == "qwen3_next" else 40, "swap_blocks": swap_blocks}
+    knobs |= {"max_batch_size": 7, "prefill_chunk_size": 24, "max_seq_len": 96, "record_cpu_step": False}
+
+    def serve(num_stages: int) -> tuple[dict[tuple[str, int], list[int]], set[str]]:
+        rng, made, aborted = Random(swap_blocks), dict[tuple[str, int], list[int]](), set[str]()
+        waiting = [(rng.randrange(60), mixed_request(number, rng)) for number in range(30)]
+        with LLM(path, device="cpu", quantization="none", pipeline_parallel_size=num_stages, **knobs) as llm:
+            engine, num_calls = llm.engine, 0
+            while waiting or engine.has_work:
+                for pair in [pair for pair in waiting if pair[0] <= num_calls]:
+                    waiting.remove(pair)
+                    engine.add(pair[1])
+                for output in engine.step():
+                    made.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+                num_calls += 1
+                name = str(rng.randrange(30))
+                if num_calls % 13 == 0 and engine.is_serving(name):
+                    engine.abort(name)
+                    aborted.add(name)
+        return made, aborted
+
+    alone, gone = serve(1)
+    for num_stages in (2, 3):
+        made, also_gone = serve(num_stages)
+        wanted = {key: ids for key, ids in alone.items() if key[0] not in gone | also_gone}
+        assert {key: made.get(key) for key in wanted} == wanted
+
+
+def mixed_request(number: int, rng: Random) -> Request:
+    """A request of one of several kinds, with a prompt of some length."""
+    prompt = tuple(rng.randrange(5, 290) for _ in range(rng.choice([1, 2, 5, 17, 33, 60])))
+    params = SamplingParams(max_tokens=rng.randrange(1, 30), temperature=rng.choice([0.0, 1.0]), seed=number)
+    kinds: list[dict[str, Any]] = [
+        {}, {"n": 3, "temperature": 1.0}, {"frequency_penalty": 1.0, "logprobs": 2}, {"prompt_logprobs": 1},
+        {"structured": Structured(kind="regex", text="[a-z]{6}")},
+    ]  # fmt: skip
+    return Request(request_id=str(number), prompt=prompt, params=replace(params, **rng.choice(kinds)))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_stages_work_at_the_same_time(overlaps: bool, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, kinds, send = checkpoint(root, "qwen2"), list[int](), RankThreads.send
+
+    def watch(ranks: RankThreads, kind: int, body: bytes) -> None:
+        kinds.append(kind)
+        send(ranks, kind, body)
+
+    monkeypatch.setattr(RankThreads, "send", watch)
+    assert answers(path, (1, 3), use_overlap=overlaps) == answers(path, 1)
+    # ids of a step come in three parts, a prompt's row each, while the next one is under way
+    assert (kinds.count(AHEAD) >= 6 and kinds.count(IDS) == 3 * kinds.count(AHEAD)) is overlaps
 
 
 def test_a_draft_model_drafts_on_rank_0(root: Path) -> None:
     path = checkpoint(root, "qwen2")
-    drafted = answers(path, 2, draft_model=str(path), num_speculative_tokens=3)
-    assert drafted == answers(path, 1)
+    alone = answers(path, 1)
+    for size in (2, (1, 2)):
+        assert answers(path, size, draft_model=str(path), num_speculative_tokens=3) == alone, size
 
 
 def test_logprobs_and_embeddings_are_those_of_one_rank(root: Path) -> None:
     path, found = checkpoint(root, "qwen2"), []
     params = replace(GREEDY, prompt_logprobs=2)
-    for size in (1, 2):
+    for size, num_stages in ((1, 1), (2, 1), (1, 2)):
         with LLM(path, device="cpu", quantization="none", tensor_parallel_size=size, max_seq_len=96,
-                 kv_cache_memory="4MiB", record_cpu_step=False) as llm:  # fmt: skip
+                 pipeline_parallel_size=num_stages, kv_cache_memory="4MiB",
+                 record_cpu_step=False) as llm:  # fmt: skip
             made = llm.generate(PROMPTS, params)
             vectors = llm.embed(PROMPTS)
         numbers = [each.logprob for one in made for each in one.outputs[0].logprobs or ()]
         numbers += [each.logprob for one in made for each in one.prompt_logprobs or () if each is not None]
         found.append((numbers, [value for vector in vectors for value in vector]))
-    (logprobs, vectors_1), (logprobs_2, vectors_2) = found
-    assert len(logprobs) > 60 and logprobs_2 == pytest.approx(logprobs, abs=1e-4)
-    assert vectors_2 == pytest.approx(vectors_1, abs=1e-4)
+    (logprobs, vectors_1), *others = found
+    for logprobs_2, vectors_2 in others:
+        assert len(logprobs) > 60 and logprobs_2 == pytest.approx(logprobs, abs=1e-4)
+        assert vectors_2 == pytest.approx(vectors_1, abs=1e-4)
 
 
 # -- what cannot be shared -----------------------------------------------------------------------------
@@ -289,10 +405,13 @@ def test_logprobs_and_embeddings_are_those_of_one_rank(root: Path) -> None:
         (4, "llama", "gptq-64", "a group of 64 columns straddles the cut at column 32"),
         (65, "llama", "", "tensor_parallel_size must be at most 64, got 65"),
         (0, "llama", "", "tensor_parallel_size must be a positive integer, got 0"),
+        ((1, 4), "llama", "", "pipeline_parallel_size=4 .* which has 3 layers; ask for no more stages than"),
+        ((2, 33), "llama", "", r"tensor_parallel_size \* pipeline_parallel_size must be at most 64"),
+        ((2, 2), "qwen3_next", "", "layers keep a state cannot be shared by ranks"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(
-    size: int, family: str, recipe: str, message: str, root: Path
+    size: int | tuple[int, int], family: str, recipe: str, message: str, root: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         answers(checkpoint(root, family, recipe), size)
@@ -311,3 +430,9 @@ def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "is_amd", lambda: True)
     with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
         rank_device("cuda:0", Rank(0, 2))
+
+
+def test_stages_on_gpus_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "has_gpu_kernels", lambda device: True)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 works on CPUs only so far"):
+        answers(checkpoint(root, "llama"), (2, 2))

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import functools
 import random
-import tempfile
 from typing import Any
 
 import pytest
-import torch
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.config.settings import EngineConfig
 from infer.engine import machine
-from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.torch_device import TorchDevice
-from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model
+from infer.loader.load import LoadedModel
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.support.books import check_books
-from tests.support.checkpoints import VOCAB_SIZE, reference_model
-from tests.support.kv_store import fill_store
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.referenced import check_output, engine_of_nan, load_pair, serve_checked
 from tests.support.tiny import greedy, run_engine
 
 WINDOW, CONTEXT_LEN, BLOCK_SIZE, CHUNK, NUM_OUT = 12, 320, 4, 16, 24
@@ -37,20 +31,12 @@ WINDOW_BLOCKS = (WINDOW - 1 + CHUNK) // BLOCK_SIZE + 2  # of one table, at most
 
 @functools.cache
 def models(family: str) -> tuple[Any, LoadedModel]:
-    """The reference, and the same weights loaded as a user would load them."""
-    reference = reference_model(family, sliding_window=WINDOW, max_position_embeddings=CONTEXT_LEN)
-    with tempfile.TemporaryDirectory() as directory:
-        reference.save_pretrained(directory)
-        source = resolve_model(directory, revision=None, show_progress=False)
-        return reference, load_model(source, dtype="float32", device="cpu")
+    return load_pair(family, sliding_window=WINDOW, max_position_embeddings=CONTEXT_LEN)
 
 
 def make_engine(family: str, **knobs: Any) -> Engine:
     plain = {"block_size": BLOCK_SIZE, "num_blocks": 200, "prefill_chunk_size": CHUNK, "max_batch_size": 4}
-    engine = build_engine(EngineConfig.from_knobs(**(plain | knobs)), models(family)[1])
-    assert isinstance(engine._device, TorchDevice | GpuDevice)
-    fill_store(engine._device.store, float("nan"))
-    return engine
+    return engine_of_nan(models(family)[1], **(plain | knobs))
 
 
 def make_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -67,17 +53,8 @@ GROWING = [(prompt[-3:], greedy(60)) for prompt, _ in REQUESTS]  # admitted toge
 SMALL = {"mistral": 12, "gemma2": 20, "gemma3": 20}  # blocks, for these
 
 
-def check(family: str, prompt: list[int], output: list[int]) -> None:
-    """Raise unless each token of an output is what the reference finds likeliest after those before it."""
-    with torch.no_grad():
-        logits_TV = models(family)[0](input_ids=torch.tensor([prompt + output])).logits[0]
-    assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
-
-
 def serve(engine: Engine, family: str, requests: list[tuple[list[int], SamplingParams]] = REQUESTS) -> None:
-    for (prompt, params), (output,) in zip(requests, run_engine(engine, requests), strict=True):
-        assert len(output) == params.max_tokens
-        check(family, prompt, output)
+    serve_checked(engine, models(family)[0], requests)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -125,7 +102,7 @@ def test_forks_and_beams_share_what_their_windows_reach(family: str) -> None:
     prompt = REQUESTS[0][0]
     forked, found = run_engine(make_engine(family), [(prompt, params), (prompt, beams)])
     for output in forked:
-        check(family, prompt, output)
+        check_output(models(family)[0], prompt, output)
     ((alone, _),) = run_engine(make_engine(family, kv_cache_backend="contiguous"), [(prompt, beams)])
     assert found[0] == alone
 
@@ -154,4 +131,4 @@ def test_a_long_sequence_holds_only_its_windows_and_fits_a_small_cache(family: s
             if seq.num_tokens > len(prompt) + 8:  # it decodes
                 held = [len([b for b in table if b >= 0]) for table in pool.block_tables(seq.seq_id)]
                 assert all(n <= WINDOW // BLOCK_SIZE + 2 for n, w in zip(held, tables, strict=True) if w)
-    check(family, prompt, output)
+    check_output(models(family)[0], prompt, output)

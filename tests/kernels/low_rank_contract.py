@@ -114,5 +114,4 @@ def tiles_by_hand(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
                 table[0, 0] |= 1 << column // 64
     for number, tile in enumerate(tiles, 1):
         table[number, 1 : 1 + len(tile)] = torch.tensor(tile)
-    h_TC = torch.zeros((T, 3 * columns), dtype=torch.bfloat16)
-    return RowTiles(table, h_TC, columns, iter(torch.zeros((8, 1), dtype=torch.int32)))
+    return RowTiles(table, torch.zeros((T, 3 * columns), dtype=torch.bfloat16), columns)

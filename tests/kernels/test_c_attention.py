@@ -106,7 +106,7 @@ def attend_exactly(
     return torch.einsum("nqk,knh->qnh", weights_NQK, v_KNH).float()
 
 
-@pytest.mark.parametrize("head_dim", [1, 20, 64, 80, 256])
+@pytest.mark.parametrize("head_dim", [1, 20, 64, 80, 256, 512])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_equals_one_query_at_a_time(c: Library, head_dim: int, window: int | None, block_size: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infer.config.profiles.find import KNOWN_GPUS
 from infer.errors import ConfigError
 from infer.kernels.attention import decode_cuda
 from infer.kernels.attention.decode import attend_decode_reference
@@ -228,15 +230,12 @@ def test_the_plan_of_these_tests_is_that_of_the_engine() -> None:
         ({"gpu": (7, 5)}, "an NVIDIA GPU of compute capability 8.0 or later, and this one has 7.5"),
     ],
 )
-def test_a_model_it_cannot_serve_is_refused_with_a_way_out(
-    change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_it_cannot_serve_is_refused_with_a_way_out(change: dict[str, Any], reason: str) -> None:
     model: dict[str, Any] = {"dtype": torch.bfloat16, "gpu": (8, 0), "block_size": 16}
     model |= {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64}
 
     def check_model(*, gpu: tuple[int, int], **heads: Any) -> None:
-        monkeypatch.setattr(decode_cuda, "nvidia_capability", lambda device: gpu)
-        CachedHeads(**heads).check(torch.device("cuda"))
+        CachedHeads(**heads).check(replace(KNOWN_GPUS["h200"], capability=gpu))
 
     check_model(**model)
     message = f"attention_backend=cuda needs {reason}; use attention_backend=triton"

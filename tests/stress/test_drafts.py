@@ -86,9 +86,10 @@ def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) ->
     world.check_idle()
 
 
-@pytest.mark.parametrize("windows", [(7,), (None, 6, 6), (5, 12), (None, None, 1)], ids=str)
-@pytest.mark.parametrize("chunk_len", [1, 6])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("windows", "chunk_len", "preemption"),
+    thinned(((7,), (None, 6, 6), (5, 12), (None, None, 1)), (1, 6), ("recompute", "swap"), keep=2),
+)
 def test_windows_leave_room_for_drafts(
     windows: tuple[int | None, ...], chunk_len: int, preemption: str
 ) -> None:

@@ -147,7 +147,7 @@ def check_state(state: BatchState, pool: PagedKVCachePool) -> None:
             "its computed tokens have a place": seq.num_computed <= num_slots,
             "its tables have what is reserved": num_reserved <= num_slots,
             "its row holds its tables": all(
-                here == there or there < 0
+                here == there * state.spans[number] or there < 0
                 for number, blocks in enumerate(blocks_of_tables)
                 for here, there in zip(
                     state.tables[number, seq.row, :num_blocks].tolist(), blocks[:num_blocks], strict=False

@@ -12,6 +12,7 @@ from infer.engine.live import STEP_COLUMNS, LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, NameTaken
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 
 
@@ -53,7 +54,11 @@ class FakeClient:
                 raise self.failure
             if request.pooling is not None:
                 yield StepOutput(
-                    request.request_id, 0, (), finish_reason="stop", embedding=(float(len(request.prompt)),)
+                    request.request_id,
+                    0,
+                    (),
+                    finish_reason=FinishReason.STOP,
+                    embedding=(float(len(request.prompt)),),
                 )
                 return
             num_tokens = request.params.max_tokens or 1
@@ -64,7 +69,7 @@ class FakeClient:
                         request_id=request.request_id,
                         index=index,
                         token_ids=(self.first_token + i,),
-                        finish_reason="length" if i == num_tokens - 1 else None,
+                        finish_reason=FinishReason.LENGTH if i == num_tokens - 1 else None,
                         num_cached=min(4, len(request.prompt)),
                     )
         finally:

@@ -109,22 +109,24 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
 
 
 def _answer(path: str, size: int, lose: int = 0, **knobs: Any) -> list[Any]:
+    """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal."""
     from infer import LLM, SamplingParams
     from tests.integration.test_rank_processes import lose_rank, rank_pids, wait_for
 
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
     defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
                                 "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
     prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
     with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
+        made = llm.generate(prompts, params)
+        longer = llm.generate(prompts * 3, replace(params, max_tokens=10, prompt_logprobs=None))
+        logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
+        answer = [[list(each.token_ids) for each in (*made, *longer)], logprobs]
         if lose:
             error, seconds = lose_rank(llm, signal.Signals(lose))
             wait_for(lambda: not rank_pids())
-            return [str(error), seconds]
-        made = llm.generate(prompts, params)
-        longer = llm.generate(prompts * 3, replace(params, max_tokens=30, prompt_logprobs=None))
-    logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
-    return [[list(each.token_ids) for each in (*made, *longer)], logprobs]
+            answer += [str(error), seconds]
+    return answer
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ import contextlib
 import os
 import threading
 
-from infer.client.load import load_part
+from infer.client.load import load_part, rank_of
 from infer.config.settings import EngineConfig
 from infer.engine.rank_worker import make_memory, open_link, serve_rank
 from infer.errors import DeviceLost
 from infer.loader.find.source import resolve_model
-from infer.loader.load import Communicator, LoadedModel, read_headers
-from infer.loader.slices import Rank
+from infer.loader.load import Communicator, LoadedModel, Pipe, read_headers
 
 
 class RankThreads:
@@ -27,12 +26,15 @@ class RankThreads:
         self._error: BaseException | None = None
         headers = read_headers(resolve_model(config.load.model))
         handle = make_memory(size)
-        self._links = [open_link(handle, rank, size) for rank in range(size)]
+        num_stages = config.load.pipeline_parallel_size
+        self._links = [open_link(handle, rank, size, num_stages) for rank in range(size)]
         os.close(handle)
         self.communicator: Communicator = self._links[0].communicator
+        self.pipe: Pipe | None = self._links[0].pipe
+        self.lines = self._links[0].lines
         self._threads = []
         for rank in range(1, size):
-            loaded = load_part(config, headers, Rank(rank, size))
+            loaded = load_part(config, headers, rank_of(config, rank))
             thread = threading.Thread(target=self._serve, args=(loaded, rank), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -60,7 +62,7 @@ class RankThreads:
                 self._changed.wait(1.0)
         self.check()
 
-    def check(self) -> None:
+    def check(self, *, is_idle: bool = True) -> None:
         if self._links[0].communicator.is_aborted:
             raise DeviceLost(self._reason) from self._error
 

@@ -20,6 +20,7 @@ from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
+from infer.finish_reason import FinishReason
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol.errors import install_error_handlers
@@ -171,7 +172,7 @@ def outputs_of(
             request_id=request.request_id,
             index=0,
             token_ids=(token_id,),
-            finish_reason=finish_reason if i == last else None,
+            finish_reason=FinishReason(finish_reason) if finish_reason and i == last else None,
         )
         for i, token_id in enumerate(ids)
     ]

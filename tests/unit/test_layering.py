@@ -17,10 +17,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "infer"
 
-EVERYONE_MAY_IMPORT = {"errors", "config", "log"}
+EVERYONE_MAY_IMPORT = {"errors", "config", "finish_reason", "log"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": set(),
+    "finish_reason": set(),
     "log": set(),
     "kernels": set(),
     "quant": {"kernels"},
@@ -66,6 +67,18 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"frontend", "sampling", "constraints"},  # imported when a name is first used
     "__main__": {"cli"},
 }  # fmt: skip
+
+# Packages of kernels: operations do not know each other, but for what they are made of.
+KERNELS: dict[str, set[str]] = {
+    "runtime": {"cpu", "linear"},  # ranks add to the residual stream, whose form is linear's
+    "cpu": {"elementwise", "runtime"},  # the scales of keys and values; what joins ranks
+    "elementwise": {"runtime", "cpu", "sampling"},  # a row of a step's state has its sampling parameters
+    "sampling": {"runtime", "cpu"},
+    "attention": {"runtime", "elementwise"},
+    "delta": {"runtime", "attention"},  # both read the chunks of a step
+    "linear": {"runtime", "elementwise"},
+    "moe": {"runtime", "elementwise", "linear"},  # experts are linears of codes and cuts that are linear's
+}
 
 INTEGERS_ONLY = [
     "cache/block_allocator.py",
@@ -162,6 +175,15 @@ def wrong_imports(package: Path) -> list[str]:
 def test_imports_follow_the_diagram() -> None:
     wrong = wrong_imports(PACKAGE)
     assert not wrong, "\n".join(wrong)
+
+
+def test_packages_of_kernels_import_only_what_they_are_made_of() -> None:
+    found: dict[str, set[str]] = {}
+    for file in (PACKAGE / "kernels").glob("*/*.py"):
+        modules = [module.split(".") for _, module in imported_modules(file)]
+        parts = {names[2] for names in modules if names[:2] == ["infer", "kernels"] and len(names) > 2}
+        found.setdefault(file.parent.name, set()).update(parts - {file.parent.name})
+    assert found == KERNELS
 
 
 def test_every_part_is_in_the_diagram() -> None:

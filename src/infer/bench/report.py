@@ -316,7 +316,11 @@ def revision_of(model: Path) -> str:
 
 def command_line(arguments: Sequence[str]) -> str:
     """Return the command for a report, without keys and without directories of this machine."""
-    said, hides_next = ["infer"], False
+    program = Path(sys.argv[0])
+    said = (
+        ["python", "-m", f"benchmarks.{program.stem}"] if program.parent.name == "benchmarks" else ["infer"]
+    )
+    hides_next = False
     for argument in arguments:
         name, has_value, _ = argument.partition("=")
         said.append(

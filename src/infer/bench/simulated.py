@@ -8,7 +8,7 @@ Only the model is missing, so thousands of steps run in a second, and a policy t
 thrashes the cache or wastes its budget does so here as it would on the machine. Requests come in when
 the clock has reached their arrival; the clock jumps when there is nothing to do. Nothing depends on
 the real time: the same workload gives the same figures on every machine. That makes them fit for comparing
-policies and cache sizes (`infer simulate`, `infer bench policies`), and for a gate that no load on a build
+policies and cache sizes (`infer simulate`, `benchmarks/bench.py`), and for a gate that no load on a build
 machine can trip (benchmarks/counts.py).
 
     ├─ queue wait ─┤─ prompt ─┤
@@ -243,7 +243,7 @@ def compare(
     ]
 
 
-# -- infer bench policies ----------------------------------------------------------------------------------
+# -- a sweep of policies ----------------------------------------------------------------------------------
 
 # A machine that stays equally slow, whatever the default cost is fitted to, so that counts and
 # reports of different commits can be compared: the default model in float32 on two cores.

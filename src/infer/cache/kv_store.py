@@ -31,13 +31,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from operator import itemgetter
 from typing import Final
 
 import torch
 
-from infer.cache.layout import STATE, KVLayout, StateSize
+from infer.cache.layout import STATE, KVLayout, StateSize, TransferKind
 from infer.kernels.delta.reference import StateCache
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.elementwise.heads import CacheSlots
@@ -111,7 +111,7 @@ class KVStore:
             if num_places:
                 self._crossing = _Crossing(self._parts, min(num_places, num_host_blocks, MOST_CROSSING))
         if is_gpu(device) and num_blocks:
-            self.transfer([("copy", 0, 0)])  # compiles the kernel now rather than within a request
+            self.transfer([(TransferKind.COPY, 0, 0)])  # compiles the kernel now rather than within a request
 
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
@@ -135,18 +135,18 @@ class KVStore:
             for (part, _), blocks in zip(self._parts, held, strict=True):
                 part[:, :, :num_blocks] = blocks
 
-    def transfer(self, transfers: Sequence[tuple[str, int, int]]) -> None:
+    def transfer(self, transfers: Sequence[tuple[TransferKind, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         for kind, moves in groupby(transfers, key=itemgetter(0)):
             pairs = [move[1:] for move in moves]
-            if kind != "copy" and self._crossing is not None:
-                self._crossing.cross(pairs, is_out=kind == "swap_out")
+            if kind != TransferKind.COPY and self._crossing is not None:
+                self._crossing.cross(pairs, is_out=kind == TransferKind.SWAP_OUT)
                 continue
             for (source, destination), (device, host) in product(pairs, self._parts):
-                if kind == "copy":
+                if kind == TransferKind.COPY:
                     copy_block(device, source, destination)
                     continue
-                is_out = kind == "swap_out"
+                is_out = kind == TransferKind.SWAP_OUT
                 here, there = (source, destination) if is_out else (destination, source)
                 # plane by plane: a block as large as a sequence would be gathered in memory that is not there
                 for on_device, on_host in zip(device.flatten(0, 1), host[there].flatten(0, 1), strict=True):
@@ -185,12 +185,20 @@ class _Crossing:
                 self._is_full.record(steps)
                 self._is_full.wait(crossing)
             with torch.cuda.stream(crossing):
-                for source, destination, buffer, _, host in batch:
-                    to, of = (host[destination], buffer) if is_out else (buffer, host[source])
-                    to.copy_(of, non_blocking=True)
+                self._copy(pairs[start : start + self._num_places], is_out=is_out)
             if not is_out:
                 self._is_full.record(crossing)
                 self._is_full.wait(steps)
                 for _, destination, buffer, device, _ in batch:
                     copy_block(buffer.unsqueeze(2), 0, destination, device)
             self._is_free.record(crossing if is_out else steps)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], *, is_out: bool) -> None:
+        """Copy between the buffer and host memory: blocks that follow each other there as one."""
+        blocks = [pair[is_out] for pair in pairs]
+        runs = [place for place, block in enumerate(blocks) if not place or block != blocks[place - 1] + 1]
+        for first, stop in pairwise([*runs, len(blocks)]):
+            there = slice(blocks[first], blocks[first] + stop - first)
+            for buffer, (_, host) in zip(self._buffers, self._parts, strict=True):
+                to, of = (host[there], buffer[first:stop]) if is_out else (buffer[first:stop], host[there])
+                to.copy_(of, non_blocking=True)

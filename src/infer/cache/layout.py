@@ -32,6 +32,9 @@ Seen as slots of half the width, block b of this plane begins at slot 2 b * bloc
 device is given have 2 b in place of b, and nothing else there knows of it (`KVLayout.spans`).
 
 A model whose layers all see the same has one table and one block for all layers.
+
+Layers in stages are in the memory of different ranks, which have the same tables: the planes of each stage
+are counted from 0, and a block has room for the stage that needs most.
 """
 
 from __future__ import annotations
@@ -40,7 +43,17 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple
+
+
+class TransferKind(StrEnum):
+    """The two ends of a block's move."""
+
+    COPY = "copy"  # both ends on the device
+    SWAP_OUT = "swap_out"  # the source on the device, the destination in host memory
+    SWAP_IN = "swap_in"  # the other way round
+
 
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
@@ -94,32 +107,37 @@ class KVLayout:
         max_seq_len: int,
         heads: Sequence[tuple[int, int]] = (),
         sources: Sequence[int] = (),
+        stages: Sequence[range] = (),
     ) -> KVLayout:
         """The layout of layers with these windows; a window that no sequence outgrows counts as none.
 
         `heads`: as in the layout. `sources`: the layer whose keys and values each layer reads; (): its own.
+        `stages`: the layers of each stage, where other ranks have the other ones.
         """
-        sources = sources or range(len(layer_windows))
+        sources, stages = sources or range(len(layer_windows)), stages or (range(len(layer_windows)),)
         widths = [math.prod(each) for each in heads] or [1] * len(layer_windows)
-        groups: dict[tuple[int | None, int], list[int]] = {}
-        for layer, window in enumerate(layer_windows):
-            seen = None if window is None or window >= max_seq_len else window
-            if sources[layer] == layer:
-                groups.setdefault((seen, math.lcm(*widths) // widths[layer]), []).append(layer)
+        groups: dict[tuple[int | None, int], list[list[int]]] = {}  # the layers of each stage
+        for number, stage in enumerate(stages):
+            for layer in (layer for layer in stage if sources[layer] == layer):
+                window = layer_windows[layer]
+                seen = None if window is None or window >= max_seq_len else window
+                key = seen, math.lcm(*widths) // widths[layer]
+                groups.setdefault(key, [[] for _ in stages])[number].append(layer)
         by_window = sorted(groups.items(), key=lambda group: -1 if group[0][0] is None else group[0][0])
-        num_planes = _choose_planes({key: -(-len(layers) // key[1]) for key, layers in by_window})
+        sizes = {key: max(-(-len(layers) // key[1]) for layers in parts) for key, parts in by_window}
+        num_planes = _choose_planes(sizes)
         windows, spans = list[int | None](), list[int]()
         found = dict[int, tuple[int, int, int]]()  # table, plane and part of each layer
-        for (window, span), layers in by_window:
-            for place, layer in enumerate(layers):
+        for (window, span), parts in by_window:
+            for place, layer in (pair for layers in parts for pair in enumerate(layers)):
                 table, plane = divmod(place // span, num_planes)
                 found[layer] = len(windows) + table, plane, place % span
-            num_tables = -(-len(layers) // (num_planes * span))
+            num_tables = -(-sizes[window, span] // num_planes)
             windows, spans = windows + [window] * num_tables, spans + [span] * num_tables
-        tables, planes, parts = zip(*(found[source] for source in sources), strict=True)
+        tables, planes, places = zip(*(found[source] for source in sources), strict=True)
         if not heads:
             return cls(tuple(windows), tables, planes, num_planes)
-        return cls(tuple(windows), tables, planes, num_planes, tuple(spans), tuple(heads), parts)
+        return cls(tuple(windows), tables, planes, num_planes, tuple(spans), tuple(heads), places)
 
     def plane_heads(self, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
         """The number and size of kv heads of a plane, given those of a layer where all are alike."""

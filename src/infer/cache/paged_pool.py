@@ -51,7 +51,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
-from infer.cache.layout import STATE, STATE_WINDOW, blocks_of_sequence, longest_sequence, window_blocks
+from infer.cache.layout import (
+    STATE,
+    STATE_WINDOW,
+    TransferKind,
+    blocks_of_sequence,
+    longest_sequence,
+    window_blocks,
+)
 from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, Move, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
@@ -281,7 +288,7 @@ class PagedKVCachePool:
         blocks = self._device.take(len(books.incoming), books.seq_id)
         for (table, index, copy), block in zip(books.incoming, blocks, strict=True):
             books.tables[table][index] = block
-            self._tree.moves.append(("swap_in", copy, block))
+            self._tree.moves.append((TransferKind.SWAP_IN, copy, block))
         self._host.drop([copy for _, _, copy in books.incoming], books.seq_id)
         books.incoming = []
 
@@ -399,7 +406,7 @@ class PagedKVCachePool:
         moves = self._tree.moves
         if moves:
             self._tree.moves = []
-            num_out = sum(kind == "swap_out" for kind, _, _ in moves)
+            num_out = sum(kind == TransferKind.SWAP_OUT for kind, _, _ in moves)
             self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
         return moves
 

@@ -48,6 +48,7 @@ import msgspec
 import numpy as np
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
+from infer.cache.layout import TransferKind
 from infer.errors import EngineError
 
 Label = bytes | tuple[str | None, bytes]  # the ids; for a first edge the salt and the ids
@@ -62,7 +63,7 @@ ID_BYTES: Final = array(ID_TYPE).itemsize
 CHAIN_BYTES: Final = 8
 EVICTION: Final = "eviction"  # owner of a host block until the tree has it
 
-Move = tuple[Literal["swap_out", "swap_in"], int, int]  # kind, source, destination
+Move = tuple[TransferKind, int, int]  # kind, source, destination
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[int]:
@@ -310,7 +311,7 @@ class PrefixTree:
                 self._host.nodes[copy] = node
             host.drop(copies, EVICTION)
             node.host = (*node.host[: group.start], *copies, *node.host[group.stop :])
-            self.moves += [("swap_out", *pair) for pair in zip(sources, copies, strict=True)]
+            self.moves += [(TransferKind.SWAP_OUT, *pair) for pair in zip(sources, copies, strict=True)]
 
     def _next_victim(self, tier: _Tier) -> int | None:
         """The block that is given up next: unused for longest, and none that an idle one needs."""

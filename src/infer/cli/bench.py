@@ -22,8 +22,8 @@ from infer.cli.readers import above_zero, natural, numbers, one_of, positive, ra
 from infer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from infer.bench.repeats import EngineBench
     from infer.bench.report import Report
-    from infer.bench.target import BenchTarget
 
 HELP = "measure a server, an engine, or what each idea is worth here"
 DESCRIPTION = "Measure a server, an engine, or what each idea is worth on this machine."
@@ -34,7 +34,6 @@ examples:
   infer bench serve --url http://127.0.0.1:8000 --workload w2_mixed:64,chat_serving:mid --repeats 3
   infer bench serve --port 8000 --num-prompts 100 --request-rate 4 --input-len 512 --output-len 64
   infer bench offline --workload nano256 --model-config llama-3.2-1b/
-  infer bench matrix --out matrix.json
   infer bench compare before.json after.json
 
 'infer bench COMMAND --help' shows all options of a command.
@@ -54,16 +53,6 @@ BATCHES: Flags = {"--batches NUMBERS": (numbers, "", "1,8,32")}
 LENGTHS: Flags = {"--lengths NUMBERS": (numbers, "", "128,512,2048")}
 OFFLINE: Flags = {"--workload NAMES": (str, "names with commas", "all")}
 DECODE: Flags = {"--context N": (positive, "", 512), "--steps N": (positive, "", 64)}
-BACKENDS: Flags = {
-    "--batch N": (positive, "prompts at once", 4),
-    "--prompt-len N": (positive, "tokens of each prompt", 64),
-    "--steps N": (positive, "tokens generated for each", 32),
-    "--only NAMES": (str, "combinations to run, with commas"),
-}
-MATRIX: Flags = {
-    "--only NAMES": (str, "ablations to run, with commas"),
-    "--png FILE": (Path, "also draw a chart (needs matplotlib)"),
-}
 SERVER: Flags = {
     "--url/--base-url URL": (str, "http://host:port, https://... or unix:///path/of/socket"),
     "--host TEXT": (str, f"in place of --url; default: {LOCAL_HOST} where --port is given"),
@@ -122,11 +111,8 @@ COMPARE: Flags = {
 URL: Flags = {"--url URL": (str, "http://host:port, https://... or unix:///path/of/socket", flags.REQUIRED)}
 SEED: Flags = {"--seed N": (int, "seed of the prompts", 42)}
 OUT: Flags = {"--out FILE": (Path, "write the report: FILE.json and FILE.md")}
-JSON: Flags = {"--json": (bool, "print JSON lines, a row each, and no table")}
 ONCE: Flags = {"--repeats N": (positive, "runs of each", 1)}
 THRICE: Flags = {"--repeats N": (positive, "runs of each", 3)}
-STARTUP: Flags = {"--model MODEL": (str, "default: the default model")} | THRICE
-POLICIES: Flags = {"--num-requests N": (positive, "", 200)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +121,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, bench in BENCHES.items():
         description = f"{bench.help[0].upper()}{bench.help[1:]}."
-        usage = f"infer bench {name} {bench.usage}"
+        usage = f"{bench.program} {name} {bench.usage}"
         made = benches.add_parser(
             name, help=bench.help, description=description, usage=usage, epilog=bench.epilog
         )
@@ -209,8 +195,8 @@ def _serve(args: argparse.Namespace) -> int:
             plan = replace(plan, slo=Slo())
         load = {"concurrency": args.concurrency, "duration_s": args.duration}
         report = bench_soak(endpoint, plan, **load, tell=notice)
-        return max(_finish(args, report), int(report.rows[0].note != "passed"))
-    return _finish(args, bench_server(endpoint, plan, tell=notice))
+        return max(finish(args, report), int(report.rows[0].note != "passed"))
+    return finish(args, bench_server(endpoint, plan, tell=notice))
 
 
 def _server_url(args: argparse.Namespace) -> str:
@@ -238,81 +224,37 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _bench_engine(name: str, args: argparse.Namespace) -> int:
-    target = _open(args)
-    from infer.bench import backends, matrix, micro, offline
-    from infer.bench.repeats import EngineBench
+    bench = open_bench(args)
+    from infer.bench import offline
     from infer.bench.workloads import read_names
 
-    bench = EngineBench(target=target, seed=args.seed, repeats=getattr(args, "repeats", 1), tell=notice)
     if name == "offline":
         report = offline.bench_offline(bench, read_names(args.workload, group="offline"))
     elif name == "latency":
         report = offline.bench_latency(bench)
     elif name == "prefill":
         report = offline.bench_prefill(bench, lengths=args.lengths)
-    elif name == "decode":
+    else:
         sizes = {"context": args.context, "num_steps": args.steps}
         report = offline.bench_decode(bench, batches=args.batches, **sizes)
-    elif name == "attention":
-        report = micro.bench_attention(bench, batches=args.batches, contexts=args.lengths)
-    elif name == "backends":
-        only = args.only.split(",") if args.only else ()
-        report = backends.bench_backends(
-            bench, count=args.batch, prompt_len=args.prompt_len, num_tokens=args.steps, only=only
-        )
-    elif name == "memory":
-        report = micro.bench_memory(target, seed=args.seed, tell=notice)
-    else:
-        report = matrix.bench_matrix(bench, only=args.only.split(",") if args.only else ())
-        _draw(args, matrix.speed_ups(report))
-    return _finish(args, report)
+    return finish(args, report)
 
 
-def _open(args: argparse.Namespace) -> BenchTarget:
+def open_bench(args: argparse.Namespace) -> EngineBench:
+    """Load the model that the flags name, and get ready to measure it."""
     knobs = flags.knobs_from(args)
-    if getattr(args, "png", None) is not None:
-        from infer.bench.render import can_draw
-
-        if not can_draw():  # better now than after the minutes that the figures take
-            raise ConfigError("--png needs matplotlib: pip install 'infer[bench]', or leave --png out")
     if args.model_config is not None and knobs.get("model") is not None:
         raise ConfigError("--model and --model-config both name a model; give one of them")
     with importing():
+        from infer.bench.repeats import EngineBench
         from infer.bench.target import open_target
 
     is_tiny = args.tiny and args.model_config is None and knobs.get("model") is None
-    return open_target(knobs, model_config=args.model_config, is_tiny=is_tiny)
+    target = open_target(knobs, model_config=args.model_config, is_tiny=is_tiny)
+    return EngineBench(target=target, seed=args.seed, repeats=getattr(args, "repeats", 1), tell=notice)
 
 
-def _draw(args: argparse.Namespace, chart: list[tuple[str, float]]) -> None:
-    from infer.bench.render import ratio_bars, write_png
-
-    if chart:
-        write_out(ratio_bars(chart) + "\n")
-        if args.png is not None:
-            write_png("what each idea is worth", chart, args.png)
-            notice(f"drew {args.png}")
-
-
-# -- no model, and reports ------------------------------------------------------------------------------
-
-
-def _startup(args: argparse.Namespace) -> int:
-    from infer.bench.micro import bench_startup
-
-    return _finish(args, bench_startup(model=args.model, repeats=args.repeats, tell=notice))
-
-
-def _policies(args: argparse.Namespace) -> int:
-    from infer.bench.report import make_report
-    from infer.bench.simulated import sweep
-
-    rows = sweep(num_requests=args.num_requests, seed=args.seed)
-    note = "simulated: the same on every machine; over 30 s: sequences that waited longer for a token"
-    report = make_report(
-        "policies", rows, model={}, config={}, seed=args.seed, repeats=1, warmup=0, notes=[note]
-    )
-    return _finish(args, report)
+# -- reports ----------------------------------------------------------------------------------------------
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -325,7 +267,7 @@ def _compare(args: argparse.Namespace) -> int:
     return 1 if found.worse else 0
 
 
-def _finish(args: argparse.Namespace, report: Report) -> int:
+def finish(args: argparse.Namespace, report: Report) -> int:
     """Print the tables, write the report where it was asked for, and return the exit code."""
     from infer.bench.render import json_lines, terminal, to_markdown
     from infer.bench.report import write_report
@@ -368,16 +310,21 @@ class Bench(NamedTuple):
     usage: str = "[options]"
     epilog: str = ""
     has_knobs: bool = False  # it runs an engine here
+    program: str = "infer bench"
+
+
+def model_flags(*, is_tiny: bool = False) -> Flags:
+    """The flags that name the model of a benchmark of an engine here, besides knobs."""
+    tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
+    return {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
 
 
 def _of_engine(name: str) -> Bench:
     """A benchmark of an engine here, without a server."""
     text, rows = ENGINE[name]
-    is_tiny = name == "matrix"
-    tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
-    model: Flags = {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
     epilog = WORKLOADS if name == "offline" else ""
-    return Bench(text, partial(_bench_engine, name), {WHAT: model | rows}, epilog=epilog, has_knobs=True)
+    what = {WHAT: model_flags() | rows}
+    return Bench(text, partial(_bench_engine, name), what, epilog=epilog, has_knobs=True)
 
 
 WHAT = "what to run"
@@ -388,15 +335,8 @@ ENGINE: Mapping[str, tuple[str, Flags]] = {
     "latency": ("one request at a time: first token, each token, the whole", REPORTED),
     "prefill": ("prompts alone: tokens per second and share of the matmul rate", LENGTHS | REPORTED),
     "decode": ("decoding alone: step time at several batch sizes", BATCHES | DECODE | REPORTED),
-    "attention": ("decode attention alone, over scattered blocks", BATCHES | LENGTHS | REPORTED),
-    "backends": (
-        "attention and MLP beside their references: largest difference, times",
-        BACKENDS | REPORTED | JSON,
-    ),
-    "memory": ("weights, cache, activations; paged against contiguous", SEED | OUT),
-    "matrix": ("switch one idea on after the other and see what each is worth", MATRIX | SEED | ONCE | OUT),
 }
-BENCHES: Mapping[str, Bench] = {
+BENCHES: dict[str, Bench] = {  # benchmarks/bench.py has more
     "serve": Bench(
         "workloads against any OpenAI-compatible server",
         _serve,
@@ -409,10 +349,6 @@ BENCHES: Mapping[str, Bench] = {
         WORKLOADS,
     ),
     **{name: _of_engine(name) for name in ENGINE},
-    "startup": Bench("fresh processes: imports, help, first token", _startup, {WHAT: STARTUP | OUT}),
     "trace": Bench(TRACE_HELP, _trace, {WHAT: URL | TRACE | SEED}, TO_SERVER),
-    "policies": Bench(
-        "every scheduling policy under four simulated loads", _policies, {WHAT: POLICIES | SEED | OUT}
-    ),
     "compare": Bench(COMPARE_HELP, _compare, {"": COMPARE}, "BEFORE AFTER [options]"),
 }

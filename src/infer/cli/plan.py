@@ -216,7 +216,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
 
     cache, num_planes = plan.cache, plan.layout.num_planes
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
-    if (num_ranks := plan.choice.plan.rank.world_size) > 1:
+    rank = plan.choice.plan.rank
+    if (num_ranks := rank.world_size * rank.num_stages) > 1:
         where = (
             f"{where}, each of {num_ranks} ranks,"
             if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device

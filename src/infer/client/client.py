@@ -32,6 +32,7 @@ from infer.engine.prefixes import update_prefixes
 from infer.engine.stats import EngineStats, is_progress
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ async def embed(client: EngineClient, request: Request) -> list[float]:
     """The embedding that a request with a `pooling` asks for; cancelling it aborts the request."""
     async with contextlib.aclosing(client.generate(request)) as outputs:
         async for output in outputs:
-            if output.finish_reason == "stop":
+            if output.finish_reason == FinishReason.STOP:
                 return list(output.embedding)
             raise EngineError(
                 f"embedding {request.request_id} failed: {output.error or output.finish_reason}"

@@ -16,6 +16,8 @@ import torch
 
 from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
+from infer.engine.machine import has_gpu_kernels
+from infer.errors import ConfigError
 from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model, rank_device
 from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import plan_weights
@@ -39,7 +41,7 @@ def load_weights(
     Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
     when a rank is gone while there is no step that would say so.
     """
-    load, size = config.load, config.load.tensor_parallel_size
+    load, size = config.load, config.load.num_ranks
     _notice_forks()
     if load.num_threads is not None:
         use_threads(load.num_threads)
@@ -50,7 +52,7 @@ def load_weights(
     ranks = RankProcesses(config, size, num_threads, on_idle_loss)
     try:
         use_threads(num_threads)
-        loaded = load_part(config, headers, Rank(0, size), show_progress=show_progress)
+        loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
         ranks.wait()
     except BaseException:
         ranks.close()
@@ -75,18 +77,29 @@ def load_part(
         show_progress=show_progress,
         headers=headers,
         rank=rank,
-        check=partial(check_settings, config) if rank.number == 0 else lambda choice: None,
+        check=partial(check_settings, config) if rank == rank_of(config, 0) else lambda choice: None,
     )
+
+
+def rank_of(config: EngineConfig, number: int) -> Rank:
+    """The part of the model that a process has, by its number among all."""
+    return Rank.of(number, config.load.tensor_parallel_size, config.load.pipeline_parallel_size)
 
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
-    size = load.tensor_parallel_size
+    size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
     device = choose_device(rank_device(load.device, Rank(0, size)))
+    if num_stages > 1 and has_gpu_kernels(device):
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} works on CPUs only so far, and the model would be on "
+            f"{device}; leave it out, or set device=cpu"
+        )
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size
-    ).check_cuts()
+        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size,
+        stage=num_stages - 1, num_stages=num_stages,
+    ).check_cuts()  # fmt: skip
 
 
 def use_threads(number: int) -> None:

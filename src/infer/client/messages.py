@@ -130,6 +130,19 @@ class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ticket: int
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Let go of the engine; answer with the bytes of its weights, which stay in host memory if they fit."""
+
+    ticket: int
+    max_bytes: int
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Build the engine again; the answer says that it is there."""
+
+    ticket: int
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
 
@@ -138,7 +151,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = Add | Unsubscribe | Abort | ResetPrefixCache | Explain | SetAdapter | Watch | Ping | Stop
+Command: TypeAlias = (
+    Add | Unsubscribe | Abort | ResetPrefixCache | Explain | SetAdapter | Watch | Sleep | Wake | Ping | Stop
+)
 
 # -- from the engine ------------------------------------------------------------------------------
 

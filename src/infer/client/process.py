@@ -8,6 +8,7 @@ scheduler and the model live here and speak through a unix socket to each API pr
     turn     take every command that is there; make one step, send a `StepReport`
     idle     sleep until a command comes, or a constraint is compiled: no polling, no CPU; after the first
              idle second, read the vocabulary of constraints in a thread
+    asleep   after `Sleep`: no engine, its weights in host memory; until `Wake`
     end      `Stop`, or standard input closes because the server is gone
 
 The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
@@ -28,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import zmq
@@ -44,12 +45,16 @@ from infer.engine.engine import IDLE_S, Engine
 from infer.engine.gc_freeze import freeze
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
+from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineError, InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
 from infer.scheduling.request import StepOutput
 from infer.tools.record import Recorder, RecordFile, TraceRecorder
 from infer.tools.record_files import set_aside
+
+if TYPE_CHECKING:
+    from infer.engine.weights_aside import WeightsAside
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +81,75 @@ class Link:
 Address: TypeAlias = tuple[Link, int]  # an API process, and its ticket
 
 
-class EngineServer:
-    """The loop around an engine that serves a socket for each API process."""
+class SleepingEngine:
+    """The place of an engine that was let go of; its weights are in host memory if they fit there."""
 
-    def __init__(self, engine: Engine, sockets: Sequence[zmq.Socket[bytes]]) -> None:
-        self._engine = engine
-        self._subscribers: Subscribers[Address] = Subscribers(engine)
+    has_work = False
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.remake is None or engine.has_work:
+            raise EngineError("an engine with ranks, adapters, a record or requests cannot sleep; close it")
+        self._stats = engine.stats()
+        self._remake = engine.remake
+        self._weights: WeightsAside | None = None
+        self._has_left = False
+
+    def keep_weights(self, max_bytes: int) -> int:
+        """Keep the weights in host memory if they take no more than this; returns what they take."""
+        from infer.engine.weights_aside import WeightsAside
+
+        self._weights = weights = self._weights or WeightsAside()
+        if weights.num_bytes <= max_bytes and not self._has_left:
+            weights.leave_device()
+            self._has_left = True
+        return weights.num_bytes
+
+    def wake(self) -> Engine:
+        """Build the engine again."""
+        if self._weights is not None and self._has_left:
+            self._weights.come_back()
+        engine = self._remake()
+        engine.remake = self._remake
+        return engine
+
+    def stats(self) -> EngineStats:
+        """The counts of the engine when it was let go of."""
+        return self._stats
+
+    def take_prefix_news(self) -> dict[int, bool]:
+        """Nothing is cached."""
+        return {}
+
+    def prepare(self) -> bool:
+        """There is nothing to prepare."""
+        return False
+
+    def use_idle_time(self) -> None:
+        """There is nothing to do."""
+
+
+class EngineServer:
+    """The loop around an engine that serves a socket for each API process; `set_up` gets a new one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sockets: Sequence[zmq.Socket[bytes]],
+        set_up: Callable[[Engine], None] = lambda engine: None,
+    ) -> None:
+        self._set_up = set_up
         self._links = [Link(socket) for socket in sockets]
-        self._bell, bell = os.pipe()  # rung by other threads, which must not touch zmq's sockets
+        self._bell, self._ringer = os.pipe()  # rung by other threads, which must not touch zmq's sockets
         os.set_blocking(self._bell, False)
-        os.set_blocking(bell, False)
+        os.set_blocking(self._ringer, False)
         self._poll = _poll_all([*sockets, self._bell])
+        self._adopt(engine)
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engine: Engine | SleepingEngine = engine
+        self._subscribers: Subscribers[Address] = Subscribers(engine)
         self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no further use
-        engine.compile_aside(lambda: _ring(bell))
+        engine.compile_aside(partial(_ring, self._ringer))
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -105,7 +166,10 @@ class EngineServer:
                     continue
                 if isinstance(command, messages.Stop):
                     return
-                self._carry_out(link, command)
+                if isinstance(command, messages.Sleep | messages.Wake):
+                    self._turn_over(link, command)
+                else:
+                    self._carry_out(link, command)
             if self._engine.has_work:
                 if self._is_overdue():
                     self._report()
@@ -117,7 +181,8 @@ class EngineServer:
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
             while not self._poll(self._patience_ms):
-                wait_s = self._engine.use_idle_time()
+                # an engine that woke has yet to prepare what its steps have not needed so far
+                wait_s = 0.0 if self._engine.prepare() else self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
             if (
                 self._patience_ms is not None
@@ -137,8 +202,32 @@ class EngineServer:
             link.tickets.append(ticket)
             link.outputs.append(output)
 
+    def _turn_over(self, link: Link, command: messages.Sleep | messages.Wake) -> None:
+        """Let go of the engine, or build it again."""
+        num_bytes = None
+        try:
+            if isinstance(command, messages.Sleep):
+                if not isinstance(self._engine, SleepingEngine):
+                    self._engine = SleepingEngine(self._engine)
+                    del self._subscribers  # they know the engine
+                num_bytes = self._engine.keep_weights(command.max_bytes)
+            elif isinstance(self._engine, SleepingEngine):
+                engine = self._engine.wake()
+                self._set_up(engine)
+                freeze()
+                self._adopt(engine)
+            link.answers.append(messages.Answer(command.ticket, num_bytes, None))
+        except Exception as error:  # whoever asked closes this process
+            if not isinstance(error, InferError):
+                logger.exception("engine neither asleep nor awake")
+            self._answer_error(link, command.ticket, error)
+
     def _carry_out(self, link: Link, command: messages.Command) -> None:
-        if isinstance(command, messages.Add):
+        engine = self._engine
+        if isinstance(engine, SleepingEngine):
+            if (ticket := getattr(command, "ticket", None)) is not None:
+                self._answer_error(link, ticket, EngineError("the engine is asleep"))
+        elif isinstance(command, messages.Add):
             refused = self._subscribers.add(command.request, (link, command.ticket))
             if refused is not None:
                 self._answer_error(link, command.ticket, refused)
@@ -148,13 +237,13 @@ class EngineServer:
             self._keep(self._subscribers.abort(command.request_id, command.index))
         elif isinstance(command, messages.ResetPrefixCache):
             try:
-                link.answers.append(messages.Answer(command.ticket, self._engine.reset_prefix_cache(), None))
+                link.answers.append(messages.Answer(command.ticket, engine.reset_prefix_cache(), None))
             except Exception as error:  # it belongs to this call alone
                 logger.exception("prefix cache not reset")
                 self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.SetAdapter):
             try:
-                self._engine.set_adapter(command.name, command.path, replaces=command.replaces)
+                engine.set_adapter(command.name, command.path, replaces=command.replaces)
                 link.answers.append(messages.Answer(command.ticket, None, None))
             except Exception as error:  # it belongs to this call alone
                 if not isinstance(error, InferError):
@@ -162,14 +251,14 @@ class EngineServer:
                 self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.Explain):
             try:
-                story = self._engine.explain(command.request_id)
+                story = engine.explain(command.request_id)
                 link.answers.append(messages.Answer(command.ticket, None, None, story))
             except Exception as error:  # a story that cannot be told must not stop any request
                 logger.exception("no story of %s", command.request_id)
                 self._answer_error(link, command.ticket, error)
         elif isinstance(command, messages.Watch):
             try:
-                report = messages.LiveReport(command.ticket, self._engine.look())
+                report = messages.LiveReport(command.ticket, engine.look())
                 link.socket.send(messages.encode(report))
             except Exception as error:  # a picture that cannot be drawn must not stop any request
                 logger.exception("no live snapshot")
@@ -251,7 +340,10 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
         given = config, token_bytes
         threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
         loaded = load_weights(config, headers, on_idle_loss=lambda: os._exit(EXIT_FAILED))
-    return build_engine(config, loaded, observer=observer, phases=phases, token_bytes=token_bytes)
+    engine = build_engine(config, loaded, observer=observer, phases=phases, token_bytes=token_bytes)
+    if loaded.ranks is None and observer is None and not config.adapters.is_on:
+        engine.remake = partial(build_engine, config, loaded, token_bytes=token_bytes)
+    return engine
 
 
 def main(make_engine: Callable[..., Engine] = load_engine) -> int:
@@ -270,13 +362,12 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             if launch.record is not None:
                 make_engine = partial(make_engine, observer=open_recorder(launch.record))
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
-            engine.keep_stories(launch.num_stories)
-            if launch.replica.count > 1:
-                engine.watch_prefixes()
+            set_up = partial(_set_up, launch)
+            set_up(engine)
             with engine.phases("capture"):
                 while engine.prepare():
                     pass
-            freeze()  # the model and its parts live as long as the process
+            freeze()  # the model and its parts live as long as the process, or until the engine sleeps
             phases = {"spawn": spawn_s, **engine.phases}
             served = engine.family, engine.context_len, engine.model_len
             max_queue = engine.scheduler.config.max_queue
@@ -284,7 +375,9 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             for socket in sockets:
                 socket.send(ready)
             kind = EngineError
-            EngineServer(engine, sockets).run()
+            server = EngineServer(engine, sockets, set_up)
+            del engine  # it may sleep
+            server.run()
         except BaseException as error:
             shortage = spell_shortage(error)
             if shortage is None and not isinstance(error, InferError):
@@ -294,6 +387,13 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
                 socket.send(messages.encode(failure))
             return EXIT_FAILED
     return 0
+
+
+def _set_up(launch: messages.Launch, engine: Engine) -> None:
+    """Let an engine keep what the server will ask it for."""
+    engine.keep_stories(launch.num_stories)
+    if launch.replica.count > 1:
+        engine.watch_prefixes()
 
 
 def _remove_directory(launch: messages.Launch) -> None:

@@ -78,6 +78,7 @@ class ProcessClient:
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
+        self._is_asleep = False
         self._adopt(process, ready)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
@@ -144,6 +145,21 @@ class ProcessClient:
         snapshot: LiveSnapshot = await self._call(messages.Watch(next(self._tickets)))
         return snapshot
 
+    async def sleep(self, max_bytes: int) -> int:
+        """Let go of the engine; returns the bytes of its weights, which stay in host memory if they fit.
+
+        A process that ends in its sleep is not started again.
+        """
+        self._is_asleep = True
+        answer: Answer = await self._call(messages.Sleep(next(self._tickets), max_bytes))
+        assert answer.result is not None
+        return answer.result
+
+    async def wake(self) -> None:
+        """Build the engine again."""
+        await self._call(messages.Wake(next(self._tickets)))
+        self._is_asleep = False
+
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
         self._supervisor.cancel()
@@ -156,7 +172,13 @@ class ProcessClient:
     # -- calls ------------------------------------------------------------------------------------
 
     async def _call(
-        self, command: messages.ResetPrefixCache | messages.Explain | messages.SetAdapter | messages.Watch
+        self,
+        command: messages.ResetPrefixCache
+        | messages.Explain
+        | messages.SetAdapter
+        | messages.Watch
+        | messages.Sleep
+        | messages.Wake,
     ) -> Any:
         """Send a command and wait for its answer; raises what went wrong."""
         self._send(command)
@@ -301,7 +323,7 @@ class ProcessClient:
                 self._send(messages.Ping())
 
     async def _restart(self, reason: str) -> bool:
-        if self._start_again is None:
+        if self._start_again is None or self._is_asleep:
             return False
         while (delay := self._options.policy.next_delay(time.monotonic())) is not None:
             await asyncio.sleep(delay)

@@ -33,7 +33,7 @@ from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig
 from infer.engine.rank_worker import make_memory, open_link
 from infer.errors import DeviceLost, InferError
-from infer.loader.load import Communicator
+from infer.loader.load import Communicator, Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Group:
     """The threads' knowledge about the processes; nothing here holds the group itself."""
 
     abort: Any  # ends all waits in shared memory
-    arrived: Any  # exchanges of each rank
+    lines: Any  # the state of each rank
     on_idle_loss: Callable[[], None]  # called when a rank that no step waits for is gone
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -93,9 +93,11 @@ class RankProcesses:
         """Start them; a thread calls `on_idle_loss` when a rank is gone that nobody waits for."""
         handle = make_memory(size)
         try:
-            self._link = open_link(handle, 0, size)
+            self._link = open_link(handle, 0, size, config.load.pipeline_parallel_size)
             self.communicator: Communicator = self._link.communicator
-            self._group = group = _Group(self._link.communicator.abort, self._link.arrived, on_idle_loss)
+            self.pipe: Pipe | None = self._link.pipe
+            self.lines = self._link.lines
+            self._group = group = _Group(self._link.communicator.abort, self.lines, on_idle_loss)
             self._num_parts = 0  # parts of a start that have been asked for
             self._num_open = 0  # messages that no `check` or `wait` has followed
             group.is_waited_for = True
@@ -143,9 +145,12 @@ class RankProcesses:
             raise group.error
         self.check()
 
-    def check(self) -> None:
-        """Raise `DeviceLost` if a rank is gone."""
-        self._num_open = max(self._num_open - 1, 0)
+    def check(self, *, is_idle: bool | None = None) -> None:
+        """Raise `DeviceLost` if a rank is gone.
+
+        Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
+        """
+        self._num_open = int(not is_idle) if is_idle is not None else max(self._num_open - 1, 0)
         self._group.is_waited_for = self._num_open > 0
         if self._link.communicator.is_aborted:
             with self._group.changed:  # wait for the reason from the thread that aborted
@@ -207,7 +212,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
 
 def _watch(group: _Group) -> None:
     """Look at processes that are waited for: one that is stopped, or silent for long, ends the group."""
-    stopped_since, seen, seen_at = dict[int, float](), (), time.monotonic()
+    stopped_since, seen, seen_at = dict[int, float](), tuple[int, ...](), time.monotonic()
     while group.lost is None:
         time.sleep(LOOK_S)
         now = time.monotonic()
@@ -219,11 +224,13 @@ def _watch(group: _Group) -> None:
                 stopped_since.pop(rank, None)
             elif now - stopped_since.setdefault(rank, now) >= STOPPED_S:
                 group.lose(f"rank {rank} was stopped by a signal")
-        found = group.arrived()
-        if found != seen or len(set(found)) == 1:
+        lines = group.lines()
+        found = tuple(line.progress for line in lines)
+        if found != seen or not any(line.needs_others for line in lines):
             seen, seen_at = found, now
         elif now - seen_at > SILENT_S:
-            group.lose(f"rank {found.index(min(found))} has not answered for {SILENT_S:.0f} s")
+            silent = next((rank for rank, line in enumerate(lines) if not line.waiting), 0)
+            group.lose(f"rank {silent} has not answered for {SILENT_S:.0f} s")
 
 
 def _is_stopped(pid: int) -> bool:

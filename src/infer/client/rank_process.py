@@ -48,17 +48,16 @@ def main() -> int:
 
 def _serve(launch: RankLaunch) -> None:
     with quick_imports():
-        from infer.client.load import load_part, use_threads
+        from infer.client.load import load_part, rank_of, use_threads
         from infer.engine.rank_worker import open_link, serve_rank
         from infer.loader.find.source import resolve_model
         from infer.loader.load import read_headers
-        from infer.loader.slices import Rank
 
     use_threads(launch.num_threads)
-    link = open_link(launch.memory, launch.rank, launch.size)
     config = EngineConfig.from_knobs(**launch.knobs)
+    link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
-    loaded = load_part(config, read_headers(source), Rank(launch.rank, launch.size))
+    loaded = load_part(config, read_headers(source), rank_of(config, launch.rank))
     serve_rank(loaded, link, lambda: _report_done(launch.report))
 
 

@@ -4,7 +4,7 @@
     decode_attention_backend    attention of rows that decode: sequences that compute one token in a step
     mlp_backend                 the feed-forward half of a block
 
-`torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `infer bench backends` runs the
+`torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `benchmarks/backends.py` runs the
 references next to what `auto` takes. Settings, `resolve.py` (the choice, the refusals), `infer doctor` and
 the docs read this table.
 """

@@ -38,7 +38,6 @@ FOREIGN: Mapping[str, tuple[object, str]] = {
     "ctx_size_draft": (0, _DRAFT),
     "gpu_layers_draft": (None, _DRAFT),
     "device_draft": (None, _DRAFT),
-    "pipeline_parallel_size": (1, _GPUS),
     "enable_expert_parallel": (False, _GPUS),
     "distributed_executor_backend": (None, _GPUS),
     "tensor_split": (None, _GPUS),
@@ -81,6 +80,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "device_draft": "-devd",
     "parallel": "-np",
     "tp": "-tp",
+    "pp": "-pp",
 }
 """Settings that other engines also have a short flag for."""
 

@@ -139,8 +139,9 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     run, cache, backends = config.run, config.cache, choose_backends(config, machine)
     on_gpu = uses_gpu_device(config, machine)
     steps_ahead = 0
-    if cache.keeps_cache and on_gpu and run.use_overlap is not False:
-        steps_ahead = machine.profile.steps.steps_ahead if model.is_small(machine.profile) else 1
+    is_staged = config.load.pipeline_parallel_size > 1
+    if cache.keeps_cache and (on_gpu or is_staged) and run.use_overlap is not False:
+        steps_ahead = machine.profile.steps.steps_ahead if on_gpu and model.is_small(machine.profile) else 1
     is_ours = model.model_impl == "infer"  # only then can steps be captured or recorded
     captures = is_ours and _captures(config, machine) and run.use_cuda_graphs is not False
     defaults = step_defaults(machine, model)
@@ -244,7 +245,7 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
     check_backends(config, machine)
     can_have = {
         "use_cuda_graphs": _captures(config, machine),
-        "use_overlap": uses_gpu_device(config, machine),
+        "use_overlap": uses_gpu_device(config, machine) or config.load.pipeline_parallel_size > 1,
     }
     for name, can in can_have.items():
         if getattr(config.run, name) and not can:

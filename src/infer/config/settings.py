@@ -113,22 +113,39 @@ class LoadConfig:
         "step: a GPU for each, or parts of a CPU (docs/features/tensor-parallelism.md)",
         aliases=("tp", "tp_size"),
     )
+    pipeline_parallel_size: int = knob(
+        1,
+        "stages of layers that follow each other, each computed by a process (or by tensor_parallel_size of "
+        "them), which has the weights and the KV cache of these layers; on CPUs only so far "
+        "(docs/features/pipeline-parallelism.md)",
+        aliases=("pp", "pp_size"),
+    )
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
         check_choice(self, "model_impl")
         if isinstance(self.quantization, str):
             object.__setattr__(self, "quantization", self.quantization.lower())
-        check_positive(self, "max_seq_len", "num_threads", "tensor_parallel_size")
+        check_positive(self, "max_seq_len", "num_threads", "tensor_parallel_size", "pipeline_parallel_size")
         if self.tensor_parallel_size > MAX_RANKS:
             raise ConfigError(
                 f"tensor_parallel_size must be at most {MAX_RANKS}, got {self.tensor_parallel_size}"
+            )
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got "
+                f"{self.tensor_parallel_size} * {self.pipeline_parallel_size}"
             )
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")
         if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that compute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +385,8 @@ class RunConfig:
     )
     use_overlap: bool | None = knob(
         None,
-        "plan and launch the next step while the GPU computes this one; default: on a GPU",
+        "plan and launch the next step while the GPU computes this one; default: on a GPU, and with "
+        "pipeline_parallel_size",
         aliases=("overlap", "async_scheduling"),
         opposites=("disable_overlap_schedule",),
     )
@@ -420,8 +438,9 @@ class EngineConfig:
                 "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
                 "none; leave speculative decoding out, or use kv_cache_backend=paged"
             )
-        if self.adapters.is_on and (self.load.tensor_parallel_size > 1 or self.run.deterministic):
-            other = "deterministic" if self.run.deterministic else "tensor_parallel_size"
+        if self.adapters.is_on and (self.load.num_ranks > 1 or self.run.deterministic):
+            other = "tensor_parallel_size" if self.load.tensor_parallel_size > 1 else "pipeline_parallel_size"
+            other = "deterministic" if self.run.deterministic else other
             raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
         if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:
             raise ConfigError(
@@ -478,6 +497,12 @@ class ServerConfig:
     )
     idle_unload: float = knob(
         0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
+    )
+    model_memory: str | None = knob(
+        None,
+        "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
+        "they are back in seconds; the one unused for longest makes room; default: none is kept",
+        is_size=True,
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
@@ -568,6 +593,16 @@ class ServerConfig:
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
+    def _check_model_memory(self, size: str) -> None:
+        parse_bytes(size, "model_memory")
+        if not self.on_demand:
+            raise ConfigError("model_memory is for models on demand; set on_demand")
+        for name in ("in_process", "record"):
+            if getattr(self, name):
+                raise ConfigError(f"model_memory needs engine processes that may sleep; leave out {name}")
+        if (self.api_processes or 1) > 1:
+            raise ConfigError("model_memory works with one API process so far; leave out api_processes")
+
     def _check_cluster(self) -> None:
         """Refuse settings of a cluster without one, and settings that a cluster has no place for."""
         if self.cluster == "none":
@@ -614,6 +649,8 @@ class ServerConfig:
         check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
         if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
             raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
+        if self.model_memory is not None:
+            self._check_model_memory(self.model_memory)
         check_choice(self, "cluster")
         for name in ("target_queue_time", "scale_down_after"):
             if not 0 < getattr(self, name) < float("inf"):

@@ -18,6 +18,7 @@ from infer.dialects.events import TOOL_NAME, ToolCall, read_arguments
 from infer.dialects.grammar import constraint
 from infer.dialects.table import Dialect, Think
 from infer.errors import MalformedRequest, RequestError, field_of, json_type, show_value, unknown_field
+from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from infer.tokenizer.tokenizer import Tokenizer
 
@@ -114,15 +115,15 @@ class AnswerFormat:
         ids += tokenizer.encode(self.think.blank, add_special=False)
         return ids, replace(self, in_reasoning=True)
 
-    def finish_reason(self, reason: str | None, calls: Sequence[ToolCall]) -> str | None:
+    def finish_reason(self, reason: FinishReason | None, calls: Sequence[ToolCall]) -> FinishReason | None:
         """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named.
 
         An answer whose last call was cut, as by a stop string, has not ended to have it made.
         """
         is_free = self.choice in ("auto", "required")
-        if reason == "stop" and is_free and calls and read_arguments(calls[-1].arguments) is not None:
-            return "tool_calls"
-        return reason
+        if reason != FinishReason.STOP or not is_free or not calls:
+            return reason
+        return reason if read_arguments(calls[-1].arguments) is None else FinishReason.TOOL_CALLS
 
 
 def _find_end(

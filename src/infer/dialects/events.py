@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # name of a function that a model may call
@@ -62,7 +63,7 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str | None = None  # "stop", "tool_calls", "length", "abort" or "error", at the end
+    finish_reason: FinishReason | None = None  # None before the end
     index: int = 0  # number among the request's n outputs
     logprobs: tuple[RowLogprobs, ...] = ()
     error: str | None = None

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -69,13 +69,13 @@ from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.elementwise.copy_block import copy_block
-from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.communicator import Communicator, Pipe
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
-from infer.loader.load import LoadChoice, LoadedModel, choose_device
+from infer.loader.load import LoadChoice, LoadedModel, RankGroup, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
@@ -108,7 +108,7 @@ def build_engine(
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
     config, ranks = resolve_for(settings, loaded), loaded.ranks
-    if steps_ahead is not None and config.steps_ahead:
+    if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
         config = replace(config, steps_ahead=steps_ahead)
     phases = Phases() if phases is None else phases
     if ranks is not None:
@@ -122,7 +122,7 @@ def build_engine(
             except DeviceLost:
                 ranks.wait()  # it raises the error of the rank that is gone
                 raise
-        wait_for_linears = _bind(config, loaded, communicator, bank)
+        wait_for_linears = _bind(config, loaded, communicator, None if ranks is None else ranks.pipe, bank)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
@@ -139,7 +139,8 @@ def build_engine(
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
-        cost = measure_cost(partial(_prefill_seconds, loaded), loaded.model, store, size.block_size)
+        prefill, max_tokens = partial(_prefill_seconds, loaded), config.scheduler.max_num_batched_tokens
+        cost = measure_cost(prefill, loaded.model, store, size.block_size, max_tokens)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
     if served_len < config.max_seq_len:
         logger.warning(
@@ -242,6 +243,7 @@ def build_engine(
         token_bytes=token_bytes,
         speculation=speculation,
         adapters=None if bank is None else _load_adapters(settings, loaded, bank),
+        rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
@@ -254,8 +256,12 @@ def _bind(
     config: ResolvedConfig,
     loaded: LoadedModel,
     communicator: Communicator | None,
+    pipe: Pipe | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    loaded.model.pipe = pipe
+    if communicator is not None and communicator.size == 1:  # the only rank of its stage
+        communicator = None
     if isinstance(communicator, GpuCommunicator):
         communicator.uses_nccl = not config.deterministic
     return bind(
@@ -265,6 +271,7 @@ def _bind(
         mlp_backend=config.backends.mlp,
         cpu_products=config.settings.run.cpu_products,
         communicator=communicator,
+        pipe=pipe,
         vocab_size=loaded.config.vocab_size,
         adapters=adapters,
     )
@@ -292,10 +299,12 @@ def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBan
     return adapters
 
 
-def bind_rank(settings: EngineConfig, loaded: LoadedModel, communicator: Communicator) -> ResolvedConfig:
+def bind_rank(
+    settings: EngineConfig, loaded: LoadedModel, communicator: Communicator, pipe: Pipe | None
+) -> ResolvedConfig:
     """Bind the part of the model that a rank other than 0 has; return the same decisions as rank 0's."""
     config = resolve_for(settings, loaded)
-    _bind(config, loaded, communicator)()
+    _bind(config, loaded, communicator, pipe)()
     return config
 
 
@@ -345,6 +354,13 @@ def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
     if loaded.ranks is not None:
         loaded.ranks.check()
     return seconds
+
+
+def _rank_times(device: TorchDevice | GpuDevice, ranks: RankGroup) -> dict[str, Any]:
+    """Return the time that steps took and ranks waited, as fields of `EngineStats`."""
+    waits = [seconds for line in ranks.lines() for seconds in (line.sum_s, line.stage_s, line.idle_s)]
+    step_s = device.step_s if isinstance(device, TorchDevice) else 0.0
+    return {"rank_step_s": step_s, "rank_wait_s": tuple(waits)}
 
 
 def token_bytes_of(
@@ -533,6 +549,7 @@ def make_device(
             decode_attention_backend=config.backends.decode_attention,
             record_cpu_step=config.record_cpu_step,
             ranks=loaded.ranks,
+            pipe=loaded.model.pipe,
             head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )

@@ -36,6 +36,7 @@ from infer.engine.device_memory import look
 from infer.execution.gpu.graphs import captured_tokens
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.layers.linear import Projected
+from infer.layers.stages import stage_layers
 from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -111,9 +112,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: of a CPU, all of them."""
+    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
     shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
-    return settings.load.tensor_parallel_size if shares else 1
+    return settings.load.num_ranks if shares else 1
 
 
 def cache_share(device: torch.device) -> float:
@@ -245,15 +246,17 @@ def state_size(model: ModelConfig) -> StateSize | None:
 def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
     """Return the layout of a model's cache; only a paged cache has tables that can let go of blocks.
 
+    Where layers are in stages, each has as many planes, and the same tables.
     A model that drafts shares the first table and catches up with whole texts, so that one lets go of none.
     """
-    whole = KVLayout.whole(model.num_layers)
+    stages = stage_layers(model.num_layers, config.settings.load.pipeline_parallel_size)
+    whole = KVLayout.of([None] * model.num_layers, config.max_seq_len, stages=stages)
     if config.settings.cache.kv_cache_backend != "paged":
         return whole
     layers = range(model.num_layers)
     windows = [STATE if model.has_state(layer) else model.window(layer) for layer in layers]
     sources = [spec.kv_layer for spec in model.layer_specs]
-    layout = KVLayout.of(windows, config.max_seq_len, model.kv_heads, sources)
+    layout = KVLayout.of(windows, config.max_seq_len, model.kv_heads, sources, stages=stages)
     speculation = config.settings.speculation
     is_drafted = speculation.is_on and speculation.draft_model is not None
     return whole if is_drafted and layout.windows[0] is not None else layout

@@ -70,6 +70,7 @@ from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineForm, EngineS
 from infer.engine.stories import EngineStory, Stories
 from infer.errors import ContextOverflow, DeviceLost, EngineError, RequestError
 from infer.execution.device import DeviceHalf, PendingStep, StepResult
+from infer.finish_reason import FinishReason
 from infer.sampling.params import NO_TOKEN, SamplingParams
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import Request, StepOutput
@@ -117,6 +118,7 @@ class Engine:
         token_bytes: TokenBytes | None = None,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        rank_times: Callable[[], dict[str, Any]] = dict,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
@@ -137,9 +139,10 @@ class Engine:
         self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
         # at most this many; 0: each step is read before the next is planned, as it must be without a cache
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
+        self.remake: Callable[[], Engine] | None = None  # builds it anew on the same weights; None: cannot
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
-        self._adapters = adapters
+        self._adapters, self._rank_times = adapters, rank_times  # the latter: fields of its stats
         self.speculation = speculation
         self._requests.speculation = speculation
         self._has_drafts = False  # the last step launched has drafts, so it is read before the next
@@ -260,13 +263,13 @@ class Engine:
         if group is None:
             waiting = self._compiling.abort(request_id) if index is None else None
             if waiting is not None and self._stories is not None:
-                self._stories.end(request_id, "abort")
-            return [] if waiting is None else unserved(waiting[0].request, "abort")
+                self._stories.end(request_id, FinishReason.ABORT)
+            return [] if waiting is None else unserved(waiting[0].request, FinishReason.ABORT)
         if index is not None and group.has_joint_sequence:
             raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
-        return self._requests.end(group, ended, "abort")
+        return self._requests.end(group, ended, FinishReason.ABORT)
 
     def is_serving(self, request_id: str) -> bool:
         """True if a request is waiting or running."""
@@ -327,6 +330,7 @@ class Engine:
             grammar_s=self._compile_s.total,
             grammar_times=tuple(self._compile_s.counts),
             **self._draft_counts(),
+            **self._rank_times(),
             **self._form,
         )
 
@@ -463,9 +467,9 @@ class Engine:
                     error = refused
             else:
                 error = result
-            outputs += unserved(group.request, "error", error)
+            outputs += unserved(group.request, FinishReason.ERROR, error)
             if self._stories is not None:
-                self._stories.end(group.request.request_id, "error", str(error))
+                self._stories.end(group.request.request_id, FinishReason.ERROR, str(error))
         return outputs
 
     @property
@@ -569,7 +573,7 @@ class Engine:
         self._observer.on_failure(self.scheduler.step, reason)
         outputs = []
         for group in {id(seq.group): seq.group for seq in sequences}.values():
-            outputs += self._requests.end(group, group.unfinished, "error", error=reason)
+            outputs += self._requests.end(group, group.unfinished, FinishReason.ERROR, error=reason)
         return outputs
 
 

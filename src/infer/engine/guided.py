@@ -24,6 +24,7 @@ from infer.constraints.guide import ENDED, Guide
 from infer.constraints.masks import MaskFiller
 from infer.engine.stories import Stories
 from infer.execution.device import StepResult
+from infer.finish_reason import FinishReason
 from infer.sampling.params import NO_TOKEN, RowLogprobs
 from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
@@ -52,7 +53,7 @@ class Outputs(Protocol):
         ...
 
     def end(
-        self, group: SequenceGroup, ended: Seq[Sequence], reason: str, *, error: str | None = None
+        self, group: SequenceGroup, ended: Seq[Sequence], reason: FinishReason, *, error: str | None = None
     ) -> list[StepOutput]:
         """Finish sequences of a request before their time."""
         ...
@@ -160,7 +161,9 @@ class GuidedRequests:
         group, structured = seq.group, seq.group.request.params.structured
         own = "allowed_token_ids" if group.request.params.allowed_token_ids else "bad_words"
         param = own if structured is None else structured.param
-        ended = self._requests.end(group, group.unfinished, "error", error=f"{param}: {guide.error}")
+        ended = self._requests.end(
+            group, group.unfinished, FinishReason.ERROR, error=f"{param}: {guide.error}"
+        )
         return [msgspec.structs.replace(output, param=param) for output in ended]
 
     # -- ids that need no draw --------------------------------------------------------------------

@@ -5,6 +5,7 @@
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
                       told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
                       told ──► order       its part of a step
+                      told ──► ids         what was drawn, where the next order has come before
 
 Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
 is never more than one message behind.
@@ -17,6 +18,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from infer.cache.memory import CacheSize, StepBytes
@@ -26,7 +28,7 @@ from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, link_bytes
-from infer.execution.torch_device import ORDER
+from infer.execution.torch_device import AHEAD, IDS, ORDER, TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
 
@@ -43,12 +45,13 @@ def make_memory(size: int) -> int:
     return handle
 
 
-def open_link(handle: int, rank: int, size: int) -> RankLink:
+def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLink:
     """One rank's end of this memory."""
     c = library()
     if c is None:
-        raise ConfigError(f"tensor_parallel_size above 1 needs the C kernels: {why_not()}")
-    return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size)
+        name = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
+        raise ConfigError(f"{name} above 1 needs the C kernels: {why_not()}")
+    return RankLink(c, mmap.mmap(handle, link_bytes(size)), rank, size, num_stages)
 
 
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
@@ -60,10 +63,16 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
         if kind == ORDER:
             assert device is not None
             device.compute_part(read(memoryview(body)))
+        elif kind in (AHEAD, IDS):
+            assert isinstance(device, TorchDevice)
+            if kind == IDS:
+                device.learn(body)
+            else:
+                device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == BIND:
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(link.communicator, loaded)
-            config = bind_rank(settings, loaded, communicator)
+            config = bind_rank(settings, loaded, communicator, link.pipe)
             on_done()
         elif kind == PROBE:
             probe_rank(loaded, warm_up, json.loads(body))
@@ -79,3 +88,9 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
                 config, loaded, CacheSize(*size), StateShape(*shape), step, communicator
             )
             on_done()
+
+
+def _receive_ids(link: RankLink, device: TorchDevice) -> None:
+    kind, body = link.receive()
+    assert kind == IDS, f"ids come before the next order, not a message of kind {kind}"
+    device.learn(body)

@@ -32,6 +32,7 @@ from infer.engine.speculation import Speculation
 from infer.engine.stories import Stories
 from infer.errors import RequestError
 from infer.execution.device import StepResult
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.beam import advance_beams, best_outputs
 from infer.scheduling.plan import StepPlan
@@ -162,10 +163,12 @@ class RequestTable:
             if group.request.pooling == "mean":
                 group.pooled_D = (group.pooled_D / seq.num_prompt).astype(np.float32)
             if not np.isfinite(group.pooled_D).all():
-                outputs += self.end(group, [seq], "error", error="the model's hidden states are not finite")
+                outputs += self.end(
+                    group, [seq], FinishReason.ERROR, error="the model's hidden states are not finite"
+                )
                 continue
             self.num_prompt_tokens += seq.num_prompt
-            (output,) = self.end(group, [seq], "stop")
+            (output,) = self.end(group, [seq], FinishReason.STOP)
             outputs.append(msgspec.structs.replace(output, embedding=tuple(group.pooled_D.tolist())))
         return outputs
 
@@ -207,11 +210,11 @@ class RequestTable:
         token_ids = ids[: ids.index(last) + 1] if last in seq.stop_ids else ids
         if last in seq.stop_ids:
             seq.stop_reason = last if last in group.request.params.stop_token_ids else None
-            self._finish(seq, "stop")
+            self._finish(seq, FinishReason.STOP)
         elif has_ended:
-            self._finish(seq, "stop")
+            self._finish(seq, FinishReason.STOP)
         elif len(seq.tokens) >= seq.max_total:
-            self._finish(seq, "length")
+            self._finish(seq, FinishReason.LENGTH)
         rows = tuple(row for row in logprobs[: len(token_ids)] if row is not None)
         is_first = len(seq.tokens) - len(token_ids) == seq.num_prompt
         if is_first and seq.index == 0:
@@ -243,15 +246,15 @@ class RequestTable:
             group,
             offers,
             fork=lambda beam: self._fork(beam, beam.index),
-            drop=lambda beam: self._finish(beam, "dropped"),
+            drop=lambda beam: self._finish(beam, FinishReason.DROPPED),
         )
         if goes_on:
             return []
         num_found = len(group.finished_beams)
         if num_found < n:
             reason = f"beam search found {num_found} outputs, {n} were asked for"
-            return self.end(group, group.sequences, "error", error=reason)
-        self.end(group, group.sequences, "stop")
+            return self.end(group, group.sequences, FinishReason.ERROR, error=reason)
+        self.end(group, group.sequences, FinishReason.STOP)
         outputs = best_outputs(group)
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
@@ -259,7 +262,7 @@ class RequestTable:
     # -- to end -----------------------------------------------------------------------------------
 
     def end(
-        self, group: SequenceGroup, ended: Seq[Sequence], reason: str, *, error: str | None = None
+        self, group: SequenceGroup, ended: Seq[Sequence], reason: FinishReason, *, error: str | None = None
     ) -> list[StepOutput]:
         """Finish sequences of a request before their time; one last output for each the client waits for."""
         for seq in ended:
@@ -272,7 +275,7 @@ class RequestTable:
         num_awaited = params.n if group.is_beam else params.num_sequences
         return [msgspec.structs.replace(outputs[0], index=index) for index in range(num_awaited)]
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         self.guided.drop(seq)
         if self.speculation is not None:
@@ -286,8 +289,10 @@ class RequestTable:
             if self.observer is not None:
                 self.observer.on_end(group)
             if self.stories is not None:
-                reasons = [seq.finish_reason for seq in group.sequences if seq.finish_reason != "dropped"]
-                self.stories.end(request_id, reasons[-1] if reasons and reasons[-1] else "stop", error)
+                ends = [seq.finish_reason for seq in group.sequences]
+                reasons = [reason for reason in ends if reason != FinishReason.DROPPED]
+                last = reasons[-1] if reasons and reasons[-1] else FinishReason.STOP
+                self.stories.end(request_id, last, error)
             self.waiting_for_ids.discard(request_id)
             self.queued_joint.discard(request_id)
 
@@ -319,7 +324,7 @@ def _output(
     )
 
 
-def unserved(request: Request, reason: str, error: RequestError | None = None) -> list[StepOutput]:
+def unserved(request: Request, reason: FinishReason, error: RequestError | None = None) -> list[StepOutput]:
     """The outputs of a request that ends before it was served: one for each that the client waits for."""
     said = None if error is None else str(error)
     param = None if error is None else error.param or "structured"

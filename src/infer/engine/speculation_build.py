@@ -187,7 +187,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
         if loaded.ranks is not None:
             raise ConfigError(
                 "an EAGLE-3 head reads matrices of its model, which ranks have in parts; leave out "
-                "tensor_parallel_size, or use another speculative_method"
+                "tensor_parallel_size and pipeline_parallel_size, or use another speculative_method"
             )
         head = load_eagle(headers.source.path, loaded, num_drafts=settings.max_drafts)
         bind(

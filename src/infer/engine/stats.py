@@ -56,6 +56,8 @@ class EngineStats(EngineForm):
     num_accepted_tokens: int = 0  # counter: those of them that were kept
     accepted_by_position: tuple[int, ...] = ()  # counters: kept at each position of a window
     draft_saved_s: float = 0.0  # seconds saved in all, estimated; falls where drafts are wrong
+    rank_step_s: float = 0.0  # counter: seconds of steps that several ranks compute, as rank 0 sees them
+    rank_wait_s: tuple[float, ...] = ()  # counters: seconds that each rank has waited, by RANK_WAITS
     block_size: int = 0  # tokens
     num_blocks: int = 0
     num_used_blocks: int = 0  # held by sequences
@@ -63,6 +65,8 @@ class EngineStats(EngineForm):
     num_host_blocks: int = 0  # blocks in host memory
     num_used_host_blocks: int = 0  # those of them that hold something
 
+
+RANK_WAITS = ("sum", "stage", "order")  # what a rank waits for: sums of others, another stage, rank 0
 
 PACE_WEIGHT = 0.1  # weight of the last step
 

@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from infer.engine.stats import Histogram
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
@@ -79,7 +80,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     first_step: int = 0
     ended_step: int = 0
     waited_steps: int = 0  # before it was let in for the first time
-    finish_reason: str | None = None  # None: it goes on
+    finish_reason: FinishReason | None = None  # None: it goes on
     error: str | None = None
     num_prompt: int = 0
     num_output: int = 0
@@ -283,7 +284,7 @@ class Stories:
             self._prefill_s = MEMORY * self._prefill_s + story.first_at - story.begun_at
             self._prefill_tokens = MEMORY * self._prefill_tokens + story.num_computed
 
-    def end(self, request_id: str, reason: str, error: str | None = None) -> None:
+    def end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         """End the story of a request; it may never have begun to run."""
         life = self._live.get(request_id)
         if life is None:
@@ -338,7 +339,7 @@ class Stories:
             story.step_tokens = (self._step_tokens.total - life.tokens_then) / max(num_steps, 1)
             story.num_prompts_beside = self._chunk_tokens - life.chunks_then
         for seq in () if life.group is None else life.group.sequences:
-            if seq.finish_reason != "dropped":
+            if seq.finish_reason != FinishReason.DROPPED:
                 story.num_output += max(len(seq.tokens) - seq.num_prompt, 0)
             if (drafts := seq.draft_counts) is not None:
                 story.num_draft_steps += drafts.num_windows

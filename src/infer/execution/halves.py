@@ -16,7 +16,7 @@ cannot promise that: a token that has gone into a state cannot go into it again,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from infer.execution.order import EMPTY, PROMPT, StepMasks, StepOrder
 from infer.sampling.params import RowLogprobs
 
 logger = logging.getLogger(__name__)
+
+MIN_PIECE = 16  # tokens; a product of fewer takes hardly less time
 
 RunStep = Callable[[StepOrder, StepMasks], StepResult]
 
@@ -57,23 +59,7 @@ class SmallerSteps:
         at = where_to_cut(order)
         if at is None:
             return self._run_again(order, masks, error)
-        ids: list[tuple[int, ...]] = [()] * order.num_rows
-        logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * order.num_rows
-        prompt_logprobs: dict[int, list[RowLogprobs]] = {}
-        pooled: dict[int, np.ndarray] = {}
-        is_whole = True
-        for first, half in zip((0, at[0]), order.cut(*at), strict=True):
-            result = self._run(half, masks.select(first, half.num_rows))
-            for place in range(half.num_rows):
-                if result.ids[place]:  # a row that was cut has ids in its last part only
-                    ids[first + place], logprobs[first + place] = result.ids[place], result.logprobs[place]
-            for place, rows in result.prompt_logprobs.items():
-                prompt_logprobs[first + place] = prompt_logprobs.get(first + place, []) + rows
-            for place, states_D in result.pooled.items():  # a row that was cut has a sum in each part
-                before = pooled.get(first + place)
-                pooled[first + place] = states_D if before is None else before + states_D
-            is_whole &= result.is_whole
-        return StepResult(ids, logprobs, prompt_logprobs, is_whole, pooled)
+        return run_parts(zip((0, at[0]), order.cut(*at), strict=True), order.num_rows, masks, self._run)
 
     def _run_again(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
         if self._tries_again:
@@ -85,15 +71,62 @@ class SmallerSteps:
             self._tries_again = False
 
 
-def where_to_cut(order: StepOrder) -> tuple[int, int] | None:
-    """The cut that halves a step: a row's number, and how many of its tokens come first; None: no cut."""
+def run_parts(
+    parts: Iterable[tuple[int, StepOrder]], num_rows: int, masks: StepMasks, run: RunStep
+) -> StepResult:
+    """Run the parts of an order, each with the number of its first row, and put the results together."""
+    ids: list[tuple[int, ...]] = [()] * num_rows
+    logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * num_rows
+    prompt_logprobs: dict[int, list[RowLogprobs]] = {}
+    pooled: dict[int, np.ndarray] = {}
+    is_whole = True
+    for first, part in parts:
+        result = run(part, masks.select(first, part.num_rows))
+        for place in range(part.num_rows):
+            if result.ids[place]:  # a row that was cut has ids in its last part only
+                ids[first + place], logprobs[first + place] = result.ids[place], result.logprobs[place]
+        for place, rows in result.prompt_logprobs.items():
+            prompt_logprobs[first + place] = prompt_logprobs.get(first + place, []) + rows
+        for place, states_D in result.pooled.items():  # a row that was cut has a sum in each part
+            before = pooled.get(first + place)
+            pooled[first + place] = states_D if before is None else before + states_D
+        is_whole &= result.is_whole
+    return StepResult(ids, logprobs, prompt_logprobs, is_whole, pooled)
+
+
+def parts_of(order: StepOrder, count: int, *, cuts_rows: bool = True) -> list[tuple[int, StepOrder]]:
+    """At most `count` orders with about as many tokens, and the number of the first row of each.
+
+    Together they compute what the order does; differences of state are in the first. A long prompt is cut
+    only where it `cuts_rows`.
+    """
+    if not order.num_rows:
+        return []
+    parts, first = list[tuple[int, StepOrder]](), 0
+    for num_left in range(count, 1, -1):
+        size = order.num_tokens // num_left
+        at = where_to_cut(order, size, min_piece=MIN_PIECE if cuts_rows else order.num_tokens)
+        if at is not None:
+            part, order = order.cut(*at)
+            parts.append((first, part))
+            first += at[0]
+    return [*parts, (first, order)]
+
+
+def where_to_cut(order: StepOrder, size: int | None = None, *, min_piece: int = 1) -> tuple[int, int] | None:
+    """The cut after `size` tokens, by default half of them; None: there is no such cut.
+
+    A row's number, and how many of its tokens come first. A row is not cut if a piece of it would be smaller
+    than `min_piece`.
+    """
     before = order.counts.cumsum() - order.counts
-    half = order.num_tokens // 2
+    half = order.num_tokens // 2 if size is None else size
     if not half:
         return None
     number = int(np.searchsorted(before, half, side="right")) - 1
     num_first = half - int(before[number])
-    if num_first and order.kinds[number] != PROMPT:  # drafts, which are judged together
+    is_cut = min(num_first, int(order.counts[number]) - num_first) >= min_piece
+    if num_first and (order.kinds[number] != PROMPT or not is_cut):  # drafts are judged together
         if number + 1 < order.num_rows:
             return number + 1, 0
         return (number, 0) if number else None

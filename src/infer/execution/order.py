@@ -42,6 +42,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from infer.cache.layout import TransferKind
+
 DECODE, PROMPT, VERIFY = 0, 1, 2  # kinds of rows
 # flags of an order
 AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
@@ -49,7 +51,7 @@ REPEATS: Final = 2  # the rows of the order before it decode again, each a token
 ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
 READS_PROMPTS: Final = 8  # every hidden state of some rows is read: logprobs of prompts, embeddings
 
-TRANSFERS: Final = ("copy", "swap_out", "swap_in")  # kinds of transfers, by number
+TRANSFERS: Final = tuple(TransferKind)  # kinds of transfers, by number
 POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
 NONE: Final = -1  # no logprobs are asked for
 PADDING: Final = -1  # row of a line of `table_changes` that says nothing
@@ -104,7 +106,7 @@ class StepOrder(NamedTuple):
         """The order of the same rows, further on."""
         return StepOrder(step, flags, starts, table_changes, transfers, *self[5:])
 
-    def moves(self) -> list[tuple[str, int, int]]:
+    def moves(self) -> list[tuple[TransferKind, int, int]]:
         """The transfers, as the KV store takes them."""
         return [(TRANSFERS[kind], source, to) for kind, source, to in self.transfers.tolist()]
 

@@ -19,16 +19,20 @@ from infer.kernels.cpu.collectives import (
     HEADER_BYTES,
     WORD_BYTES,
     SharedCommunicator,
+    SharedPipe,
     address_of,
+    read_line,
     region_bytes,
 )
 from infer.kernels.cpu.library import Library
+from infer.kernels.runtime.communicator import RankLine
 
-NUM_SLOTS: Final = 8
-SLOT_BYTES: Final = 1 << 17
+NUM_SLOTS: Final = 32  # more than are ever under way while stages wait for each other
+SLOT_BYTES: Final = 1 << 15
 _PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends with it
 _ROOM: Final = SLOT_BYTES - _PIECE.size
 _WRAP: Final = 1 << 32
+_MESSAGE: Final = 2  # kind of a wait, as csrc/collectives.c has it
 
 
 def link_bytes(size: int) -> int:
@@ -39,17 +43,20 @@ def link_bytes(size: int) -> int:
 class RankLink:
     """One rank's end of the link between the ranks of a model: its exchanges, and the messages of rank 0."""
 
-    def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
+    def __init__(
+        self, library: Library, memory: mmap.mmap, rank: int, size: int, num_stages: int = 1
+    ) -> None:
         assert len(memory) >= link_bytes(size), (len(memory), size)
-        self.communicator = SharedCommunicator(library, memory, rank, size)
-        self._library, self._memory, self._size = library, memory, size
+        self.communicator = SharedCommunicator(library, memory, rank, size, num_stages)
+        self.pipe = SharedPipe(library, memory, rank, size, num_stages) if num_stages > 1 else None
+        self._library, self._memory, self._rank, self._size = library, memory, rank, size
         self._start = region_bytes(size)
         self._words = address_of(memory, self._start)
-        self._aborted = address_of(memory)
+        self._region = address_of(memory)
         self._number = 0  # number of the last piece that was sent, or taken
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last eight."""
+        """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last ones."""
         view = memoryview(body)
         for first in range(0, max(len(view), 1), _ROOM):
             piece = view[first : first + _ROOM]
@@ -71,17 +78,16 @@ class RankLink:
             start = self._slot(number)
             kind, length, is_whole = _PIECE.unpack_from(self._memory, start)
             body += self._memory[start + _PIECE.size : start + _PIECE.size + length]
-            self._library.word_set(self._word(self.communicator.rank), number)
+            self._library.word_set(self._word(self._rank), number)
             self._number = number
         return kind, body
 
-    def arrived(self) -> tuple[int, ...]:
-        """The number of exchanges that each rank has come to."""
-        words = range(1, 1 + self._size)
-        return tuple(self._library.word_get(self._aborted + WORD_BYTES * word) for word in words)
+    def lines(self) -> list[RankLine]:
+        """The state of each rank."""
+        return [read_line(self._memory, rank) for rank in range(self._size)]
 
     def _wait(self, word: int, number: int) -> None:
-        if not self._library.word_wait(word, number, self._aborted):
+        if not self._library.word_wait(word, number, self._region, self._rank, _MESSAGE):
             raise DeviceLost("the ranks of this model have been ended")
 
     def _word(self, number: int) -> int:

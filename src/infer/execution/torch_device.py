@@ -15,11 +15,23 @@ Where rows that decode and prompts have different backends, the step is split in
 Where several ranks share a model, rank 0 has the engine and samples. It sends each order on before it
 executes it, with the last tokens of the rows that decode: the others have drawn none, and do no more than
 `follow`.
+
+Where layers are in stages, rank 0 has the last ones. A step is computed in as many parts as there are stages,
+so that all of them work at the same time, and a step is not computed before it is waited for: the next one
+may be sent ahead, with ids that follow part by part as they are drawn:
+
+    stage 0    step 1: A   B │ step 2: A   B │ ...
+                        ╲   ╲    ╱  ╲   ╲               hidden states, ids of A, ids of B
+    stage 1             A   B      A   B                samples
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -28,36 +40,68 @@ from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import DeviceLost
 from infer.execution.cpu_step import CpuSteps, attention_library
-from infer.execution.device import StateShape, StepResult, SyncDevice
+from infer.execution.device import PendingStep, StateShape, StepResult, SyncDevice
 from infer.execution.embedding import pool_hidden
-from infer.execution.halves import SmallerSteps
+from infer.execution.halves import SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
-from infer.execution.order import DECODE, READS_PROMPTS, REPEATS, StepMasks, StepOrder, to_bytes
+from infer.execution.order import (
+    DECODE,
+    EMPTY,
+    NO_MASKS,
+    READS_PROMPTS,
+    REPEATS,
+    StepMasks,
+    StepOrder,
+    to_bytes,
+)
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
+from infer.kernels.runtime.communicator import Pipe
 from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
-ORDER = 1  # kind of the message in which an order travels to other ranks
+ORDER, AHEAD, IDS = 1, 5, 6  # kinds of messages to other ranks: orders, one of them sent ahead, drawn ids
+MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py)
+SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
 
 
 class OtherRanks(Protocol):
     """The other ranks of a model (loader/load.py)."""
 
-    def send(self, kind: int, body: bytearray) -> None:
+    def send(self, kind: int, body: bytes | bytearray) -> None:
         """Send them a message."""
         ...
 
-    def check(self) -> None:
-        """Raise `DeviceLost` if one of them is gone."""
+    def check(self, *, is_idle: bool | None = None) -> None:
+        """Raise `DeviceLost` if one of them is gone; not `is_idle`: steps are under way."""
         ...
 
     def close(self, reason: str) -> None:
         """End them all."""
         ...
+
+
+class _StagedStep:
+    """A step that stages compute; the last one, rank 0's, does so when it is waited for."""
+
+    def __init__(self, order: StepOrder, finish: Callable[[_StagedStep], None]) -> None:
+        self.order, self.is_sent, self._finish = order, False, finish
+        self.masks, self.result = NO_MASKS, StepResult([], [], {})
+        self.is_done = False
+
+    def sampled_with(self, masks: StepMasks) -> _StagedStep:
+        """Take the masks under which it is sampled."""
+        self.masks = masks
+        return self
+
+    def wait(self) -> StepResult:
+        """The result."""
+        if not self.is_done:
+            self._finish(self)
+        return self.result
 
 
 class TorchDevice(SyncDevice):
@@ -76,14 +120,19 @@ class TorchDevice(SyncDevice):
         decode_attention_backend: str | None = None,
         record_cpu_step: bool = True,
         ranks: OtherRanks | None = None,
+        pipe: Pipe | None = None,
         head: TorchHead | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
         """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft.
 
-        `adapters` are those of the model.
+        With a `pipe` the layers are in stages. `adapters` are those of the model.
         """
-        self._adapters = adapters
+        self._adapters, self._pipe = adapters, pipe
+        self._staged: deque[_StagedStep] = deque()  # steps under way, as rank 0 of several stages
+        self._drawn: list[int] = []  # rows that the last order draws ids for, as another rank
+        self._awaited: set[int] = set()  # rows whose ids are still to come
+        self.step_s = 0.0  # seconds of steps, as rank 0 of several
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
@@ -142,35 +191,107 @@ class TorchDevice(SyncDevice):
             self._head.mirror(order)
 
     def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: OtherRanks) -> StepResult:
-        """Execute an order as rank 0 of several; whatever ends it halfway ends them all."""
-        try:
-            with torch.inference_mode():
-                self._enter(order)
-                ranks.send(ORDER, to_bytes(self._with_last_tokens(order)))
-                result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
+        """Execute an order as rank 0 of several."""
+        start = perf_counter()
+        with _whole_group(ranks, order), torch.inference_mode():
+            self._enter(order)
+            ranks.send(ORDER, to_bytes(self._with_last_tokens(order)))
+            result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
             ranks.check()
-        except BaseException as error:  # Ctrl-C, too: the others wait for what does not come
-            ranks.check()
-            ranks.close(f"step {order.step} was not finished: {type(error).__name__}")
-            if not isinstance(error, Exception):
-                raise
-            raise DeviceLost(f"the device failed in step {order.step}") from error
+        self.step_s += perf_counter() - start
         return result
 
-    def _with_last_tokens(self, order: StepOrder) -> StepOrder:
-        """The order for a device that has drawn no ids: it says the last tokens of all rows that decode."""
-        is_decode = order.kinds == DECODE
-        rows, starts = order.rows[is_decode], order.starts[is_decode]
-        known = np.array([rows, self._rows.last_token[rows], starts], dtype=np.int64)
-        return order._replace(known=known, flags=order.flags & ~REPEATS)
+    def run(self, order: StepOrder) -> PendingStep:
+        """Execute an order at once; in stages, send it to the others, and ahead of others if possible."""
+        if self._pipe is None or self._ranks is None:
+            return super().run(order)
+        step = _StagedStep(order, self._finish)
+        with _whole_group(self._ranks, order), torch.inference_mode():
+            if not self._staged:
+                self._begin(step)
+            elif len(self._staged) == 1 and order.num_rows and (order.kinds == DECODE).all():
+                last = self._staged[0].order
+                ahead = to_bytes(self._with_last_tokens(order, but=last.rows[last.num_sampled > 0]))
+                step.is_sent = len(ahead) <= SHORT_MESSAGE
+                if step.is_sent:
+                    self._ranks.send(AHEAD, ahead)
+        self._staged.append(step)
+        return PendingStep(order.flags, step.sampled_with, self._memory)
 
-    def compute_part(self, order: StepOrder) -> None:
-        """Execute an order as a rank other than 0: compute the parts of this rank, and sample nothing."""
+    def _begin(self, step: _StagedStep) -> None:
+        """Bring the state up to date for the first step under way, which the others get now at the latest."""
+        assert self._ranks is not None
+        self._enter(step.order)
+        if not step.is_sent:
+            step.is_sent = True
+            self._ranks.send(ORDER, to_bytes(self._with_last_tokens(step.order)))
+
+    def _finish(self, step: _StagedStep) -> None:
+        """Compute the last stage of the steps up to this one, as rank 0."""
+        assert self._ranks is not None and self._pipe is not None
+        ranks = self._ranks
+        while not step.is_done:
+            start, first = perf_counter(), self._staged[0]
+            order, is_followed = first.order, len(self._staged) > 1 and self._staged[1].is_sent
+
+            def compute(part: StepOrder, masks: StepMasks, is_followed: bool = is_followed) -> StepResult:
+                result = self._compute(part, masks)
+                if is_followed:
+                    rows = part.rows[part.num_sampled > 0]
+                    ranks.send(IDS, np.array([rows, self._rows.last_token[rows]], dtype=np.int64).tobytes())
+                return result
+
+            with _whole_group(ranks, order), torch.inference_mode():
+                first.result = run_parts(self._parts(order), order.num_rows, first.masks, compute)
+                first.is_done = True
+                self._staged.popleft()
+                if self._staged:
+                    self._begin(self._staged[0])
+                ranks.check(is_idle=not self._staged)
+            self.step_s += perf_counter() - start
+
+    def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
+        """The parts in which an order is computed, the same on every rank."""
+        count = 1 if self._pipe is None else min(self._pipe.num_stages, MAX_PARTS)
+        return parts_of(order, count, cuts_rows=self.model.config.delta is None)
+
+    def _with_last_tokens(self, order: StepOrder, but: np.ndarray | None = None) -> StepOrder:
+        """The order for a device that has drawn no ids: it says the last tokens of all rows that decode.
+
+        Except those of the rows in `but`, which a step draws that is under way; and the order is not entered.
+        """
+        is_said, known = order.kinds == DECODE, EMPTY.known
+        if but is not None:
+            known = order.known
+            is_said &= ~np.isin(order.rows, np.concatenate([but, known[0]]))
+        rows, starts = order.rows[is_said], order.starts[is_said]
+        known = np.concatenate([known, np.array([rows, self._rows.last_token[rows], starts])], axis=1)
+        return order._replace(known=known.astype(np.int64), flags=order.flags & ~REPEATS)
+
+    def compute_part(self, order: StepOrder, receive: Callable[[], None] | None = None) -> None:
+        """Execute an order as a rank other than 0: compute the parts of this rank, and sample nothing.
+
+        `receive` waits for ids of the order before, if this one was sent ahead of them.
+        """
+        is_first = self._pipe is None or self._pipe.stage == 0
+        is_last = self._pipe is None or self._pipe.stage == self._pipe.num_stages - 1
+        self._awaited = set(self._drawn) - set(order.known[0].tolist()) if receive is not None else set()
+        self._drawn = order.rows[order.num_sampled > 0].tolist()
         with torch.inference_mode():
             self._enter(order)
-            if order.num_rows:
-                hidden_TD, last_rows, _ = self._hidden(order)
-                self._sampler.follow(order, last_rows, hidden_TD)
+            for _, part in self._parts(order):
+                while receive is not None and is_first and not self._awaited.isdisjoint(part.rows.tolist()):
+                    receive()
+                hidden_TD, last_rows, _ = self._hidden(part)
+                if is_last:
+                    self._sampler.follow(part, last_rows, hidden_TD)
+
+    def learn(self, body: bytearray) -> None:
+        """Take over ids that rank 0 has drawn, unless the order since then says other ones."""
+        for row, token in np.frombuffer(body, dtype=np.int64).reshape(2, -1).T.tolist():
+            if row in self._awaited:
+                self._awaited.remove(row)
+                self._rows.last_token[row] = token
 
     def _compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         hidden_TD, last_rows, inputs = self._hidden(order)
@@ -184,7 +305,7 @@ class TorchDevice(SyncDevice):
             self._head.follow(order, inputs.states(order.num_tokens), result.ids)
         for row, ids in zip(order.rows.tolist(), result.ids, strict=True):
             if ids:
-                self._rows.last_token[row] = ids[-1]
+                self._rows.last_token[row] = max(ids[-1], 0)  # a step under way may begin with no token
                 entry = self._book[row]
                 if entry.facts.num_tokens:
                     entry.tokens.extend(id_ for id_ in ids if id_ >= 0)
@@ -224,6 +345,19 @@ class TorchDevice(SyncDevice):
             assert self._cpu is not None
             return self._cpu.context(order)
         return self._paged(order, backend)
+
+
+@contextmanager
+def _whole_group(ranks: OtherRanks, order: StepOrder) -> Iterator[None]:
+    """End all ranks with whatever ends a step of theirs halfway."""
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C, too: the others wait for what does not come
+        ranks.check()
+        ranks.close(f"step {order.step} was not finished: {type(error).__name__}")
+        if not isinstance(error, Exception):
+            raise
+        raise DeviceLost(f"the device failed in step {order.step}") from error
 
 
 class TorchHead(TorchDevice):

@@ -29,6 +29,7 @@ from infer.dialects.events import (
 )
 from infer.dialects.parser import AnswerParser
 from infer.errors import RequestError
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs, SamplingParams
 from infer.scheduling.request import DraftCounts, Request, StepOutput
 from infer.tokenizer.detokenizer import Detokenizer
@@ -51,7 +52,7 @@ class CompletionOutput:
     index: int
     text: str  # the answer without reasoning and tool calls, where they can be told apart
     token_ids: list[int]
-    finish_reason: str | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     logprobs: list[RowLogprobs] | None = None
     cumulative_logprob: float | None = None  # known if logprobs, best_of or beams asked for it
@@ -94,7 +95,7 @@ class RequestOutput:
         return self.outputs[0].tool_calls
 
     @property
-    def finish_reason(self) -> str | None:
+    def finish_reason(self) -> FinishReason | None:
         """Why the first output ended: "stop", "tool_calls" or "length"."""
         return self.outputs[0].finish_reason
 
@@ -179,7 +180,7 @@ class _SequenceText:
         self.token_ids: list[int] = []
         self.logprobs: list[RowLogprobs] = []
         self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.drafts: DraftCounts | None = None
 
@@ -230,7 +231,7 @@ class _SequenceText:
             else:
                 events += parser.push(rest)
         elif parser is not None and parser.is_done:
-            self.finish_reason = "stop"
+            self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
             rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -242,7 +243,7 @@ class _SequenceText:
                 events += parser.push(rest)
         if parser is not None:
             if self.finish_reason is not None:
-                is_cut = self.finish_reason == "length" or self.stop_reason is not None
+                is_cut = self.finish_reason == FinishReason.LENGTH or self.stop_reason is not None
                 events += parser.finish(is_cut=is_cut)
             text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
             self.events += events
@@ -264,7 +265,7 @@ class _SequenceText:
 
     def _stop_at(self, stop: str) -> str:
         """End at a stop string; returns it if the text should include it."""
-        self.finish_reason, self.stop_reason = "stop", stop
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return stop if self._request.params.include_stop_str_in_output else ""
 
     def build(self, index: int, *, has_logprobs: bool, has_cumulative: bool) -> CompletionOutput:

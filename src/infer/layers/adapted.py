@@ -6,7 +6,7 @@
 Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
 runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
 kernels and recorded programs included: that step costs nothing. Few rows with adapters on a GPU keep the
-fused kernels, too: these compute A x beside their product, and B is further columns of W (linear/wgmma.py).
+fused kernels, too: a launch before each computes A x, and B is further columns of W (linear/wgmma.py).
 
 After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
 
@@ -25,6 +25,7 @@ from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.low_rank import RANK_BLOCK, LowRankStack, RowSlots, add_low_rank
 from infer.kernels.linear.residual import LowRankTerm, ResidualInput, ResidualSum
+from infer.kernels.linear.shrink import shrink
 from infer.kernels.linear.small import launch, launch_add, launch_of_sum
 from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.layers.embedding import Embedding
@@ -135,7 +136,7 @@ def _matrices(model: nn.Module, outer: Collection[str]) -> Iterator[tuple[str, l
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Embedding) and name in outer:
-            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # from an id to its row
+            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # columns are ids
         elif isinstance(layer, Linear) and not layer.always_dense and name.startswith(("layers.", *outer)):
             yield name, layer.spec.row_counts, layer.spec.size
 
@@ -151,7 +152,7 @@ class Adapted(Projection):
         super().__init__(base.spec, base.tensors)
         self.scheme, self.bias, self.batch_invariant = base.scheme, base.bias, base.batch_invariant
         self._base, self._stack, self._bank = base, stack, bank
-        self._compiled: CompiledLinears | None = None  # where kernels may add the terms of adapters
+        self._compiled: CompiledLinears | None = None  # kernels that may add the terms of adapters
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
@@ -187,7 +188,7 @@ class Adapted(Projection):
         plan, gate = self._plan(x, activation), activation if self.bias is None else ""
         if plan is None:
             return super().project_rows(x, activation)
-        y = launch(plan, x, self._weight, bias_N=self.bias, activation=gate, low_rank=self._term())
+        y = launch(plan, x, self._weight, bias_N=self.bias, activation=gate, low_rank=self._shrink(x))
         return y if gate == activation else gated_activation(y, activation=activation)
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
@@ -196,7 +197,7 @@ class Adapted(Projection):
         plan = self._plan(x, activation)
         assert plan is not None, "it said that it reads sums"
         y = launch_of_sum(
-            plan, total, self._weight, eps=eps, bias_N=self.bias, activation=gate, low_rank=self._term()
+            plan, total, self._weight, eps=eps, bias_N=self.bias, activation=gate, low_rank=self._shrink(x)
         )
         return y if gate == activation else gated_activation(y, activation=activation)
 
@@ -209,9 +210,9 @@ class Adapted(Projection):
             x, self._weight, N // 2 if gated else N, K, self._stack, gated=gated
         )
 
-    def _term(self) -> LowRankTerm:
+    def _shrink(self, x: torch.Tensor) -> LowRankTerm:
         assert self._bank.rows is not None
-        return self._stack.term(self._bank.rows)
+        return shrink(x, self._bank.rows, self._stack)
 
     @property
     def _weight(self) -> torch.Tensor:
@@ -237,4 +238,4 @@ class Adapted(Projection):
         if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
             return self.project_rows(x, "")
         stream = ResidualInput(residual, norm.weight, norm.offset)
-        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._term())
+        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._shrink(x))

@@ -26,7 +26,7 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.operations import EXACT_DIGITS, FAST_DIGITS
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
-from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.communicator import Communicator, Pipe
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.adapted import AdapterBank
 from infer.layers.linear import Linear, Projected
@@ -34,6 +34,7 @@ from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.parallel import join_ranks
+from infer.layers.stages import watch_stage
 from infer.quant.dense import InvariantDense
 from infer.quant.packed import Packed
 from infer.quant.projection import Neighbours
@@ -48,6 +49,7 @@ def bind(
     mlp_backend: str = "kernels",
     cpu_products: str = "exact",
     communicator: Communicator | None = None,
+    pipe: Pipe | None = None,
     vocab_size: int = 0,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
@@ -55,14 +57,13 @@ def bind(
 
     The result returns True if products have the kernels that they were expected to have until then.
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
-    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
+    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others;
+    with a `pipe` it has the layers of one stage.
     `adapters` are wrapped around the projections that were chosen.
     """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
     compiled = CompiledLinears(device)
-    writers, readers = find_neighbours(modules["layers"])
-    gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
     digits = FAST_DIGITS if cpu_products == "fast" else EXACT_DIGITS
     for layer in layers.values():
         if isinstance(layer.stored, Packed):
@@ -80,15 +81,11 @@ def bind(
         _check_places(layers)
     if communicator is not None:
         join_ranks(model, communicator, vocab_size)
+    if pipe is not None:
+        watch_stage(model, pipe)
     if adapters is not None:
         adapters.wrap(model)
-    for layer in layers.values():
-        activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
-        neighbours = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
-        layer.projection.prepare(compiled, neighbours)
-    for mixture in modules.values():
-        if isinstance(mixture, MixtureOfExperts) and communicator is None:
-            mixture.prepare(compiled)
+    ask_for_kernels(model, compiled, is_alone=communicator is None)
     if not compiled.is_wanted:
         return lambda: True
     pool = ThreadPoolExecutor(1, "compile-linears")
@@ -100,6 +97,27 @@ def bind(
         return compiled.load()
 
     return wait
+
+
+def ask_for_kernels(
+    model: nn.Module, compiled: CompiledLinears, *, is_alone: bool = True
+) -> dict[str, Neighbours]:
+    """Let every projection ask for the kernels in CUDA C++ that it could use; returns what stands around it.
+
+    `is_alone`: the model is not the part of one rank, whose experts have no kernels of few tokens.
+    """
+    modules = dict(model.named_modules())
+    writers, readers = find_neighbours(modules["layers"])
+    gates = {module.gate_up: module.activation for module in modules.values() if isinstance(module, GatedMLP)}
+    asked: dict[str, Neighbours] = {}
+    for name, layer in modules.items():
+        if isinstance(layer, Projected):
+            activation = gates.get(layer, "") if isinstance(layer, Linear) else ""
+            asked[name] = Neighbours(layer in readers, layer in writers, activation, layer is modules["head"])
+            layer.projection.prepare(compiled, asked[name])
+        elif isinstance(layer, MixtureOfExperts) and is_alone:
+            layer.prepare(compiled)
+    return asked
 
 
 def _use_references(modules: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
     base_model.model.<module>.lora_A.weight   [r, in]
     base_model.model.<module>.lora_B.weight   [out, r]      y += scale B (A x)
     base_model.model.<module>.lora_embedding_A [r, ids], lora_embedding_B [size, r]: an adapted embedding
-    base_model.model.<module>.base_layer.weight  the embedding or the head itself, which PEFT may save beside
+    base_model.model.<module>.base_layer.weight  the embedding or the head itself, which PEFT may save with
                                               their adapters: it must be the model's own
 
 The module is named as in the base model's checkpoint, so the family's weight map says where it goes, fused
@@ -192,7 +192,7 @@ def _whole(name: str, weight_map: WeightMap) -> str | None:
 
 
 def check_whole(directory: Path, model: Model, weight_map: WeightMap) -> None:
-    """Refuse an embedding or a head of its own: what PEFT saves beside adapters must be the model's."""
+    """Refuse an embedding or a head of its own: what PEFT saves with adapters must be the model's."""
     for name, tensor in read_header(directory / WEIGHTS).items():
         if (module := _whole(name, weight_map)) is None:
             continue
@@ -250,6 +250,8 @@ def _pair(
         assert isinstance(layer, Linear)
         if layer.always_dense:
             raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
+        if target.part not in (None, *layer.spec.parts):
+            raise CheckpointError(f"{where}, and this layer of the model has no such matrix")
         rows = layer.spec.part_rows(target.part)
         wanted, parts = (layer.spec.size, rows.stop - rows.start), layer.spec.parts
     shapes = a.shape, b.shape

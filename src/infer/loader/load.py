@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,8 @@ import torch
 
 from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
+from infer.kernels.runtime.communicator import Pipe as Pipe
+from infer.kernels.runtime.communicator import RankLine
 from infer.kernels.runtime.dispatch import is_amd
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
@@ -48,7 +50,8 @@ log = logging.getLogger(__name__)
 class RankGroup(Protocol):
     """The ranks of a model as rank 0, which has the engine, sees them."""
 
-    communicator: Communicator
+    communicator: Communicator  # the ranks that have parts of the same layers
+    pipe: Pipe | None  # the stages before and after; None: every rank has all layers
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
         """Send all other ranks a message."""
@@ -58,8 +61,15 @@ class RankGroup(Protocol):
         """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
         ...
 
-    def check(self) -> None:
-        """Raise `DeviceLost` if a rank is gone: no result since then can be used."""
+    def lines(self) -> Sequence[RankLine]:
+        """The state of each rank, and how long it has waited."""
+        ...
+
+    def check(self, *, is_idle: bool | None = None) -> None:
+        """Raise `DeviceLost` if a rank is gone: no result since then can be used.
+
+        Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
+        """
         ...
 
     def close(self, reason: str = "") -> None:
@@ -146,7 +156,7 @@ def load_model(
     context_len = check_length(max_seq_len, headers.config)
     plan = plan_weights(
         headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
-        world_size=rank.world_size,
+        world_size=rank.world_size, stage=rank.stage, num_stages=rank.num_stages,
     )  # fmt: skip
     plan.check_cuts()
     rule = plan.rule
@@ -198,7 +208,7 @@ def load_model(
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)
-    if rank.world_size == 1:
+    if rank.is_alone:
         _check_tied_head(model, headers)
     return LoadedModel(
         model=model.eval(),

@@ -30,6 +30,7 @@ from torch import nn
 from infer.errors import CheckpointError
 from infer.layers.embedding import Embedding
 from infer.layers.linear import ExpertLinear, Projected
+from infer.layers.stages import is_elsewhere
 from infer.loader.cut_tensor import cut_tensor
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.headers import ModelHeaders, WeightSource
@@ -99,7 +100,7 @@ def plan_moves(model: Model, headers: ModelHeaders, slices: Mapping[str, Slice] 
     name, is_tied = headers.source.name, model.config.tie_embeddings
     return match_tensors(
         model,
-        headers.sources,
+        [source for source in headers.sources if not is_elsewhere(model, source.module)],
         headers.family.weight_map,
         name=name,
         is_tied=is_tied,
@@ -139,6 +140,8 @@ def match_tensors(
         module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
         if module is not None and not is_known and leaf == "bias" and _is_zero(tensor):
             continue  # quantizers write one for every matrix
+        if isinstance(module, Projected) and target.part not in (None, *module.parts):
+            is_known = False  # a layer that has no matrix of values, say
         if module is None or not is_known or not _has_expert(module, target.expert):
             unexpected.append(tensor_name)
             continue

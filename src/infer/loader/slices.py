@@ -42,8 +42,20 @@ _SIZES = ("intermediate_size", "the size of experts", "the size of the shared ex
 class Rank(NamedTuple):
     """One of the processes that share a model."""
 
-    number: int = 0
-    world_size: int = 1
+    number: int = 0  # its number among those that have parts of the same layers
+    world_size: int = 1  # how many these are
+    stage: int = 0  # the stage of its layers, of `num_stages` (layers/stages.py)
+    num_stages: int = 1
+
+    @classmethod
+    def of(cls, number: int, world_size: int, num_stages: int) -> Rank:
+        """The rank with this number among all: those of the last stage, where the engine is, come first."""
+        return cls(number % world_size, world_size, num_stages - 1 - number // world_size, num_stages)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if it has all of the model."""
+        return self.world_size == self.num_stages == 1
 
 
 ALONE = Rank()
@@ -190,7 +202,7 @@ def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ran
 
 def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
     """An equal share of the rows of a part, or of the columns of a matrix, in whole heads."""
-    number, count = rank
+    number, count = rank.number, rank.world_size
     units, what = size, "numbers of " + part if part in _SIZES else "rows or columns"
     if part in ("k", "v"):
         units, what = config.num_kv_heads, "kv heads"

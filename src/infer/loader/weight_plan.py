@@ -38,8 +38,10 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.library import MXFP4, library
 from infer.kernels.linear.coded import FORMS, FOUR_BITS, CodedForm
 from infer.kernels.runtime.dispatch import device_kind
+from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected, without_weights
 from infer.layers.moe import ALWAYS_DENSE
+from infer.layers.stages import Elsewhere, keep_stage, stage_layers
 from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, published_as, short_bytes
@@ -158,6 +160,7 @@ class WeightPlan:
         """Give every linear layer and every stack of experts an empty projection of its scheme.
 
         A tied embedding reads its rows from the head, unless the head is dense: then it is its own table.
+        Next to packed matrices, tables with a row for each token have 16 bits.
         """
         memory = WeightMemory() if device_kind(device) == "cpu" else None
         is_tied = model.config.tie_embeddings
@@ -167,15 +170,24 @@ class WeightPlan:
                 continue
             assert kept.spec is not None, name
             layer.use(kept.make(replace(kept.spec, device=device, dtype=self.rule.dtype, memory=memory)))
+        if isinstance(model.embedding, Elsewhere):
+            return
         weight = model.embedding.weight
         if is_tied and not self.modules["head"].is_dense:
             model.embedding.table = model.head.stored
             shell = torch.empty(weight.shape, device="meta")  # a shell without memory
             model.embedding.weight = nn.Parameter(shell, requires_grad=False)
-        elif self.is_packed:
-            tables = (tensor.dtype for tensor in self.modules["embedding"].weights)
+        for name, module in model.named_modules() if self.is_packed else ():
+            if (
+                not isinstance(module, Embedding)
+                or module.table is not None
+                or len(module.weight) != len(weight)
+            ):
+                continue
+            tables = (tensor.dtype for tensor in self.modules.get(name, Kept()).weights)
             half = torch.bfloat16 if torch.bfloat16 in (self.headers.stored, *tables) else torch.float16
-            model.embedding.weight = nn.Parameter(torch.empty_like(weight, dtype=half), requires_grad=False)
+            table = torch.empty_like(module.weight, dtype=half)
+            module.weight = nn.Parameter(table, requires_grad=False)
 
     def describe(self) -> str:
         """The form of the weights on the device, for the start line; "": they stay plain numbers."""
@@ -237,25 +249,41 @@ def plan_weights(
     home: str | None = None,
     rank: int = 0,
     world_size: int = 1,
+    stage: int = 0,
+    num_stages: int = 1,
 ) -> WeightPlan:
     """Decide what becomes of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
 
     With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
-    With a `world_size` above 1 it is the plan of one `rank`, with its slices.
+    With a `world_size` above 1 it is the plan of one `rank`, with its slices; with several stages, of the
+    layers of one `stage`.
     """
-    assert 0 <= rank < world_size, (rank, world_size)
+    assert 0 <= rank < world_size and 0 <= stage < num_stages, (rank, world_size, stage, num_stages)
     if headers.family.load is not None:
-        quantization = _check_foreign(headers, quantization, world_size)
+        quantization = _check_foreign(headers, quantization, world_size, num_stages)
+    if num_stages > headers.config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}, which has "
+            f"{headers.config.num_layers} layers; ask for no more stages than layers"
+        )
+    if num_stages > 1 and headers.config.layer_specs:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}: its layers read "
+            "keys of other layers, and embeddings of their own; use tensor_parallel_size"
+        )
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
-    skeleton = _network(headers, rule.dtype, META)  # the whole network; the rank has a part of it
+    whole = Rank(0, 1, stage, num_stages)
+    skeleton = _network(headers, rule.dtype, META, whole)  # whole layers; the rank has a part of each
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
             by_module.setdefault(source.module, []).append(source)
-    cutter = Cutter(headers.config, Rank(rank, world_size))
+    cutter = Cutter(headers.config, Rank(rank, world_size, stage, num_stages))
     settings, modules = Settings(headers.quantization), dict[str, Kept]()
     for name, module in skeleton.named_modules():
         sources = tuple(by_module.get(name, ()))
+        if isinstance(module, Elsewhere):
+            continue
         if not isinstance(module, Projected):
             if sources or module is skeleton.embedding:
                 modules[name] = Kept(sources=sources, slices=cutter.cut(name, sources)[1])
@@ -281,10 +309,11 @@ def plan_weights(
     return plan
 
 
-def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int) -> str:
+def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int, num_stages: int) -> str:
     """Refuse settings that need layers of ours; return the form that weights of transformers are kept in."""
     asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
     asked |= {"tensor_parallel_size": str(world_size)} if world_size > 1 else {}
+    asked |= {"pipeline_parallel_size": str(num_stages)} if num_stages > 1 else {}
     for name, value in asked.items():
         raise ConfigError(
             f"{name}={value} needs a model whose code is here, and {headers.source.name} runs with that of "
@@ -437,6 +466,10 @@ def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, ra
         with device, without_weights():
             model = headers.family.build(replace(config, vocab_size=own_vocabulary(config, rank)))
             model.config = config
+            if rank.num_stages > 1:
+                layers = stage_layers(config.num_layers, rank.num_stages)[rank.stage]
+                is_last, is_tied = rank.stage == rank.num_stages - 1, config.tie_embeddings
+                keep_stage(model, layers, is_first=rank.stage == 0, is_last=is_last, is_tied=is_tied)
             return model
     finally:
         torch.set_default_dtype(before)
@@ -496,6 +529,6 @@ def _layers(model: Model) -> list[Projected]:
 def _others(model: Model) -> Iterable[nn.Parameter]:
     """The parameters that belong to no projection; a tied embedding is its head's."""
     projected = {id(tensor) for layer in _layers(model) for tensor in layer.stored.tensors.values()}
-    if model.embedding.table is not None:
+    if isinstance(model.embedding, Embedding) and model.embedding.table is not None:
         projected.add(id(model.embedding.weight))
     return [parameter for parameter in model.parameters() if id(parameter) not in projected]

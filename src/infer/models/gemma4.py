@@ -386,6 +386,8 @@ _TEXT: WeightMap = {
     "layers.{}.router.proj":                      Target("layers.{}.experts.router"),
     "layers.{}.router.per_expert_scale":          Target("layers.{}.experts.scale"),
     "layers.{}.experts.gate_up_proj":             Target("layers.{}.experts.gate_up"),
+    "layers.{}.experts.gate_proj":                Target("layers.{}.experts.gate_up", part="gate"),
+    "layers.{}.experts.up_proj":                  Target("layers.{}.experts.gate_up", part="up"),
     "layers.{}.experts.down_proj":                Target("layers.{}.experts.down"),
 }
 # fmt: on

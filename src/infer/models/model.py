@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from infer.kernels.elementwise.embedding import scaled
+from infer.kernels.runtime.communicator import Pipe
 from infer.layers.adapted import OuterAdapters
 from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
@@ -74,11 +75,12 @@ class Model(nn.Module):
     """A decoder-only transformer; its parameters are uninitialised until a loader fills them."""
 
     layers: nn.ModuleList  # each takes the residual stream and the step, and adds to the stream
+    pipe: Pipe | None = None  # the stages before and after these layers; None: all layers are here
     norm: RMSNorm | LayerNorm
 
     def __init__(self, config: ModelConfig, *, embedding_scale: float | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, torch.get_default_dtype()
         self.embedding = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
         tied_weight = self.embedding.weight if config.tie_embeddings else None
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
@@ -86,7 +88,7 @@ class Model(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states after the final norm, for all tokens [T, D] or for some of them [S, D]."""
-        stream, inputs = self.embed(tokens_T, step), step.layer_inputs
+        stream, inputs = self.begin(tokens_T, step), step.layer_inputs
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             if inputs is not None:
@@ -94,8 +96,18 @@ class Model(nn.Module):
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)
-        hidden = as_tensor(self.norm(stream))
-        return hidden if self.outer is None else self.outer.extend(hidden)
+        if self.pipe is None or self.pipe.stage == self.pipe.num_stages - 1:
+            hidden = as_tensor(self.norm(stream))
+            return hidden if self.outer is None else self.outer.extend(hidden)
+        hidden_TD = stream.settle()
+        self.pipe.pass_on(hidden_TD)
+        return hidden_TD
+
+    def begin(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
+        """The residual stream as the first layer that is here gets it."""
+        if self.pipe is None or self.pipe.stage == 0:
+            return self.embed(tokens_T, step)
+        return ResidualStream(self.pipe.take(len(tokens_T), self.config.hidden_size, self.dtype))
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
         """The residual stream as the first layer gets it: the tokens' embeddings."""

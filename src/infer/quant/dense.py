@@ -127,7 +127,7 @@ class Dense(Projection):
     def stacked(self) -> torch.Tensor | None:
         """The stack of the experts' matrices, where kernels of a GPU can read it."""
         weight = self.weight
-        return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 and use_triton(weight) else None
+        return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 else None
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str

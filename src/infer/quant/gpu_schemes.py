@@ -175,10 +175,7 @@ class GPUWeights(Projection):
     @property
     def stacked(self) -> CodedWeights | None:
         """The codes of all experts, where kernels of a GPU can read them."""
-        is_read = (
-            self.stack is not None and self.spec.dtype is torch.bfloat16 and use_triton(self.stack.cells)
-        )
-        return self.stack if is_read else None
+        return self.stack if self.spec.dtype is torch.bfloat16 else None
 
     def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
         """Ask for the kernels of rows that are in order."""

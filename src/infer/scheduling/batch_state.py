@@ -86,7 +86,7 @@ class BatchState:
         spans: Seq[int] = (),
     ) -> None:
         """`spans`: factors on the blocks of each table (cache/layout.py); (): 1."""
-        self.block_size, self._spans = block_size, spans or (1,) * num_tables
+        self.block_size, self.spans = block_size, spans or (1,) * num_tables
         self.sequences: list[Sequence] = []  # running, by sort key: one per column
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
@@ -155,7 +155,7 @@ class BatchState:
         cells, table_cells, place, size = self._cells, self._table_cells, seq.place, self.block_size
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
         stop = len(tables[0]) if len(tables) == 1 else min(map(len, tables))
-        for blocks, span in zip(tables, self._spans, strict=True):
+        for blocks, span in zip(tables, self.spans, strict=True):
             for index in range(first, stop):
                 table_cells[row, index] = block = blocks[index] * span
                 changes += row, index, block
@@ -174,7 +174,7 @@ class BatchState:
             line[:] = blocks[:stop]
             if stop and blocks[0] < 0:
                 line[line < 0] = next(block for block in blocks if block >= 0)
-            line *= self._spans[number]
+            line *= self.spans[number]
         seq.num_reserved = stop * self.block_size
 
     # -- one step ---------------------------------------------------------------------------------

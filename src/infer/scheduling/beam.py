@@ -19,6 +19,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import FinishedBeam, Sequence, SequenceGroup
@@ -97,14 +98,14 @@ def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) 
     for rank, offer in enumerate(ranked):
         if offer.token_id in group.stop_ids:
             if rank < width:
-                _finish(group, offer, "stop")
+                _finish(group, offer, FinishReason.STOP)
         elif len(chosen) < width:
             chosen.append(offer)
         elif rank >= width:
             break
     if chosen and chosen[0].parent.num_tokens >= group.max_total:  # its token is the last that fits
         for offer in chosen:
-            _finish(group, offer, "length")
+            _finish(group, offer, FinishReason.LENGTH)
         chosen = []
     group.finished_beams.sort(key=lambda beam: -beam.score)
     del group.finished_beams[width:]
@@ -132,7 +133,7 @@ def best_outputs(group: SequenceGroup) -> list[StepOutput]:
     ]
 
 
-def _finish(group: SequenceGroup, offer: Continuation, reason: str) -> None:
+def _finish(group: SequenceGroup, offer: Continuation, reason: FinishReason) -> None:
     output = [*offer.parent.tokens[offer.parent.num_prompt :], offer.token_id]
     own_stop = offer.token_id if offer.token_id in group.request.params.stop_token_ids else None
     group.finished_beams.append(FinishedBeam(output, _mean(group, offer), offer.score, reason, own_stop))

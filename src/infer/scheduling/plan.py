@@ -19,16 +19,17 @@ from typing import NamedTuple, overload
 import msgspec
 import numpy as np
 
+from infer.cache.layout import TransferKind
 from infer.scheduling.sequence import NO_ROW
 from infer.scheduling.sequence import Sequence as TokenSequence
 
-COPY, SWAP_OUT, SWAP_IN = "copy", "swap_out", "swap_in"
+COPY, SWAP_OUT, SWAP_IN = TransferKind
 
 
 class Transfer(NamedTuple):
     """Move one block; the books have moved it already."""
 
-    kind: str  # COPY: device to device; SWAP_OUT: device to host; SWAP_IN: host to device
+    kind: TransferKind
     source: int
     destination: int
 
@@ -171,7 +172,7 @@ class PlanDraft:
         kept = [place for place in range(0, len(changes), 3) if changes[place] % num_rows != row]
         self.table_changes = [number for place in kept for number in changes[place : place + 3]]
 
-    def transfer(self, kind: str, pairs: list[tuple[int, int]]) -> None:
+    def transfer(self, kind: TransferKind, pairs: list[tuple[int, int]]) -> None:
         """Move these blocks too, after all that move already."""
         self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 

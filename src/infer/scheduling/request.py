@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs, SamplingParams
 
 POOLINGS = ("last", "mean")  # the hidden states of a prompt that make its embedding
@@ -73,7 +74,7 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     index: int  # number of the sequence within the request
     token_ids: tuple[int, ...]
     logprobs: tuple[RowLogprobs, ...] = ()  # one per token, where the request asked
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None: it goes on
+    finish_reason: FinishReason | None = None  # None: it goes on
     stop_reason: int | None = None  # the stop token that ended it, where it was not the model's own EOS
     cumulative_logprob: float = 0.0  # logprob of the whole output; 0 unless logprobs, best_of or beams ask
     added_at: float = 0.0  # perf_counter seconds when the engine took the request; in the first and the last

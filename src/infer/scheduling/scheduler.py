@@ -34,7 +34,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from infer.cache.layout import STATE
+from infer.cache.layout import STATE, TransferKind
 from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
@@ -585,7 +585,7 @@ class Scheduler:
                     break
                 self._preempt(self.running[-1], draft)
 
-    def _transfer(self, kind: str, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
+    def _transfer(self, kind: TransferKind, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
         """Move blocks, after those that were evicted for them or have been found in host memory."""
         draft.transfers += [Transfer(*move) for move in self.pool.take_moves()]
         draft.transfer(kind, pairs)

@@ -26,6 +26,7 @@ from typing import Final, overload
 
 import numpy as np
 
+from infer.finish_reason import FinishReason
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import DraftCounts, Request
 
@@ -114,7 +115,7 @@ class Sequence:
         self.ticket = 0  # its number in the waiting queue; 0: it does not wait
         self.waiting_since = 0  # the step in which it began to wait for its next token
         self.num_tokens_then = 0  # how many it had in that step; 0: it has never waited
-        self.finish_reason: str | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.cumulative_logprob = 0.0
 
@@ -137,7 +138,7 @@ class Sequence:
     def state(self) -> str:
         """The state in the specification's words, for people, the API and the UI."""
         if self.finish_reason is not None:
-            return "FAILED" if self.finish_reason == "error" else "FINISHED"
+            return "FAILED" if self.finish_reason == FinishReason.ERROR else "FINISHED"
         if not self.is_running:
             return "WAITING"
         return "DECODE" if self.num_pending == 1 and self.num_output > 0 else "PREFILL"
@@ -200,5 +201,5 @@ class FinishedBeam:
     output: list[int]
     score: float  # mean logprob per token: what hypotheses are ranked by
     cumulative_logprob: float
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: int | None

@@ -140,9 +140,8 @@ def build_app(
     routers.append(pages.make_router() if config.ui else ollama.root)
     if config.docs:
         routers.append(pages.make_docs_router())
-    app.state.routes = [*app.routes, *(route for router in routers for route in router.routes)]
-    for router in routers:
-        app.include_router(router)
+    # Not by `include_router`, which would analyse every route anew when the first request comes.
+    app.router.routes.extend(route for router in routers for route in router.routes)
     install_error_handlers(app)
     # the last added is the outermost
     if ask is not None:

@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
-from infer.engine.stats import GRAMMAR_SECONDS, STEP_TOKENS, EngineStats, Histogram
+from infer.engine.stats import GRAMMAR_SECONDS, RANK_WAITS, STEP_TOKENS, EngineStats, Histogram
+from infer.finish_reason import FinishReason
 from infer.server.fleet.metered_client import COUNTED, MEASURED, MeteredClient
 from infer.tools.nvml import GpuReading, read_gpu
 
@@ -91,7 +92,7 @@ OWN_PREFIX = "infer"
 VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that are not the same in vLLM
 LABELS = ("model_name", "engine")
 Rows = Iterable[tuple[tuple[str, ...], float]]  # labels and a value
-FINISH_REASONS = ("stop", "length", "abort", "error")
+_SHOWN = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
 class ServerMetrics(Collector):
@@ -186,6 +187,7 @@ class ServerMetrics(Collector):
             ],
             (*LABELS, "position"),
         )
+        yield from self._collect_ranks(meters)
         for name, text in COUNTED.items():
             yield self._counter(name, text, [(meter.labels, meter.counts[name]) for meter, _ in meters])
         for name, (text, _) in MEASURED.items():
@@ -219,11 +221,26 @@ class ServerMetrics(Collector):
             rows = [(labels, number) for labels, number in found if number is not None]
             yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
+    def _collect_ranks(self, meters: list[tuple[MeteredClient, EngineStats]]) -> Iterator[Metric]:
+        """Yield the times of engines whose model several ranks compute."""
+        shared = [(meter, stats) for meter, stats in meters if stats.rank_wait_s]
+        if shared:
+            steps = [(meter.labels, stats.rank_step_s) for meter, stats in shared]
+            yield self._counter("rank_step_seconds", "of steps that several ranks compute", steps)
+            kinds = len(RANK_WAITS)
+            waits = [
+                ((*meter.labels, str(place // kinds), RANK_WAITS[place % kinds]), seconds)
+                for meter, stats in shared
+                for place, seconds in enumerate(stats.rank_wait_s)
+            ]
+            labels = (*LABELS, "rank", "wait")
+            yield self._counter("rank_wait_seconds", "that a rank has waited for others", waits, labels)
+
     def _collect_requests(self) -> Iterator[Metric]:
         ends = [
             ((*meter.labels, reason), meter.finished[reason])
             for meter in self.meters
-            for reason in FINISH_REASONS  # also those that never happened: a rate needs a start
+            for reason in _SHOWN  # also those that never happened: a rate needs a start
         ]
         yield self._counter("request_success", "requests that ended", ends, (*LABELS, "finished_reason"))
         cache = Metric(f"{OWN_PREFIX}_cache_config_info", "the KV cache, in labels", "gauge")

@@ -30,7 +30,7 @@ from time import monotonic, perf_counter
 from typing import Any, Literal, NamedTuple
 
 from infer.client.client import EngineClient
-from infer.config.settings import ModelShares, SchedulerConfig, ServerConfig
+from infer.config.settings import EngineConfig, ModelShares, SchedulerConfig, ServerConfig
 from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
@@ -75,6 +75,7 @@ class ServedModel:
     used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
     keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
     kept_at: float = 0.0  # when the client said so, in monotonic seconds
+    config: EngineConfig | None = None  # config that its engines were started with, where they are ours
 
     @property
     def use(self) -> ModelUse:

@@ -1,9 +1,10 @@
 """A tokenizer from the header of a GGUF file.
 
-GGUF stores the vocabulary as parallel lists, and one of two ways to merge:
+GGUF stores the vocabulary as parallel lists, and a way to merge:
 
     tokenizer.ggml.model = "gpt2"    byte-level BPE: `merges` in order of rank, `pre` names the cut
     tokenizer.ggml.model = "llama"   sentencepiece BPE: `scores`, one per token, and no list of merges
+    tokenizer.ggml.model = "gemma4"  the same with a list of merges
 
 Sentencepiece merges the adjacent pair whose union has the best score. The `tokenizers` library wants
 that as a ranked list of pairs, so each token is cut in two at every place where both halves are tokens:
@@ -38,16 +39,16 @@ MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find the merge
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # GGUF has room for one end-of-sequence id; chat models also end a turn with one of these
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>")
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
     """Build the tokenizer's parts from the `tokenizer.*` keys of a GGUF header."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise CheckpointError(
-            f"tokenizer.ggml.model is {kind!r}, this engine reads 'gpt2' (byte-level BPE) and 'llama' "
-            "(sentencepiece BPE); give a directory with a tokenizer.json through --tokenizer"
+            f"tokenizer.ggml.model is {kind!r}, this engine reads 'gpt2' (byte-level BPE), 'llama' and "
+            "'gemma4' (sentencepiece BPE); give a directory with a tokenizer.json through --tokenizer"
         )
     tokens = _read_list(metadata, "tokens", str)
     types = _read_list(metadata, "token_type", int, like=tokens, default=1)
@@ -96,10 +97,11 @@ def _sentencepiece_core(
             "read; the GGUF file is damaged"
         )
     unknown = _read_id(metadata, "unknown_token_id", len(tokens))
+    has_merges = metadata.get("tokenizer.ggml.model") == "gemma4"
     core = tokenizers.Tokenizer(
         build_bpe(
             vocab=_index(tokens),
-            merges=_merges_from_scores(tokens, types, scores),
+            merges=_read_merges(metadata) if has_merges else _merges_from_scores(tokens, types, scores),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -107,7 +109,7 @@ def _sentencepiece_core(
     )
     to_marks = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if metadata.get("tokenizer.ggml.add_space_prefix", not has_merges):
         core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_marks])
         steps.append(decoders.Strip(" ", 1, 0))
     else:

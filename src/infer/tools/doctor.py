@@ -22,7 +22,7 @@ from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cp
 from infer.kernels.cpu.library import library, why_not
 from infer.kernels.linear.cuda import is_for
 from infer.kernels.runtime.dispatch import nvidia_capability
-from infer.kernels.runtime.profiles import device_profile, explained_profile
+from infer.kernels.runtime.profiles import device_profile, explained_profile, gpu_of
 from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 from infer.models.transformers_model import INSTALL
@@ -145,7 +145,7 @@ def _quantized_products() -> str:
     device = torch.device("cuda", 0)
     tuned = device_profile(device).linear
     few = f"up to {tuned.few_coded_tokens} tokens Triton, tile by tile"
-    if is_for(device):
+    if is_for(gpu_of(device)):
         fp8 = f"fp8: {tuned.fp8_tokens:,}, in blocks {tuned.fp8_group_tokens}"
         few = f"up to {tuned.coded_tokens} tokens ({fp8}) CUDA C++, norm and gate fused; experts in Triton"
     many = "unpacked to the dtype, fp8 on matrix units of 8 bits"

@@ -237,7 +237,8 @@ def plan_draft(
         beside = draft_bytes(resolved, headers.config, choice.dtype, layout, width)
         weights = head_bytes(headers.eagle, choice.dtype, packs=choice.weights in PACKED)
         return DraftMemory(headers.source.name, weights, beside)
-    load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1)
+    load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1,
+                   pipeline_parallel_size=1)  # fmt: skip
     draft = choose_load(replace(config, load=load), headers, machine)
     beside = draft_bytes(resolved, draft.config, draft.dtype, layout)
     return DraftMemory(headers.source.name, weight_bytes(draft.plan), beside)
@@ -462,7 +463,8 @@ def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMem
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
     plan = plan_weights(
         headers, quantization=load.quantization, dtype=dtype, device=machine.device, rank=0,
-        world_size=load.tensor_parallel_size,
+        world_size=load.tensor_parallel_size, stage=load.pipeline_parallel_size - 1,
+        num_stages=load.pipeline_parallel_size,
     )  # fmt: skip
     plan.check_cuts()
     form = plan.rule.label if plan.has_codes else str(plan.rule.dtype).removeprefix("torch.")

@@ -236,7 +236,7 @@ def _within(numbers: np.ndarray, end: int) -> bool:
 
 def _wrong_transfer(order: StepOrder, limits: DeviceLimits) -> str | None:
     here, there = limits.num_blocks, limits.num_host_blocks
-    ends = {"copy": (here, here), "swap_out": (here, there), "swap_in": (there, here)}
+    ends = dict(zip(TRANSFERS, ((here, here), (here, there), (there, here)), strict=True))
     for kind, source, to in order.transfers.tolist():
         if not 0 <= kind < len(TRANSFERS):
             return f"a transfer is of kind {kind}"

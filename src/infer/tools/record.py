@@ -56,6 +56,7 @@ from zlib import error as zlib_error
 import msgspec
 import numpy as np
 
+from infer.cache.layout import TransferKind
 from infer.cache.memory import CacheSize
 from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
@@ -64,8 +65,9 @@ from infer.errors import ConfigError, InferError, RequestError
 from infer.execution.order import StepMasks, StepOrder
 from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
+from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import SequenceGroup
@@ -262,7 +264,7 @@ class TraceRecorder(RecordFile):
         if request.deadline is not None:  # seconds of the same clock
             line["deadline"] = round(max(0.0, request.deadline - self._started), 6)
         for seq in group.sequences:
-            if seq.finish_reason != "dropped":  # a beam that others took the place of
+            if seq.finish_reason != FinishReason.DROPPED:  # a beam that others took the place of
                 num_output = len(seq.tokens) - seq.num_prompt
                 self._write(line | {"output_len": max(1, num_output), "finish_reason": seq.finish_reason})
 
@@ -299,8 +301,6 @@ def _header(facts: RunFacts) -> dict[str, object]:
 
 
 # -- reading --------------------------------------------------------------------------------------------
-
-TransferKind = Annotated[str, msgspec.Meta(pattern=f"^({COPY}|{SWAP_OUT}|{SWAP_IN})$")]
 
 
 class _Header(msgspec.Struct, kw_only=True):

@@ -233,18 +233,25 @@ def replay_model(
         show_progress=show_progress,
         headers=headers,
     )
-    return Replay(
-        record,
-        lambda witness: build_engine(
+
+    def build(witness: EngineObserver) -> Engine:
+        engine = build_engine(
             config,
             loaded,
             observer=witness,
             cost=facts.cost,
             step_costs=facts.step_costs,
             steps_ahead=facts.steps_ahead,
-        ),
-        stepper,
-    )
+        )
+        stages = facts.knobs.get("pipeline_parallel_size", 1)
+        if stages != 1 and len(engine.scheduler.state.tables) != facts.cache.num_tables:
+            raise ConfigError(
+                f"the record was made with pipeline_parallel_size={stages}, with which the layers of this "
+                "model have other block tables than in one process; it cannot be repeated here"
+            )
+        return engine
+
+    return Replay(record, build, stepper)
 
 
 def _check_model(headers: ModelHeaders | HeadHeaders, name: str, recorded: str, flag: str) -> None:
@@ -303,6 +310,7 @@ def replay_config(
         config.load,
         model=model,
         tensor_parallel_size=1,  # orders and plans are the same for any number of ranks
+        pipeline_parallel_size=1,
         dtype=facts.dtype,
         device=device or facts.device,
         max_seq_len=facts.context_len,

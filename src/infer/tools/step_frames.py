@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from infer.cache.block_allocator import PREFIX_TREE
+from infer.cache.layout import TransferKind
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.execution.order import StepMasks, StepOrder
@@ -153,9 +154,9 @@ class StepFrames(EngineObserver):
         for seq_id in plan.preempted:
             lines.append(f"{self._names.get(seq_id, '?'):3} preempted  its blocks are needed by others")
         for kind, why in (
-            ("copy", "shared, and about to be written"),
-            ("swap_out", "to host memory"),
-            ("swap_in", "from host memory"),
+            (TransferKind.COPY, "shared, and about to be written"),
+            (TransferKind.SWAP_OUT, "to host memory"),
+            (TransferKind.SWAP_IN, "from host memory"),
         ):
             moved = [f"{t.source}>{t.destination}" for t in plan.transfers if t.kind == kind]
             if moved:

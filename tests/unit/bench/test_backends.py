@@ -1,4 +1,4 @@
-"""`infer bench backends`: differences are found where they are, and only there."""
+"""`benchmarks.bench backends`: differences are found where they are, and only there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from infer.bench.backends import COMBINATIONS, GreedyOutput, compare
+from benchmarks.backends import COMBINATIONS, GreedyOutput, compare
+from benchmarks.bench import BENCHES
+from infer.cli import bench as bench_cli
 from infer.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def with_the_repositorys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cli, "BENCHES", bench_cli.BENCHES | BENCHES)
 
 
 def test_differences_count_until_the_outputs_part() -> None:

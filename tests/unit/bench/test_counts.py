@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.counts import EXPECTED, GATE, counts, differences
-from infer.bench.micro import capacity_rows
+from benchmarks.micro import capacity_rows
 from infer.bench.simulated import run_knobs, sweep, sweep_workload
 from infer.bench.workloads import make_workload
 
@@ -54,7 +54,7 @@ def test_a_simulated_run_is_the_same_every_time() -> None:
 
 
 def test_the_sweep_shows_what_policies_do() -> None:
-    rows = {row.name: row.figures for row in sweep(num_requests=30)}
+    rows = {row.name: row.figures for row in sweep(num_requests=16)}
     assert len(rows) == 20
     urgent, plain = rows["mixed priority"], rows["mixed fcfs"]
     assert urgent["ttft_p50_s"].median <= plain["ttft_p50_s"].median

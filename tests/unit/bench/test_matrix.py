@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from infer.bench.ablations import ABLATIONS
-from infer.bench.matrix import _row as row_of
-from infer.bench.matrix import _sentence as sentence_of
-from infer.bench.matrix import bench_matrix
+from benchmarks.ablations import ABLATIONS
+from benchmarks.matrix import _row as row_of
+from benchmarks.matrix import _sentence as sentence_of
+from benchmarks.matrix import bench_matrix
 from infer.errors import ConfigError
 
 

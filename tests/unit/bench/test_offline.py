@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from infer.bench import micro
+from benchmarks import micro
+from benchmarks.ablations import ABLATIONS
+from benchmarks.matrix import _row as row_of
+from benchmarks.matrix import bench_matrix, speed_ups
+from benchmarks.micro import bench_attention, bench_memory
 from infer.bench import offline as offline_benches
-from infer.bench.ablations import ABLATIONS
-from infer.bench.matrix import _row as row_of
-from infer.bench.matrix import bench_matrix, speed_ups
-from infer.bench.micro import bench_attention, bench_memory
 from infer.bench.offline import batch, bench_decode, bench_latency, bench_offline, bench_prefill, run_once
 from infer.bench.render import columns, provenance
 from infer.bench.repeats import EngineBench, Tell, beyond_roofline, run_rows

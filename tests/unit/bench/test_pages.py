@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ablations import ABLATIONS
 from benchmarks.gpu_table import provenance, read_peers
 from benchmarks.machine import facts
-from infer.bench.ablations import ABLATIONS
 from infer.bench.report import make_report, make_row, read_report, write_report
 from scripts import docs
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import KVLayout
+from infer.cache.layout import KVLayout, TransferKind
 from tests.support.kv_store import fill_store
 
 NUM_LAYERS, BLOCK_SIZE = 3, 2
@@ -39,7 +39,7 @@ def blocks_in(store: KVStore) -> list[int]:
 
 def test_a_copied_block_is_the_same_in_every_layer() -> None:
     store = make_store()
-    store.transfer([("copy", 1, 3)])
+    store.transfer([(TransferKind.COPY, 1, 3)])
     assert blocks_in(store) == [0, 1, 2, 1]
 
 
@@ -47,12 +47,12 @@ def test_moves_happen_in_order() -> None:
     store = make_store()
     store.transfer(
         [
-            ("copy", 1, 3),
-            ("copy", 3, 0),
-            ("swap_out", 2, 1),
-            ("copy", 0, 2),
-            ("swap_in", 1, 1),
-            ("copy", 1, 0),
+            (TransferKind.COPY, 1, 3),
+            (TransferKind.COPY, 3, 0),
+            (TransferKind.SWAP_OUT, 2, 1),
+            (TransferKind.COPY, 0, 2),
+            (TransferKind.SWAP_IN, 1, 1),
+            (TransferKind.COPY, 1, 0),
         ]
     )
     assert blocks_in(store) == [2, 2, 1, 1]
@@ -69,7 +69,14 @@ def test_a_block_of_codes_moves_with_its_scales(kept_as: torch.dtype) -> None:
             side.copy_(torch.arange(4.0)[:, None, None] + layer)
         for codes in (store.keys[layer], store.values[layer]):
             codes.view(torch.uint8).copy_(torch.arange(4).repeat_interleave(BLOCK_SIZE)[:, None, None])
-    store.transfer([("copy", 1, 3), ("swap_out", 2, 1), ("copy", 3, 2), ("swap_in", 1, 0)])
+    store.transfer(
+        [
+            (TransferKind.COPY, 1, 3),
+            (TransferKind.SWAP_OUT, 2, 1),
+            (TransferKind.COPY, 3, 2),
+            (TransferKind.SWAP_IN, 1, 0),
+        ]
+    )
     for layer, scales in enumerate(store.scales):
         assert scales is not None
         for side in scales:

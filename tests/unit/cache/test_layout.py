@@ -7,6 +7,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.cache.layout import MAX_TABLES, KVLayout, blocks_of_sequence, longest_sequence
+from infer.layers.stages import stage_layers
 
 
 def gemma(num_layers: int, window: int = 1024) -> list[int | None]:
@@ -25,6 +26,22 @@ def test_every_layer_has_a_place_of_its_own(num_layers: int, num_planes: int, nu
     assert [layout.windows[table] for table in layout.tables] == windows
     assert max(layout.planes) < num_planes
     assert layout.windows[0] is None, "what sees everything comes first"
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+@pytest.mark.parametrize("windows", [[None] * 7, gemma(12), gemma(26)])
+def test_layers_in_stages_share_tables_and_each_stage_has_its_own_planes(
+    windows: list[int | None], num_stages: int
+) -> None:
+    stages = stage_layers(len(windows), num_stages)
+    assert [layer for stage in stages for layer in stage] == list(range(len(windows)))
+    assert len(stages[-1]) == min(map(len, stages)) >= max(map(len, stages)) - 1
+    layout = KVLayout.of(windows, 32768, stages=stages)
+    assert [layout.windows[table] for table in layout.tables] == windows
+    for stage in stages:
+        places = {(layout.tables[layer], layout.planes[layer]) for layer in stage}
+        assert len(places) == len(stage) and max(plane for _, plane in places) < layout.num_planes
+    assert layout.num_layers < KVLayout.of(windows, 32768).num_layers
 
 
 def test_layers_that_see_alike_have_one_table() -> None:

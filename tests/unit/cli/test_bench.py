@@ -10,12 +10,20 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from benchmarks.bench import BENCHES
 from infer.bench.report import make_report, make_row, read_report, write_report
 from infer.bench.roofline import Ceilings
+from infer.cli import bench as bench_cli
 from infer.errors import EngineError
 from tests.unit.cli.conftest import Outcome
 
 Infer = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def with_the_repositorys_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks of benchmarks/bench.py next to those of `infer bench`."""
+    monkeypatch.setattr(bench_cli, "BENCHES", bench_cli.BENCHES | BENCHES)
 
 
 def write(path: Path, *values: float) -> str:
@@ -70,7 +78,7 @@ def test_the_matrix_is_drawn(infer: Infer, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
     monkeypatch.setattr("infer.bench.render.can_draw", lambda: True)
     monkeypatch.setattr("infer.bench.target.open_target", lambda *args, **options: None)
-    monkeypatch.setattr("infer.bench.matrix.bench_matrix", lambda *args, **options: report)
+    monkeypatch.setattr("benchmarks.matrix.bench_matrix", lambda *args, **options: report)
     path = tmp_path / "x.png"
     outcome = infer("bench", "matrix", "--png", str(path))
     assert outcome.code == 0, outcome.err
@@ -96,7 +104,7 @@ def test_an_interrupted_run_is_written_and_says_so_in_its_exit_code(
     def stop(command: list[str]) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infer.bench.micro.first_byte_s", stop)
+    monkeypatch.setattr("benchmarks.micro.first_byte_s", stop)
     outcome = infer("bench", "startup", "--out", str(tmp_path / "s.json"))
     assert outcome.code == 130
     assert read_report(tmp_path / "s.json").is_partial
@@ -113,7 +121,7 @@ def test_a_command_that_fails_is_not_timed(
             raise EngineError("no such model here")
         return 0.1
 
-    monkeypatch.setattr("infer.bench.micro.first_byte_s", fail)
+    monkeypatch.setattr("benchmarks.micro.first_byte_s", fail)
     outcome = infer("bench", "startup", "--out", str(tmp_path / "s.json"))
     assert outcome.code == 1
     assert "first token: failed: no such model" in outcome.out

@@ -17,6 +17,7 @@ from infer.cli.answer import ShownAnswer, show_answer
 from infer.cli.generate import AskedPrompt, Prompt, to_json
 from infer.dialects.events import TextDelta
 from infer.errors import DeviceLost
+from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from tests.unit.cli.fake_llm import FakeLLM
 
@@ -219,7 +220,7 @@ def test_the_seed_of_a_line_depends_on_no_other_line(infer: Infer, tmp_path: Pat
 def test_json_names_the_stop_string_that_ended_the_text() -> None:
     deltas = [
         TextDelta(text="a", token_ids=(1,)),
-        TextDelta(text="", token_ids=(2,), finish_reason="stop", stop_reason="END"),
+        TextDelta(text="", token_ids=(2,), finish_reason=FinishReason.STOP, stop_reason="END"),
     ]
     answer = show_answer(iter(deltas), None)
     stream: Any = SimpleNamespace(num_prompt_tokens=1)

@@ -22,6 +22,7 @@ from infer.errors import ConfigError
 from infer.execution import cpu_step
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
+from infer.loader.weight_plan import plan_weights
 from infer.tools import memory_plan
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.adapters import make_adapter
@@ -60,9 +61,21 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_PLANS: dict[str, Any] = {}
+
+
+def plan_once(headers: Any, **options: Any) -> Any:
+    """`plan_weights`, computed once for equal shapes: many tests ask for five forms of 32 layers."""
+    key = repr((headers, options))
+    if key not in _PLANS:
+        _PLANS[key] = plan_weights(headers, **options)
+    return _PLANS[key]
+
+
 @pytest.fixture(autouse=True)
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.bench.roofline.copy_bandwidth", lambda *_: 1e10)  # measured elsewhere
+    monkeypatch.setattr("infer.bench.roofline.copy_bandwidth", lambda *_, **__: 1e10)
+    monkeypatch.setattr(memory_plan, "plan_weights", plan_once)
     monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
     monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
     monkeypatch.setattr(cache_fit, "GRAPH_WORKSPACE", 0)

@@ -126,6 +126,7 @@ STATS = st.builds(
     **dict.fromkeys(EngineStats.__dataclass_fields__, COUNTS)
     | {"step_sizes": tuples_of(COUNTS), "grammar_times": tuples_of(COUNTS), "grammar_s": FLOATS}
     | {"accepted_by_position": tuples_of(COUNTS), "draft_saved_s": FLOATS, "token_s": FLOATS, "row_s": FLOATS}
+    | {"rank_step_s": FLOATS, "rank_wait_s": tuples_of(FLOATS)}
     | dict.fromkeys(("dtype", "weights", "kv_cache_dtype", "products", "gpu"), TEXT),
 )
 FAILURES = st.builds(Failure, kind=TEXT, message=TEXT, param=some(TEXT))

@@ -137,7 +137,7 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "taken", "refused"),
     [
-        ("pipeline_parallel_size", 1, 2),
+        ("enable_expert_parallel", False, True),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:

@@ -11,6 +11,7 @@ from infer.dialects.answer import Tool, find_format
 from infer.dialects.events import CallDelta, CallStart
 from infer.dialects.table import BY_NAME, THINK, THINKS, find_dialect, find_think
 from infer.errors import ConfigError, RequestError
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import OutputBuilder
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
@@ -97,7 +98,7 @@ def test_a_marker_that_is_a_special_token_reaches_the_parser() -> None:
     ids = vocabulary.encode('[TOOL_CALLS]f[ARGS]{"a": 1}</s>', parse_special=True, add_special=False)
     for each in (form, None):
         builder = OutputBuilder(request, vocabulary, None, is_chat=True, form=each)
-        delta, _ = builder.take(StepOutput("r", 0, tuple(ids), finish_reason="stop"))
+        delta, _ = builder.take(StepOutput("r", 0, tuple(ids), finish_reason=FinishReason.STOP))
         assert delta is not None
         if each is None:
             assert delta.text == 'f{"a": 1}'

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from infer.cache.layout import TransferKind
 from infer.engine.engine import MAX_EMPTY_STEPS
 from infer.errors import EngineError, QueueFull, RequestError
 from infer.execution.device import PendingStep, StepResult
@@ -407,7 +408,7 @@ def test_n_sequences_share_the_blocks_of_their_prompt() -> None:
     assert world.pool.usage().num_used == 5, "18 tokens in five blocks, for all four"
     world.step()
     assert world.pool.usage().num_used == 4 + 4, "each has its own copy of the block it writes into"
-    assert world.runner.num_transfers["copy"] == 3
+    assert world.runner.num_transfers[TransferKind.COPY] == 3
     world.run()
     assert world.verify() == 1
 

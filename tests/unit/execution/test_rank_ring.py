@@ -13,16 +13,16 @@ import torch
 from infer.engine.rank_worker import make_memory, open_link
 from infer.errors import DeviceLost
 from infer.execution.rank_ring import NUM_SLOTS, SLOT_BYTES, RankLink
-from infer.kernels.cpu.collectives import CAPACITY, column_share
+from infer.kernels.cpu.collectives import CAPACITY, PIPE_SLOTS, column_share
 from infer.kernels.cpu.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C kernels")
 
 
-def open_links(size: int) -> list[RankLink]:
+def open_links(size: int, num_stages: int = 1) -> list[RankLink]:
     handle = make_memory(size)
     try:
-        return [open_link(handle, rank, size) for rank in range(size)]
+        return [open_link(handle, rank, size, num_stages) for rank in range(size)]
     finally:
         os.close(handle)
 
@@ -91,6 +91,35 @@ def test_columns_of_all_ranks_are_side_by_side(num_rows: int, num_columns: int) 
 
     for gathered in together(open_links(3), work):
         assert torch.equal(gathered, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, CAPACITY // 2 + 1])
+def test_rows_go_from_stage_to_stage(width: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(num_rows, width).to(dtype) for num_rows in (1, 7, 2, *[1] * 2 * PIPE_SLOTS)]
+
+    def work(link: RankLink) -> list[torch.Tensor]:
+        pipe, found = link.pipe, []
+        assert pipe is not None
+        for part in parts:
+            x = part if pipe.stage == 0 else pipe.take(len(part), width, dtype) + 1
+            x = link.communicator.all_reduce(x.clone()) / 2
+            found.append(x)
+            if pipe.stage < pipe.num_stages - 1:
+                pipe.pass_on(x)
+            pipe.tick()
+        return found
+
+    links = open_links(6, num_stages=3)
+    found = together(links, work)
+    for stage, ranks in enumerate((range(4, 6), range(2, 4), range(2))):
+        for rank in ranks:
+            wanted = [part + stage for part in parts]
+            assert all(torch.allclose(x, y, atol=0.1) for x, y in zip(found[rank], wanted, strict=True))
+            assert all(map(torch.equal, found[rank], found[ranks[0]]))
+    lines = links[0].lines()
+    assert all(line.progress >= 2 * len(parts) and not line.waiting for line in lines)
+    assert not any(line.idle_s for line in lines), "nobody waits for a message"
 
 
 def test_a_lost_rank_ends_every_wait() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from infer.config.profiles.hopper_h200 import H200
+from infer.kernels.attention.choice import least_for_cudnn
 from infer.kernels.attention.dense import Batch, DenseAttention, Shape, dense_shapes, padded_len
 from infer.kernels.attention.prefill import PrefillChunk
 from infer.kernels.attention.reference import attend_naive
@@ -48,7 +49,7 @@ def dense(blank: DenseAttention) -> DenseAttention:
 
 
 def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAttention) -> None:
-    shapes = list(dense_shapes(SHORT, 4, 64, 32, 32))
+    shapes = list(dense_shapes(SHORT, 8, 32, 32))
     assert shapes[:7] == [Shape(1, length) for length in range(8, 33, 4)]
     assert set(shapes[7:]) == {Shape(4, 8), Shape(2, 8), Shape(2, 16)}
     assert dense.ready == set(shapes) and not dense.prepare()
@@ -56,7 +57,8 @@ def test_plans_are_made_for_few_shapes_those_of_one_prompt_first(dense: DenseAtt
 
 @pytest.mark.parametrize(("num_heads", "least"), [(8, 3072), (16, 3072), (32, 2048)])
 def test_few_heads_of_a_prompt_are_not_worth_a_call(num_heads: int, least: int) -> None:
-    shapes = dense_shapes(H200.attention, num_heads, 128, 8192, 8192)
+    assert least_for_cudnn(H200.attention, num_heads, 128, torch.bfloat16) == least
+    shapes = dense_shapes(H200.attention, least, 8192, 8192)
     assert min(shape.length for shape in shapes) == least
 
 

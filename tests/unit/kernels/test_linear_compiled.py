@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from infer.config.profiles.find import KNOWN_GPUS
 from infer.errors import DeviceLost
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import cuda as cuda_linears
@@ -23,7 +25,7 @@ from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.pdl import PdlConfig, can_launch, choose_config
 from infer.kernels.linear.triton_configs import GemvConfig, SkinnyConfig
 from infer.kernels.runtime import cuda_build as build
-from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.profiles import gpu_of
 from infer.layers.bind import bind
 from infer.layers.linear import Linear
 from infer.models.model import Model
@@ -44,7 +46,10 @@ MATRICES = [
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that can, and a driver that loads what it is given."""
-    monkeypatch.setattr(compiled_linears, "is_for", lambda device: device.type == "cuda")
+    here = gpu_of(CPU)
+    monkeypatch.setattr(
+        compiled_linears, "gpu_of", lambda device: KNOWN_GPUS["h200"] if device.type == "cuda" else here
+    )
     for kernel in (pdl, wgmma):
         monkeypatch.setattr(kernel, "load_variant" if kernel is pdl else "_load", Mock())
     cuda_linears.cubin.cache_clear()
@@ -176,13 +181,16 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
     ]
 
 
-def test_what_was_loaded_is_used_where_it_fits() -> None:
+def test_what_was_loaded_is_used_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_small, "use_triton", lambda _: True)
+    monkeypatch.setattr(linear_small, "gemv_config", lambda *_: None)
+    monkeypatch.setattr(linear_small, "skinny_config", lambda *_: None)
     linears = CompiledLinears(CPU)
     linears.pdl.ready[1, 64, 128, False, None] = CONFIG
     x, w = torch.zeros(8, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16)
 
     def config(x: torch.Tensor, w: torch.Tensor = w, *, gated: bool = False) -> object:
-        return linears.find(x, w, 64, 128, gated=gated)
+        return linear_small._plan(x, w, gated=gated, compiled=linears)
 
     wide = torch.zeros(9, 256, dtype=torch.bfloat16)
     assert config(x) is config(x[:1]) is config(wide[1:, 128:]) is CONFIG
@@ -349,7 +357,5 @@ def test_waiting_for_the_linears_raises_what_went_wrong(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("num_sms", "is_for"), [(132, True), (144, True), (114, False), (16, False)])
-def test_the_cuts_are_for_whole_hoppers(num_sms: int, is_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "num_sms", lambda _: num_sms)
-    assert cuda_linears.is_for(GPU) == is_for
+def test_the_cuts_are_for_whole_hoppers(num_sms: int, is_for: bool) -> None:
+    assert cuda_linears.is_for(replace(KNOWN_GPUS["h200"], num_sms=num_sms)) == is_for

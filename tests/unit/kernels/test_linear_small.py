@@ -32,7 +32,7 @@ from infer.kernels.linear.triton_configs import (
     invariant_config,
     skinny_config,
 )
-from infer.kernels.runtime.profiles import using_profile
+from infer.kernels.runtime.profiles import gpu_of, using_profile
 
 SHAPES = [(1024, 2048), (6144, 4096), (12288, 4096), (151936, 1024), (70, 150), (1, 1)]
 
@@ -101,16 +101,16 @@ def test_the_table_holds_tiles_that_the_kernels_know() -> None:
 def test_a_measured_shape_uses_the_table_and_another_the_rule() -> None:
     gemv: TileTable = {(7, 9, False): {2: (8, 512, 2)}, (7, 9, True): {2: None}}
     tuned = replace(H200.linear, gemv=gemv, skinny={(7, 9, False): {16: None}})
-    device = torch.device("cpu")
     with using_profile(replace(H200, linear=tuned)):
-        assert gemv_config(7, 9, False, 2, device) == GemvConfig(8, 512, 2)
-        assert gemv_config(7, 9, True, 2, device) is None
-        assert gemv_config(7, 9, False, 4, device) == default_gemv_config(7, 9, False)
-        assert gemv_config(8192, 1024, False, 2, device) == default_gemv_config(8192, 1024, False)
-        assert gemv_config(8192, 1024, False, 4, device) is None  # tensor cores
-        assert skinny_config(7, 9, False, 16, device) is None
-        assert skinny_config(7, 9, False, 64, device) is not None
-        assert skinny_config(7, 9, False, 128, device) is None  # the library
+        gpu = gpu_of(torch.device("cpu"))
+        assert gemv_config(7, 9, False, 2, gpu) == GemvConfig(8, 512, 2)
+        assert gemv_config(7, 9, True, 2, gpu) is None
+        assert gemv_config(7, 9, False, 4, gpu) == default_gemv_config(7, 9, False)
+        assert gemv_config(8192, 1024, False, 2, gpu) == default_gemv_config(8192, 1024, False)
+        assert gemv_config(8192, 1024, False, 4, gpu) is None  # tensor cores
+        assert skinny_config(7, 9, False, 16, gpu) is None
+        assert skinny_config(7, 9, False, 64, gpu) is not None
+        assert skinny_config(7, 9, False, 128, gpu) is None  # the library
 
 
 def test_the_sweep_rewrites_the_table_and_nothing_else(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_on_the_cpu_an_invariant_row_has_the_same_bits_wherever_it_stands(
 def test_a_narrow_tile_is_widened_where_rows_must_be_invariant() -> None:
     tuned = replace(H200.linear, skinny={(7, 9, False): {16: (16, 256, 2, 2, 4)}})
     with using_profile(replace(H200, linear=tuned)):
-        narrow = skinny_config(7, 9, False, 16, torch.device("cpu"))
-        config = invariant_config(7, 9, 16, torch.device("cpu"))
+        narrow = skinny_config(7, 9, False, 16, gpu_of(torch.device("cpu")))
+        config = invariant_config(7, 9, 16, gpu_of(torch.device("cpu")))
     assert narrow is not None and not narrow.is_wide
     assert config.order == (256, 2, True) and config.block_n == 64
 
@@ -159,6 +159,6 @@ def test_a_narrow_tile_is_widened_where_rows_must_be_invariant() -> None:
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_an_invariant_configuration_adds_in_one_order(N: int, K: int, profile: DeviceProfile) -> None:
     with using_profile(profile):
-        configs = [invariant_config(N, K, size, torch.device("cuda")) for size in (16, 32, 64, 128)]
+        configs = [invariant_config(N, K, size, gpu_of(torch.device("cuda"))) for size in (16, 32, 64, 128)]
     assert len({config.order for config in configs}) == 1
     assert all(config.is_wide for config in configs)

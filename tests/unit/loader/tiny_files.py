@@ -20,7 +20,7 @@ from tests.support.checkpoints import raw_config
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
-ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "gemma2": "gemma2"}
+ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "gemma2": "gemma2", "gemma4": "gemma4"}
 ARCHITECTURES |= {name: name for name in ("granite", "smollm3", "olmo2", "exaone4", "phi3", "glm4")}
 ARCHITECTURES["olmo3"] = "olmo2"
 
@@ -68,14 +68,19 @@ def write_gguf(
 
     `kinds` has others by a part of the tensor's name: {"ffn_down": "Q8_0"}.
     """
-    family = {"gemma3_text": "gemma3"}.get(reference.config.model_type, reference.config.model_type)
+    family = reference.config.model_type.removesuffix("_text")
     architecture = ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, architecture)
     add_metadata(writer, reference.config, family)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, reference.config.num_hidden_layers)
-    for name, tensor in _split_gate_up(state(reference)).items():
+    tensors = state(reference) if family == "gemma4" else _split_gate_up(state(reference))
+    for name, tensor in tensors.items():
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for end, leaf in GEMMA4_LEAVES.items():
+            if name.endswith(end):
+                known = names.get_name(name.removesuffix(end) + leaf[0])
+                stored_name = f"{known}.{leaf[1]}"
         assert stored_name is not None, name
         chosen = next((other for part, other in (kinds or {}).items() if part in stored_name), kind)
         add_tensor(writer, stored_name, convert(architecture, name, tensor, reference.config), chosen)
@@ -118,10 +123,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family == "gemma4":
+        add_gemma4_metadata(writer, config)
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -155,6 +163,43 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+GEMMA4_LEAVES = {  # tensors without a leaf: the module that the format gives them to, and a leaf
+    ".layer_scalar": (".layer_scalar", "weight"),
+    ".router.scale": (".router.proj", "scale"),
+    ".router.per_expert_scale": (".experts.down_proj", "scale"),
+    ".experts.gate_up_proj": (".experts.gate_up_proj", "weight"),
+    ".experts.down_proj": (".experts.down_proj", "weight"),
+}
+
+
+def add_gemma4_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    of_layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    shared = config.num_hidden_layers - config.num_kv_shared_layers
+    is_local = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_key_length(of_layers[-1].head_dim)
+    writer.add_key_length_swa(of_layers[0].head_dim)
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in of_layers])
+    widths = [2 if config.use_double_wide_mlp and n >= shared else 1 for n in range(len(of_layers))]
+    writer.add_feed_forward_length([config.intermediate_size * width for width in widths])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(is_local)
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if config.final_logit_softcapping is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    num_pairs = of_layers[-1].head_dim // 2
+    num_turned = int(num_pairs * ropes["full_attention"]["partial_rotary_factor"])
+    divisors = [1.0] * num_turned + [1e30] * (num_pairs - num_turned)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
 
 
 def convert(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> np.ndarray[Any, Any]:

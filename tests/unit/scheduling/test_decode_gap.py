@@ -100,7 +100,7 @@ def test_a_prompt_has_its_turn_while_forks_fill_every_step(policy: str, chunked:
     assert world.verify() == 2
 
 
-@pytest.mark.parametrize(("policy", "seed"), thinned(POLICIES, range(9), keep=2))
+@pytest.mark.parametrize(("policy", "seed"), thinned(POLICIES, range(9), keep=4))
 def test_a_sequence_that_decodes_is_left_out_no_longer_than_the_bound(policy: str, seed: int) -> None:
     """Random budgets, gaps, forks, searches, drafts, priorities and floods of prompts; enough memory."""
     draw = random.Random(seed)

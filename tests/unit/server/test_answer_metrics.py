@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.scheduling.request import DraftCounts, Request, StepOutput
 from infer.server.protocol.timings import MAX_GAPS, AnswerTimes, percentile
@@ -73,7 +74,9 @@ def test_drafts_are_among_them(oracle: LLM) -> None:
         counts = DraftCounts(4, (0, 1, 1))
         for output in made[:-1]:
             yield output
-        yield StepOutput(request.request_id, 0, (302,), finish_reason="length", drafts=counts, num_cached=1)
+        yield StepOutput(
+            request.request_id, 0, (302,), finish_reason=FinishReason.LENGTH, drafts=counts, num_cached=1
+        )
 
     wire = Wire(make_state(oracle.encoder, ScriptedClient(drafted)))
     metrics = wire.ok("/v1/completions", {"prompt": "a", "max_tokens": 3, "metrics": True})["metrics"]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.routing import Match, Route
 
 from infer.config.settings import ServerConfig
@@ -15,10 +17,15 @@ from infer.server.state import ServerState
 KEYS: dict[str, Any] = {"api_key": ("first-key", "second-key"), "admin_key": "admin-key"}
 
 
+@functools.cache  # an application prepares its routes when the first request comes
+def app_of(**config: Any) -> FastAPI:
+    return build_app(ServerState(config=ServerConfig(**config)))
+
+
 def call(
     method: str, path: str, *, key: str | None = None, headers: dict[str, str] | None = None, **config: Any
 ) -> httpx.Response:
-    app = build_app(ServerState(config=ServerConfig(**(KEYS | config))))
+    app = app_of(**(KEYS | config))
     sent = dict(headers or {}) | ({} if key is None else {"authorization": f"Bearer {key}"})
 
     async def go() -> httpx.Response:

@@ -17,6 +17,7 @@ from anthropic.types.shared import ErrorResponse
 from openai.types.responses import Response
 
 from infer.errors import EngineError, QueueFull
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from tests.support.app import Site
@@ -293,7 +294,7 @@ def test_a_stop_sequence_is_named(oracle: LLM) -> None:
 
 def test_an_answer_that_says_nothing_has_an_empty_text(oracle: LLM) -> None:
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
-        yield StepOutput(request.request_id, 0, (), finish_reason="stop")
+        yield StepOutput(request.request_id, 0, (), finish_reason=FinishReason.STOP)
 
     place = site(oracle, ScriptedClient(script))
     for stream in (False, True):

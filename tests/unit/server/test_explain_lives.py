@@ -11,6 +11,7 @@ import pytest
 
 from infer.constraints.description import Structured
 from infer.engine.stories import MAX_EVENTS, EngineStory
+from infer.finish_reason import FinishReason
 from infer.scheduling.preemption import PreemptionCost
 from infer.server.explain.advice import NOTHING, advise
 from infer.server.explain.served import ServedPart, ServedRequest
@@ -265,7 +266,7 @@ def test_a_stop_string_is_the_servers_to_tell() -> None:
     world.add("a", prompt_of(5), max_tokens=9)
     world.step()
     world.abort("a", 0)
-    part = ServedPart(engine_id="a", model="m", engine="0", submitted_at=0.0, finish_reason="stop")
+    part = ServedPart(engine_id="a", model="m", engine="0", submitted_at=0.0, finish_reason=FinishReason.STOP)
     assert sentences(world.story("a"), None, part)[-1].startswith("It ended with stop")
 
 

@@ -12,6 +12,7 @@ from infer.constraints.description import Structured
 from infer.dialects.answer import find_format, read_tools
 from infer.dialects.table import BY_NAME, HARMONY_MARKERS, THINKS, find_dialect, find_think
 from infer.errors import TemplateError
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.frontend.outputs import OutputBuilder
 from infer.sampling.params import SamplingParams
@@ -149,7 +150,7 @@ class Harmony:
 
         async def write(request: Request) -> AsyncGenerator[StepOutput, None]:
             for i, token_id in enumerate(ids):
-                last = reason if i == len(ids) - 1 else None
+                last = FinishReason(reason) if i == len(ids) - 1 else None
                 yield StepOutput(request.request_id, 0, (token_id,), finish_reason=last)
 
         self.wire = Wire(make_state(encoder, ScriptedClient(write)))
@@ -234,7 +235,7 @@ def test_markers_that_are_special_tokens_reach_the_parser(vocabulary: Tokenizer)
         assert form is not None and not form.is_forced
         builder = OutputBuilder(request, vocabulary, None, is_chat=True, form=form)
         ids = vocabulary.encode(CALL, parse_special=True, add_special=False)
-        builder.take(StepOutput("r", 0, tuple(ids), finish_reason="stop"))
+        builder.take(StepOutput("r", 0, tuple(ids), finish_reason=FinishReason.STOP))
         output = builder.build()
         assert output.reasoning == "Hm, final STOP?"
         assert output.text == "I look." if tools else "I look.\n\n{}", "without tools nothing is a call"
@@ -246,7 +247,7 @@ def test_an_answer_that_is_continued_has_no_header(vocabulary: Tokenizer) -> Non
     request = Request(request_id="r", prompt=(0,), params=SamplingParams())
     builder = OutputBuilder(request, vocabulary, None, is_chat=True, form=form)
     ids = vocabulary.encode("final words<|return|>", parse_special=True, add_special=False)
-    builder.take(StepOutput("r", 0, tuple(ids), finish_reason="stop"))
+    builder.take(StepOutput("r", 0, tuple(ids), finish_reason=FinishReason.STOP))
     assert builder.build().text == "final words"
 
 

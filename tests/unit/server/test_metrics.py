@@ -485,6 +485,20 @@ def test_counters_of_an_engine_s_lives_add_up_and_gauges_do_not() -> None:
     assert add_counters(now, EngineStats()) == now
 
 
+def test_times_of_ranks_are_shown_where_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, alone, shared = ServerMetrics("infer"), FakeClient(), FakeClient()
+    metrics.add("a", alone)
+    metrics.add("b", shared)
+    assert "infer_rank" not in metrics.text().decode()
+    stats = EngineStats(rank_step_s=9.5, rank_wait_s=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    monkeypatch.setattr(shared, "stats", lambda: stats)
+    rows = [line for line in metrics.text().decode().splitlines() if line.startswith("infer_rank")]
+    assert rows[0] == 'infer_rank_step_seconds_total{engine="0",model_name="b"} 9.5'
+    assert rows[2] == 'infer_rank_wait_seconds_total{engine="0",model_name="b",rank="0",wait="stage"} 2.0'
+    assert rows[6] == 'infer_rank_wait_seconds_total{engine="0",model_name="b",rank="1",wait="order"} 6.0'
+    assert len(rows) == 7
+
+
 def test_a_new_engine_gets_a_number_that_is_free() -> None:
     metrics = ServerMetrics("infer")
     clients = [metrics.add("m", FakeClient()) for _ in range(3)]

@@ -34,7 +34,8 @@ def page() -> Labels:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.server.metrics.read_gpu", lambda name: GpuReading(1, 2, 0.5, 0.5, 90.0, 40.0))
         client = FakeClient()
-        patch.setattr(client, "stats", lambda: EngineStats(gpu="GPU-1", accepted_by_position=(1,)))
+        stats = EngineStats(gpu="GPU-1", accepted_by_position=(1,), rank_wait_s=(0.0, 1.0, 2.0))
+        patch.setattr(client, "stats", lambda: stats)
         site = Site(client)
         assert site.request("GET", "/nothing/here").status_code == 404
         text = site.request("GET", "/metrics").text
@@ -118,6 +119,8 @@ def test_every_metric_family_with_a_meaning_for_operators_is_watched(page: Label
     unwatched = {name for name in families if name not in text}
     assert unwatched == {
         "infer_cache_config_info",
+        "infer_rank_step_seconds_total",
+        "infer_rank_wait_seconds_total",
         "infer_request_generation_tokens",
         "infer_request_inference_time_seconds",
         "infer_request_max_num_generation_tokens",

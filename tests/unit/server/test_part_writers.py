@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta, TextDelta
 from infer.errors import EngineError
+from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.parts import Part, PartWriter, place
@@ -89,7 +90,12 @@ def stream(
 
 def piece_of(events: Sequence[AnswerEvent], finish_reason: str | None = None) -> Piece:
     text = "".join(event.text for event in events if isinstance(event, ContentDelta))
-    delta = TextDelta(text=text, token_ids=(1,), finish_reason=finish_reason, events=tuple(events))
+    delta = TextDelta(
+        text=text,
+        token_ids=(1,),
+        finish_reason=FinishReason(finish_reason) if finish_reason else None,
+        events=tuple(events),
+    )
     return Piece(0, StepOutput("r", 0, (1,)), delta)
 
 
@@ -109,7 +115,7 @@ def read(frames: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 def message(parts: list[Part], finish_reason: str, stop_reason: str | int | None = None) -> dict[str, Any]:
     writer = MessageWriter(GENERATION, MessagesRequest(messages=[], max_tokens=1))
-    writer.parts, writer.finish_reason, writer.stop_reason = parts, finish_reason, stop_reason
+    writer.parts, writer.finish_reason, writer.stop_reason = parts, FinishReason(finish_reason), stop_reason
     return writer.body()
 
 
@@ -161,7 +167,7 @@ def test_a_stream_of_items_adds_up_to_the_response(
     events = stream(response_writer(), pieces, finish_reason)
     other = response_writer()
     parts = other.parts = parts_of(pieces)
-    other.finish_reason = finish_reason
+    other.finish_reason = FinishReason(finish_reason)
     whole = other.body()
     Response.model_validate(whole, strict=True)
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import msgspec
 import pytest
 import zmq
 from starlette.types import Message, Receive, Scope, Send
@@ -385,6 +386,25 @@ def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseEx
         asyncio.run(fleet.load("m", EngineConfig.from_knobs(model="x")))
     assert all(engine.is_closed for engine in engines) and not fleet.metrics.meters
     assert workers.forgotten == [7, 8] and not fleet.state.models
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("down", {"engine": "0", "reason": ""}, "Expected `int`, got `str` - at `$.engine`"),
+        ("down", {"engine": 0}, "missing required field `reason`"),
+        ("stop", {"now": True}, "unknown field `now`"),
+    ],
+)
+def test_a_message_that_does_not_fit_its_handler_is_an_error(
+    name: str, body: dict[str, Any], message: str
+) -> None:
+    async def main() -> None:
+        worker = Worker(Site().state, ServerMetrics("infer"), [])
+        with pytest.raises(msgspec.ValidationError, match=re.escape(message)):
+            worker.answer(name, body)
+
+    asyncio.run(main())
 
 
 def num_files() -> int:

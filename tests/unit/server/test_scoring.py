@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.loader.pooling import Scorer
 from infer.scheduling.request import Request, StepOutput
@@ -23,7 +24,7 @@ def wire(oracle: LLM, monkeypatch: pytest.MonkeyPatch) -> Wire:
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
         assert request.pooling == "last"
         embedding = (float(len(request.prompt)), 1.0)
-        yield StepOutput(request.request_id, 0, (), finish_reason="stop", embedding=embedding)
+        yield StepOutput(request.request_id, 0, (), finish_reason=FinishReason.STOP, embedding=embedding)
 
     monkeypatch.setitem(oracle.encoder.__dict__, "scorer", Scorer(row=(0.1, 0.0)))
     return Wire(make_state(oracle.encoder, ScriptedClient(script)))

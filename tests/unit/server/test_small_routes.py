@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from infer.errors import RequestError
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import to_unit
 from infer.loader.pooling import Pooling
@@ -199,7 +200,7 @@ def test_a_model_called_by_no_name_is_the_default(wire: Wire) -> None:
 def test_embeddings_use_the_engine_the_router_picks(oracle: LLM) -> None:
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
         embedding = (float(len(request.prompt)), 0.5)
-        yield StepOutput(request.request_id, 0, (), finish_reason="stop", embedding=embedding)
+        yield StepOutput(request.request_id, 0, (), finish_reason=FinishReason.STOP, embedding=embedding)
 
     wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))
     assert wire.ok("/v1/embeddings", {"input": [7, 8, 9]})["data"][0]["embedding"] == unit([3.0, 0.5])
@@ -214,7 +215,9 @@ def test_numbers_are_written_beside_the_event_loop_as_they_come(
 
     async def script(request: Request) -> AsyncGenerator[StepOutput, None]:
         done.append(("embed", threading.get_ident()))
-        yield StepOutput(request.request_id, 0, (), finish_reason="stop", embedding=states[request.prompt[0]])
+        yield StepOutput(
+            request.request_id, 0, (), finish_reason=FinishReason.STOP, embedding=states[request.prompt[0]]
+        )
 
     def noted(name: str) -> Callable[..., Any]:
         work = getattr(embeddings, name)

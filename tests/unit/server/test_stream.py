@@ -11,6 +11,7 @@ import pytest
 
 from infer.client.client import InProcessClient
 from infer.errors import EngineStopped, QueueFull, RequestError
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol import stream as stream_module
@@ -188,7 +189,7 @@ def test_several_tokens_of_one_step_are_several_chunks(oracle: LLM) -> None:
             request_id=request.request_id,
             index=0,
             token_ids=(303, 304),
-            finish_reason="stop",
+            finish_reason=FinishReason.STOP,
             stop_reason=304,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request, StepOutput
@@ -53,7 +54,7 @@ def test_only_large_logprobs_are_spelled_in_a_thread(
             index=0,
             token_ids=(300,) * num_tokens,
             logprobs=(ROW,) * num_tokens,
-            finish_reason="stop",
+            finish_reason=FinishReason.STOP,
         )
 
     wire = Wire(make_state(oracle.encoder, ScriptedClient(script)))

@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from infer.dialects.answer import read_tools
 from infer.dialects.table import BY_NAME, THINK
 from infer.errors import RequestError
+from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from tests.support.wire import ScriptedClient, Wire, make_state
@@ -51,7 +52,7 @@ class Talk:
     async def _write(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         for index, ids in enumerate(self.ids):
             for i, token_id in enumerate(ids):
-                reason = self._reason if i == len(ids) - 1 else None
+                reason = FinishReason(self._reason) if i == len(ids) - 1 else None
                 yield StepOutput(request.request_id, index, (token_id,), finish_reason=reason)
 
     def choice(self, **fields: Any) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def test_a_logprob_of_every_token_arrives(oracle: LLM) -> None:
     async def write(request: Request) -> AsyncGenerator[StepOutput, None]:
         for i, token_id in enumerate(ids):
             row = RowLogprobs(token_id, -0.5, 1, ())
-            reason = "stop" if i == len(ids) - 1 else None
+            reason = FinishReason.STOP if i == len(ids) - 1 else None
             yield StepOutput(request.request_id, 0, (token_id,), logprobs=(row,), finish_reason=reason)
 
     talk.engine._script = write

@@ -211,26 +211,27 @@ def plain(nodes: list[dict[str, Any]]) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes"),
-    [
-        ("a *b* c", ["a ", ["em", "b"], " c"]),
-        ("**b *i***", [["strong", "b ", ["em", "i"]]]),
-        ("***b* s**", [["strong", ["em", "b"], " s"]]),
-        ("snake_case_name 2 * 3 * 4", ["snake_case_name 2 * 3 * 4"]),
-        ("~~gone~~ ~kept~", [["del", "gone"], " ~kept~"]),
-        ("``a`b`` `open", [["code", "a`b"], " `open"]),
-        (r"\*no\* \q", [r"*no* \q"]),
-        ("[a *b*](https://x/y)", [["link", "https://x/y", "a ", ["em", "b"]]]),
-        ("[a](https://x/(y) 'title')", [["link", "https://x/(y)", "a"]]),
-        ("hi! ![a](https://x/y) ![b]", ["hi! ", ["link", "https://x/y", "a"], " ![b]"]),
-        ("[a](javascript:x) [b](/c)", ["[a](javascript:x) [b](/c)"]),
-        ("(see https://x/y).", ["(see ", ["link", "https://x/y", "https://x/y"], ")."]),
-        ("<https://x/> <b> a<br>b", [["link", "https://x/", "https://x/"], " <b> a\nb"]),
-    ],
-)
-def test_markdown_within_a_line(tmp_path: Path, text: str, nodes: list[Any]) -> None:
-    assert plain(run_js(f"markdown.parseInline({json.dumps(text)})", tmp_path)) == nodes
+INLINE: list[tuple[str, list[Any]]] = [
+    ("a *b* c", ["a ", ["em", "b"], " c"]),
+    ("**b *i***", [["strong", "b ", ["em", "i"]]]),
+    ("***b* s**", [["strong", ["em", "b"], " s"]]),
+    ("snake_case_name 2 * 3 * 4", ["snake_case_name 2 * 3 * 4"]),
+    ("~~gone~~ ~kept~", [["del", "gone"], " ~kept~"]),
+    ("``a`b`` `open", [["code", "a`b"], " `open"]),
+    (r"\*no\* \q", [r"*no* \q"]),
+    ("[a *b*](https://x/y)", [["link", "https://x/y", "a ", ["em", "b"]]]),
+    ("[a](https://x/(y) 'title')", [["link", "https://x/(y)", "a"]]),
+    ("hi! ![a](https://x/y) ![b]", ["hi! ", ["link", "https://x/y", "a"], " ![b]"]),
+    ("[a](javascript:x) [b](/c)", ["[a](javascript:x) [b](/c)"]),
+    ("(see https://x/y).", ["(see ", ["link", "https://x/y", "https://x/y"], ")."]),
+    ("<https://x/> <b> a<br>b", [["link", "https://x/", "https://x/"], " <b> a\nb"]),
+]
+
+
+def test_markdown_within_a_line(tmp_path: Path) -> None:
+    calls = ", ".join(f"markdown.parseInline({json.dumps(text)})" for text, _ in INLINE)
+    for (text, nodes), made in zip(INLINE, run_js(f"[{calls}]", tmp_path), strict=True):
+        assert plain(made) == nodes, text
 
 
 def test_markdown_in_blocks(tmp_path: Path) -> None:

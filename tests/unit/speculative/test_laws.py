@@ -423,8 +423,8 @@ def test_a_tree_under_shared_noise_is_the_plain_text(
 NUM_CLASSES, LENGTH, NUM_DRAFTS = 3, 3, 2
 PARAMS = [
     pytest.param(SamplingParams(temperature=0.8), id="temperature"),
-    pytest.param(SamplingParams(temperature=1.3, top_k=40), id="top-k"),
-    pytest.param(SamplingParams(top_p=0.8), id="top-p"),
+    pytest.param(SamplingParams(top_p=0.8), id="top-p", marks=pytest.mark.slow),
+    pytest.param(SamplingParams(temperature=1.3, top_k=40, top_p=0.9), id="top-k and top-p"),
 ]
 
 

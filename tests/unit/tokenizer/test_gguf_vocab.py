@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.errors import CheckpointError
+from infer.tokenizer.gguf_vocab import _merges_from_scores
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, gpt2_tokenizer, spm_metadata, spm_tokenizer
 
@@ -59,6 +60,18 @@ def test_scores_give_the_merges_sentencepiece_makes(text: str) -> None:
     tokenizer = spm_tokenizer()
     found = [tokens[i] for i in tokenizer.encode(text, add_special=False)]
     assert found == sentencepiece(text, scores)
+
+
+def test_a_list_of_merges_takes_the_place_of_scores() -> None:
+    metadata = spm_metadata(add_space_prefix=False)
+    lists = (metadata[KEY + name] for name in ("tokens", "token_type", "scores"))
+    merges = [" ".join(pair) for pair in _merges_from_scores(*lists)]
+    listed = {key: value for key, value in metadata.items() if not key.endswith(("scores", "prefix"))}
+    gemma4 = Tokenizer.from_gguf(listed | {KEY + "model": "gemma4", KEY + "merges": merges})
+    by_scores = Tokenizer.from_gguf(metadata)
+    for text in ("a  a", "the in the", "\n\nhe €"):
+        assert gemma4.encode(text) == by_scores.encode(text)
+        assert gemma4.decode(gemma4.encode(text, add_special=False)) == text
 
 
 def test_runs_of_spaces_stored_as_spaces_are_marks() -> None:

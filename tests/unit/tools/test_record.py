@@ -157,7 +157,7 @@ def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixt
         (
             3,
             {"transfers": [["eval", 1, 2]]},
-            "line 3: 'transfers[0][0]' is \"eval\", expected `str` matching regex",
+            "line 3: 'transfers[0][0]' is \"eval\", invalid enum value",
         ),
         (3, {"step": 10**15}, "goes from step 0 to 1000000000000000"),
     ],

@@ -1036,7 +1036,7 @@ def _windows_of(
     tokens: list[int] = []
     found = []
     for number, (last, count, end) in enumerate(zip(*columns, strict=True)):
-        if count > 1:  # no row of this order decodes
+        if count > 1:  # the order has no row that decodes
             tokens = tokens or order.tokens.tolist()
             drafts = tokens[end - count + 1 : end]
             found.append(Drawn(number, last + 1 - count, drafts, decided.get(number)))

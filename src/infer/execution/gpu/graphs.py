@@ -164,7 +164,7 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
-        if num_drafts:  # its rows never decode by themselves, nor with a prompt
+        if num_drafts:  # its rows never decode by themselves, nor next to a prompt
             sizes = [size for size in sizes if size.num_tokens and size.num_rows in (0, self._mixed_rows[0])]
             turns = range(1, num_drafts + 1)
             sizes += [StepSize(rows, 0, num_drafts=count) for rows in self._draft_rows for count in turns]

@@ -51,7 +51,7 @@ from infer.kernels.delta.paged import recur_paged
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.profiles import device_profile, gpu_of
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.config import ModelConfig
 
@@ -216,7 +216,7 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
     if asked == "auto" and not is_gpu(store.device):
         return "triton"
     heads = _cached_heads(config, store, block_size)
-    return _or_triton(asked, lambda: heads.check(store.device))
+    return _or_triton(asked, lambda: heads.check(gpu_of(store.device)))
 
 
 def _check_plain_scores(asked: str, config: ModelConfig) -> None:

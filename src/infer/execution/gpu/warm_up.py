@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from infer.cache.layout import TransferKind
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepSize
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks
@@ -72,7 +73,7 @@ class WarmUp:
             self.compile()
             yield "compile"
             device.rows.send_padding()
-            device.store.transfer([("copy", 0, 0)])
+            device.store.transfer([(TransferKind.COPY, 0, 0)])
             for num_tokens, num_rows in self._ragged_sizes():
                 self._try(partial(self._run_ragged, self._ends, num_tokens, num_rows))
                 yield "try"

@@ -39,8 +39,8 @@ An item carries three things along: the largest score so far, the sum of 2^(scor
 weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In a
 projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
-Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). The choice is
-made here, from `DecodeWork.backend` and S * G, the kv heads of all rows. Fastest on an H200 (`auto`):
+Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). `DECODE_WAYS`
+(choice.py) is the order of them, by backend and S * G, the kv heads of all rows. On an H200 (`auto`):
 
     S * G                        every token decodes             rows and chunks of prompts
     up to 64 (heads of 128)      projected, CUDA C++             Triton
@@ -62,7 +62,6 @@ from dataclasses import replace
 
 import torch
 
-from infer.config.backends import REFERENCE
 from infer.config.profiles.profile import DecodeConfig
 from infer.kernels.attention.decode_cuda import attend_decode_cuda, attend_projected_cuda
 from infer.kernels.attention.decode_work import ITEM_INTS, DecodeWork
@@ -522,11 +521,11 @@ def attend_decode(
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
     S, N, H = q_SNH.shape
-    is_faster = kv.scales is not None or not work.is_projected_faster(S)
-    if work.backend == "cuda" or (work.backend == "auto" and is_faster):
+    chosen = work.choose(S, has_codes=kv.scales is not None, decodes_only=False)
+    if chosen.by == "cuda":
         assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
         return attend_decode_cuda(q_SNH, kv, work, out=out)
-    if work.backend == REFERENCE or not use_triton(q_SNH):
+    if chosen.by == "torch" or not use_triton(q_SNH):
         result = attend_decode_reference(q_SNH, kv, rows_S, lens_S)
         return result if out is None else out.copy_(result)
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
@@ -547,8 +546,7 @@ def attend_projected(
     """
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
     H = qkv_SX.shape[1] // (N + 2 * G)
-    is_faster = kv.scales is not None or work.profile.cuda_projected_heads.get(H, 0) >= S * G
-    if work.backend == "cuda" or (work.backend == "auto" and is_faster):
+    if work.choose(S, has_codes=kv.scales is not None, decodes_only=True).by == "cuda":
         assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
         return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):

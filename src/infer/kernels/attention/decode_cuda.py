@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from infer.config.profiles.find import Gpu
 from infer.errors import ConfigError
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.paged import PagedKV
 from infer.kernels.attention.reference import LOG2E
 from infer.kernels.elementwise.heads import HeadTransform
 from infer.kernels.runtime.cuda_build import PreparedLaunch, index_of, load_kernels
-from infer.kernels.runtime.dispatch import compiles_only, launch_options, nvidia_capability
+from infer.kernels.runtime.dispatch import compiles_only, launch_options
+from infer.kernels.runtime.profiles import gpu_of
 
 Defines = tuple[tuple[str, int], ...]
 
@@ -74,7 +76,7 @@ class CachedHeads(NamedTuple):
     block_size: int
     kept_as: torch.dtype | None = None  # the 8-bit type of keys and values (kv_codes.py); None: `dtype`
 
-    def check(self, device: torch.device) -> None:
+    def check(self, gpu: Gpu) -> None:
         """ConfigError if the kernels cannot be had for this model on this GPU."""
         group = self.num_heads // self.num_kv_heads
         if self.dtype not in (torch.float16, torch.bfloat16):
@@ -85,7 +87,7 @@ class CachedHeads(NamedTuple):
             reason = f"at most {_MAX_GROUP} query heads per kv head, and this model has {group}"
         elif self.block_size % _TILE:
             reason = f"block_size to be a multiple of {_TILE}, and it is {self.block_size}"
-        elif (capability := nvidia_capability(device)) < _OLDEST:
+        elif (capability := gpu.capability) < _OLDEST:
             reason = "an NVIDIA GPU of compute capability 8.0 or later, and this one has {}.{}".format(
                 *capability
             )
@@ -124,7 +126,7 @@ def compile_decode(
     kernel: CudaKernel, heads: CachedHeads, device: torch.device, *, has_norm: bool = False
 ) -> None:
     """Compile now what the kernel's first call would, so that an error comes when the engine is built."""
-    heads.check(device)
+    heads.check(gpu_of(device))
     pdl = launch_options(device)["PDL"]
     prepare_launch(kernel, heads.defines(kernel, pdl=pdl, has_norm=has_norm), index_of(device), pdl)
 

@@ -30,6 +30,8 @@ from __future__ import annotations
 import torch
 
 from infer.config.profiles.profile import AttentionProfile
+from infer.kernels.attention.choice import DECODE_WAYS, DecodeLaunch, DecodeProblem
+from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import jit_for_any, next_power_of_two, num_sms, tl, use_triton
 from infer.kernels.runtime.profiles import device_profile
 
@@ -94,7 +96,8 @@ class DecodeWork:
     ) -> None:  # fmt: skip
         self.profile = profile or device_profile(torch.device(device)).attention
         self.max_rows, self.max_len, self.num_kv_heads = max_rows, max_len, num_kv_heads
-        self.backend = backend
+        self.head_dim, self.backend = head_dim, backend
+        self._chosen: dict[tuple[int, bool, bool], DecodeLaunch] = {}
         self._split_len = split_len
         self._lists: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._max_items = max(rows * self.max_splits(rows) for rows in range(1, max_rows + 1))
@@ -108,7 +111,25 @@ class DecodeWork:
 
     def is_projected_faster(self, num_rows: int) -> bool:
         """Return True if `attend_projected` beats `norm_rope_write` and `attend_decode` for these rows."""
-        return num_rows * self.num_kv_heads <= self.profile.projected_heads
+        return self.choose(num_rows, has_codes=False, decodes_only=True).is_projected
+
+    def choose(self, num_rows: int, *, has_codes: bool, decodes_only: bool) -> DecodeLaunch:
+        """The kernel for rows that decode; see `DecodeProblem`."""
+        key = num_rows, has_codes, decodes_only
+        if key not in self._chosen:
+            self._chosen[key] = choose(
+                DECODE_WAYS,
+                DecodeProblem(
+                    num_rows,
+                    self.num_kv_heads,
+                    self.head_dim,
+                    self.backend,
+                    self.profile,
+                    has_codes,
+                    decodes_only,
+                ),
+            )
+        return self._chosen[key]
 
     def split_len(self, num_rows: int) -> int:
         """Positions in the shortest splits of a batch of this many rows."""

@@ -27,7 +27,9 @@ from typing import NamedTuple
 import torch
 
 from infer.config.profiles.profile import AttentionProfile
+from infer.kernels.attention.choice import least_for_cudnn
 from infer.kernels.attention.prefill import PrefillChunk
+from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.profiles import device_profile
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,9 @@ class Batch(NamedTuple):
     shape: Shape
 
 
-def dense_shapes(
-    profile: AttentionProfile, num_heads: int, head_dim: int, max_tokens: int, max_len: int
-) -> Iterator[Shape]:
+def dense_shapes(profile: AttentionProfile, least: int, max_tokens: int, max_len: int) -> Iterator[Shape]:
     """The shapes that plans are made for, those of one prompt first; no prompt has more than `max_len`."""
-    lengths, least, pad_len = [], dict(profile.cudnn_min_lens), profile.cudnn_pad_len
-    if num_heads <= profile.cudnn_few_heads:
-        least |= profile.cudnn_few_heads_min_lens
-    length = least[head_dim]
+    lengths, length, pad_len = [], least, profile.cudnn_pad_len
     while length <= min(max_tokens, padded_len(max_len, pad_len)):
         lengths.append(length)
         length = padded_len(length + 1, pad_len)
@@ -87,8 +84,9 @@ class DenseAttention:
         self._heads, self._scale = (num_heads, num_kv_heads, head_dim), scale
         self._dtype, self._device, self._call = dtype, device, attend or attend_by_cudnn
         self._wanted: list[Shape] = []
-        if dtype.itemsize == 2 and head_dim in profile.cudnn_min_lens:
-            self._wanted = list(dense_shapes(profile, num_heads, head_dim, max_tokens, max_len))
+        least = least_for_cudnn(profile, num_heads, head_dim, dtype)
+        if not isinstance(least, Declined):
+            self._wanted = list(dense_shapes(profile, least, max_tokens, max_len))
         self._wanted.reverse()
         self.ready: set[Shape] = set()
 

@@ -16,20 +16,30 @@ import torch
 
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
-from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.communicator import Communicator, RankLine
 
 HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
 WORD_BYTES = 64
 MAX_RANKS = 64
 CAPACITY = 1 << 19  # floats that a rank exchanges at once
+PIPE_SLOTS = 8  # pieces of that size that a stage may be ahead of the next one
 OUTSIDE = -(2**63)  # row of an id that another rank has
-_EXCHANGE = struct.Struct("qqqqqqqqqqq")
+_EXCHANGE = struct.Struct("qqqqqqqqqqqq")
+_PASS = struct.Struct("qqqqqqq")
 _OWN_IDS = struct.Struct("qqqqq")
+_LINE = struct.Struct("<IIIIQQQ")  # a rank's line of the header, as csrc/collectives.c has it
+_PIPE_BYTES = 2 * WORD_BYTES + PIPE_SLOTS * CAPACITY * 4
 
 
 def region_bytes(size: int) -> int:
-    """The memory that this many ranks share for their exchanges."""
-    return HEADER_BYTES + 2 * size * CAPACITY * 4
+    """The memory that this many ranks share for their exchanges; untouched parts of it take no room."""
+    return HEADER_BYTES + 2 * size * CAPACITY * 4 + size * _PIPE_BYTES
+
+
+def read_line(memory: mmap.mmap, rank: int) -> RankLine:
+    """The state that a rank has written down."""
+    arrived, _, ticks, waiting, *times = _LINE.unpack_from(memory, WORD_BYTES * (1 + rank))
+    return RankLine(arrived + ticks, waiting, *(time * 1e-9 for time in times))
 
 
 def address_of(memory: mmap.mmap, offset: int = 0) -> int:
@@ -38,11 +48,18 @@ def address_of(memory: mmap.mmap, offset: int = 0) -> int:
 
 
 class SharedCommunicator(Communicator):
-    """One rank that talks to the others through memory that all ranks have mapped."""
+    """One rank that talks to the others through memory that all ranks have mapped.
 
-    def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int) -> None:
+    Where layers are in stages, it adds up with the ranks of its own stage, which have numbers in a row.
+    """
+
+    def __init__(
+        self, library: Library, memory: mmap.mmap, rank: int, size: int, num_stages: int = 1
+    ) -> None:
         assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
-        self.rank, self.size = rank, size
+        self.size = size // num_stages  # ranks of the stage
+        self.rank = rank % self.size
+        self._number, self._first = rank, rank - self.rank
         self.on_abort: list[Callable[[], None]] = []  # ends of waits elsewhere than in this memory
         self._library, self._memory, self.address = library, memory, address_of(memory)
 
@@ -78,11 +95,50 @@ class SharedCommunicator(Communicator):
         return out_MV
 
     def _exchange(self, run: int, num_rows: int, *fields: int) -> None:
-        args = _EXCHANGE.pack(*fields, self.address, self.rank, self.size, CAPACITY)
-        if recorder() is not None:
-            run_or_record(self._library, run, args, num_rows=num_rows)
-        else:  # not with the lock of the pool of threads: others may compute while this one waits
-            self._library.exchange[run](args, 0)
+        args = _EXCHANGE.pack(*fields, self.address, self._number, self._first, self.size, CAPACITY)
+        _run(self._library, run, args, num_rows)
+
+
+class SharedPipe:
+    """The way of hidden states from the stage before to this one, and from this one to the next.
+
+    The last stage has the ranks from 0 on, the one before it those that follow, and so on: a rank takes the
+    rows of the rank that has its place in the stage before.
+    """
+
+    def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int, num_stages: int) -> None:
+        self.num_stages, group = num_stages, size // num_stages
+        self.stage = num_stages - 1 - rank // group
+        self._library, self._memory, self._rank, self._region = library, memory, rank, address_of(memory)
+        pipes = region_bytes(size) - size * _PIPE_BYTES
+        self._out, self._in = (self._region + pipes + each * _PIPE_BYTES for each in (rank, rank + group))
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows [num_rows, width] that the stage before passes on."""
+        x_MN = empty((num_rows, width))
+        self._run(self._library.take_rows, x_MN, self._in)
+        return x_MN if dtype is torch.float32 else x_MN.to(dtype)
+
+    def pass_on(self, x_MN: torch.Tensor) -> None:
+        """Pass rows on to the next stage; waits where that one is far behind."""
+        self._run(self._library.pass_on, x_MN.to(torch.float32).contiguous(), self._out)
+
+    def tick(self) -> None:
+        """Say that another layer is computed."""
+        args = _PASS.pack(0, 0, 0, 0, self._region, self._rank, 0)
+        _run(self._library, self._library.tick, args, 0)
+
+    def _run(self, run: int, x_MN: torch.Tensor, pipe: int) -> None:
+        M, N = x_MN.shape
+        args = _PASS.pack(M, x_MN.data_ptr(), N, pipe, self._region, self._rank, CAPACITY)
+        _run(self._library, run, args, M)
+
+
+def _run(library: Library, run: int, args: bytes, num_rows: int) -> None:
+    if recorder() is not None:
+        run_or_record(library, run, args, num_rows=num_rows)
+    else:  # not with the lock of the pool of threads: others may compute while this one waits
+        library.exchange[run](args, 0)
 
 
 COLUMNS_ALIGNED = 32  # columns of a rank: codes of any number of bits along them fill whole words

@@ -66,15 +66,21 @@ class Library:
         self.all_reduce = self._address("infer_all_reduce")
         self.all_gather = self._address("infer_all_gather")
         self.own_ids = self._address("infer_own_ids")
+        self.pass_on = self._address("infer_pass_on")
+        self.take_rows = self._address("infer_take_rows")
+        self.tick = self._address("infer_tick")
         c.infer_word_get.argtypes = (ctypes.c_void_p,)
         c.infer_word_get.restype = ctypes.c_uint32
         c.infer_word_set.argtypes = (ctypes.c_void_p, ctypes.c_uint32)
         c.infer_word_set.restype = None
-        c.infer_word_wait.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
+        c.infer_word_wait.argtypes = (
+            ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+        )  # fmt: skip
         c.infer_word_wait.restype = ctypes.c_int64
         self.word_get, self.word_set, self.word_wait = c.infer_word_get, c.infer_word_set, c.infer_word_wait
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)
-        self.exchange = {each: kernel(each) for each in (self.all_reduce, self.all_gather)}  # called alone
+        alone = self.all_reduce, self.all_gather, self.pass_on, self.take_rows, self.tick
+        self.exchange = {each: kernel(each) for each in alone}  # called without the lock of the pool
         self.num_threads = 1
         self.set_threads(torch.get_num_threads())
 

@@ -20,7 +20,7 @@ from infer.kernels.elementwise.kv_codes import KVScales
 GROUP = 32  # weights that share a scale
 SCALE_BYTES = {8: 2, 4: 4}  # code bits -> bytes per group: a scale, or a scale and a minimum (csrc/linear.h)
 TILE = 16  # rows of a matrix that are packed together
-MAX_HEAD = 256  # channels of a head that attention.c has room for
+MAX_HEAD = 512  # channels of a head that attention.c has room for
 EXACT_DIGITS, FAST_DIGITS = 2, 1  # 8-bit digits that an activation is rounded to (csrc/linear.h)
 MAX_LIKELY = 4096  # ids of a row that may be drawn: sampling.c has no room for more
 ITEM_TOKENS = 16  # tokens of a prompt that attend together

@@ -215,7 +215,7 @@ def judge_windows(
     """Let the rows of a step that verifies go on from the last token that each keeps, and the id drawn there.
 
     The tokens of a row stand side by side. One that follows an id other than itself is not kept, nor is what
-    follows it. The result is of no use for a window with more than `LOOKED_BACK` drafts.
+    follows it. The result is of no use for a window of more than `LOOKED_BACK` drafts.
     """
     if not use_triton(rows_S):
         judge_windows_reference(

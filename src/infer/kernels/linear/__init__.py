@@ -10,5 +10,6 @@ cuda.py            what these two share
 split.py           a hundred tokens or two: K split into a batch of products, added up by the next norm
 invariant.py       the same bits whatever the batch
 coded.py           weights of 8 or 4 bits: their layout
+problems.py        the numbers that a kernel is chosen by
 residual.py        the residual stream as kernels pass it on
 """

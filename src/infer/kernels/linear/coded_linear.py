@@ -18,6 +18,7 @@ Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inpu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +34,16 @@ from infer.kernels.linear.coded_triton import (
     quantize_rows,
     scale_sums_kernel,
 )
-from infer.kernels.linear.compiled import CompiledLinears
-from infer.kernels.linear.pdl import PdlConfig
+from infer.kernels.linear.compiled import CompiledLinears, CudaConfig
+from infer.kernels.linear.cuda import are_pieces
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.small import launch
-from infer.kernels.linear.wgmma import WgmmaConfig
-from infer.kernels.runtime.dispatch import INTERPRETED, nvidia_capability, use_triton
+from infer.kernels.runtime.choice import Declined, Way, choose
+from infer.kernels.runtime.dispatch import INTERPRETED, use_triton
 from infer.kernels.runtime.launch import launch_triton
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.profiles import gpu_of
+
+Multiply = Callable[[torch.Tensor, CodedWeights, torch.Tensor | None], torch.Tensor]
 
 _CODE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
@@ -57,12 +61,26 @@ def coded_linear_reference(
 
 def plan_of(
     x_MX: torch.Tensor, w: CodedWeights, *, gated: bool, compiled: CompiledLinears | None
-) -> PdlConfig | WgmmaConfig | None:
+) -> CudaConfig | None:
     """The cut of the CUDA C++ kernel for as many tokens as `x_MX` has; None: another kernel multiplies."""
     if compiled is None or x_MX.dim() != 2:
         return None
-    N = w.num_rows // 2 if gated else w.num_rows
-    return compiled.find(x_MX, w, N, w.size, gated=gated)
+    plan = _plan(x_MX, w, gated, compiled)
+    return plan if isinstance(plan, CudaConfig) else None
+
+
+def _plan(
+    x_MX: torch.Tensor, w: CodedWeights, gated: bool, compiled: CompiledLinears | None,
+    int8_tokens: bool = False,
+) -> CudaConfig | Multiply:  # fmt: skip
+    N, gpu = w.num_rows // 2 if gated else w.num_rows, gpu_of(x_MX.device)
+    problem = LinearProblem(
+        len(x_MX), N, w.size, gated, x_MX.dtype, gpu, form=w.form, int8_tokens=int8_tokens
+    )
+    plan = choose(ways := coded_ways(compiled), problem)
+    if isinstance(plan, CudaConfig) and not are_pieces(x_MX, w):
+        return choose(ways, problem._replace(is_aligned=False))
+    return plan
 
 
 def coded_linear(
@@ -81,19 +99,11 @@ def coded_linear(
     if activation:
         check_gate(activation)
     gated = bool(activation) and bias_N is None
-    if (plan := plan_of(x_MK, w, gated=gated, compiled=compiled)) is not None:
+    plan = _plan(x_MK, w, gated, compiled, int8_tokens)
+    if isinstance(plan, CudaConfig):
         y_MN = launch(plan, x_MK, w, bias_N=bias_N, activation=activation if gated else "")
         return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
-    if not use_triton(x_MK):
-        y_MN = coded_linear_reference(x_MK, w, bias_N)
-    elif x_MK.element_size() == 2 and len(x_MK) <= device_profile(x_MK.device).linear.few_coded_tokens:
-        y_MN = _multiply_few(x_MK, w, bias_N)
-    elif _has_fp8_units(x_MK, w):
-        y_MN = _multiply_in_fp8(x_MK, w, bias_N)
-    elif int8_tokens and _has_int8_units(x_MK, w):
-        y_MN = multiply_in_int8(x_MK, w, bias_N)
-    else:
-        y_MN = F.linear(x_MK, expand(w, x_MK.dtype), bias_N)
+    y_MN = plan(x_MK, w, bias_N) if use_triton(x_MK) else coded_linear_reference(x_MK, w, bias_N)
     return gated_activation(y_MN, activation=activation) if activation else y_MN
 
 
@@ -170,22 +180,40 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
     return y_MN
 
 
-def _has_fp8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
-    """True if the library multiplies these codes as they are: one scale per row, or (Hopper) per 128x128."""
-    (codes, group, _, scale_rows), capability = w.form, nvidia_capability(x_MK.device)
-    if codes != "fp8" or x_MK.dtype is not torch.bfloat16:
-        return False
-    if not group:
-        return capability >= _FP8_UNITS and not (w.num_rows % 16 or w.size % 16)
-    is_blocks = (group, scale_rows) == (128, 128) and not (w.num_rows % 128 or w.size % 128)
-    return is_blocks and capability == (9, 0)
+def _multiply_unpacked(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x_MK, expand(w, x_MK.dtype), bias_N)
 
 
-def _has_int8_units(x_MK: torch.Tensor, w: CodedWeights) -> bool:
-    """Return True if the library multiplies these integers as they are, and fast."""
-    has_units = _INT8_UNITS <= nvidia_capability(x_MK.device) < _NO_INT8_UNITS
-    is_even = not (w.num_rows % 16 or w.size % 16)
-    return has_units and is_even and w.form == CodedForm("int8") and x_MK.element_size() == 2
+def _covers_few(problem: LinearProblem) -> Multiply | Declined:
+    most = problem.gpu.profile.linear.few_coded_tokens
+    if problem.num_tokens > most or problem.dtype.itemsize != 2:
+        return Declined(f"for up to {most} tokens of 16 bits")
+    return _multiply_few
+
+
+def _covers_fp8(problem: LinearProblem) -> Multiply | Declined:
+    """The library multiplies these codes as they are: one scale per row, or (Hopper) per 128x128."""
+    assert problem.form is not None, problem
+    codes, group, _, scale_rows = problem.form
+    if codes != "fp8" or problem.dtype is not torch.bfloat16:
+        return _NOT_FP8
+    sizes = (problem.num_rows, problem.K)
+    if group and ((group, scale_rows) != (128, 128) or any(size % 128 for size in sizes)):
+        return _NO_FP8_LAYOUT
+    if not group and any(size % 16 for size in sizes):
+        return _NO_FP8_LAYOUT
+    has_units = problem.gpu.capability == (9, 0) if group else problem.gpu.capability >= _FP8_UNITS
+    return _multiply_in_fp8 if has_units else _NO_FP8_UNITS
+
+
+def _covers_int8(problem: LinearProblem) -> Multiply | Declined:
+    """The library multiplies these integers as they are, and fast."""
+    if not problem.int8_tokens or problem.form != CodedForm("int8") or problem.dtype.itemsize != 2:
+        return _NOT_W8A8
+    if problem.num_rows % 16 or problem.K % 16:
+        return Declined("for sizes that are multiples of 16")
+    has_units = _INT8_UNITS <= problem.gpu.capability < _NO_INT8_UNITS
+    return multiply_in_int8 if has_units else _NO_INT8
 
 
 def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,3 +265,21 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
         )
         del codes, sums  # before the next ones are made: `scratch_bytes` counts one of each
     return y_MN
+
+
+_NOT_FP8 = Declined("for codes in fp8 and tokens in bfloat16")
+_NO_FP8_LAYOUT = Declined("the library has no layout for these sizes or groups")
+_NO_FP8_UNITS = Declined("the GPU has no matrix units for it: compute capability 8.9, in blocks 9.0")
+_NOT_W8A8 = Declined("for files whose scheme rounds tokens to 8 bits")
+_NO_INT8 = Declined("for compute capability 8.0 to 9.x: others have no fast units for int8")
+_WAYS: tuple[Way[LinearProblem, CudaConfig | Multiply], ...] = (
+    Way("Triton, unpacked tile by tile", _covers_few),
+    Way("library, fp8", _covers_fp8),
+    Way("library, int8", _covers_int8),
+    Way("library, after unpacking", lambda problem: _multiply_unpacked),
+)
+
+
+def coded_ways(compiled: CompiledLinears | None) -> tuple[Way[LinearProblem, CudaConfig | Multiply], ...]:
+    """The ways to multiply with coded weights, the fastest first."""
+    return _WAYS if compiled is None else (*compiled.coded_ways, *_WAYS)

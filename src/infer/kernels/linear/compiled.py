@@ -12,7 +12,7 @@ has a cut gets its kernel, whatever the others have.
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
     up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
-    1 to 128 tokens     matrices of the layers in a step with LoRA adapters                     wgmma.py
+    1 to 128 tokens     matrices of the layers in a step with LoRA adapters              wgmma.py, shrink.py
 
     linears = CompiledLinears(device)
     linears.want(matrix) ...            projections, while they are prepared
@@ -30,24 +30,33 @@ from typing import Any
 
 import torch
 
+from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
 from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
-from infer.kernels.linear.low_rank import CHUNK, LowRankStack
+from infer.kernels.linear.low_rank import LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.problems import LinearProblem
+from infer.kernels.linear.shrink import Shrink, takes
 from infer.kernels.linear.wgmma import WgmmaConfig
+from infer.kernels.runtime.choice import Declined, Way
 from infer.kernels.runtime.cuda_build import BuildError
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.profiles import gpu_of
 
 logger = logging.getLogger(__name__)
+
+CudaConfig = PdlConfig | WgmmaConfig
+LinearWay = Way[LinearProblem, CudaConfig]
 
 
 class CompiledLinears:
     """The products of one model that run in CUDA C++, and how their matrices are cut."""
 
-    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
-        self.device, self._enabled = device, enabled and is_for(device)
-        profile = device_profile(device).linear
+    def __init__(self, device: torch.device, *, gpu: Gpu | None = None, enabled: bool = True) -> None:
+        """`gpu`: choose for this one instead of the device's own."""
+        self.device, self.gpu = device, gpu or gpu_of(device)
+        self._enabled = enabled and is_for(self.gpu)
+        profile = self.gpu.profile.linear
         most, most_coded = profile.wgmma_tokens, max(profile.coded_tokens, profile.fp8_tokens)
         self.pdl = pdl.make_kernel(profile)
         self.wgmma = wgmma.make_kernel(profile, range(2, most + 1))  # one token needs no tensor cores
@@ -56,10 +65,19 @@ class CompiledLinears:
         self.coded = wgmma.make_kernel(profile, range(1, most_coded + 1), coded=True)
         self.low_rank = wgmma.make_kernel(profile, range(1, wgmma.MAX_TOKENS + 1), low_rank=True)
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
+        ways: list[LinearWay] = [Way(kernel.name, kernel.covers) for kernel in self._kernels]
+        self.dense_ways, self.coded_ways = tuple(ways[:3]), tuple(ways[3:])
+        self.pdl.why_not = self.wgmma.why_not = Declined("for the matrices of the layers")
+        self.wgmma_more.why_not = Declined("for gates, and matrices that write into the residual stream")
+        if not self._enabled:
+            sms = f"compute capability 9.0 and {profile.num_sms} SMs"
+            for kernel in self._kernels:
+                kernel.why_not = Declined(f"it is for {sms}")
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}
         self._low_rank: dict[Matrix, None] = {}
+        self._shrink = Shrink()
         self._others: list[PdlKernel] = []
 
     def use(self, kernel: PdlKernel) -> None:
@@ -76,8 +94,11 @@ class CompiledLinears:
 
     def want_low_rank(self, matrix: Matrix, stack: LowRankStack) -> None:
         """Note a matrix whose tokens may have adapters."""
-        if self._enabled and _takes(stack):
+        if self._enabled and takes(stack):
             self._low_rank[matrix] = None
+            if self._shrink not in self._others:
+                self._others.append(self._shrink)
+            self._shrink.want(stack)
 
     @property
     def is_wanted(self) -> bool:
@@ -106,7 +127,8 @@ class CompiledLinears:
                 other.load(self.device)
             except BuildError as error:
                 other.num_ready = 0
-                logger.info("Triton computes experts: their kernels are to be compiled and %s", error)
+                what = "LoRA adapters" if other is self._shrink else "experts"
+                logger.info("Triton computes %s: their kernels are to be compiled and %s", what, error)
         return self.num_ready == expected
 
     @property
@@ -134,7 +156,9 @@ class CompiledLinears:
         self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, stack: LowRankStack, *, gated: bool
     ) -> WgmmaConfig | None:
         """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
-        return self.low_rank.find(x_MX, w, N, K, gated=gated) if _takes(stack) else None
+        if not self._shrink.num_ready or not takes(stack):
+            return None
+        return self.low_rank.find(x_MX, w, N, K, gated=gated)
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
@@ -144,8 +168,3 @@ class CompiledLinears:
             if config := kernel.find(x_MX, w, N, K, gated=gated):
                 return config
         return None
-
-
-def _takes(stack: LowRankStack) -> bool:
-    """Return True if the kernel of a matrix can multiply with its adapters."""
-    return stack.a.dtype is torch.bfloat16 and stack.has_few_chunks and stack.a.shape[-1] % CHUNK == 0

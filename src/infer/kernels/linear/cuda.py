@@ -20,11 +20,13 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from infer.config.profiles.find import Gpu
 from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.choice import Declined
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, 
 Config = TypeVar("Config")
 
 _MAX_COMPILERS = 16
+_NO_CUT = Declined("sizes that no cut fits, or more tokens than are faster here")
+_NOT_ALIGNED = Declined("rows are not bfloat16, or do not start at multiples of 16 bytes")
 _LONG_SECONDS = 1.0  # compile time worth a log line; what was kept on disk takes less
 
 
@@ -59,11 +63,28 @@ class CudaLinear(Generic[Config]):
     arch: str
     tokens: range
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
-    choose: Callable[[int, Matrix], Config | None]  # the cut of a matrix for that many tokens
+    choose: Callable[[int, Matrix], Config | Declined | None]  # the cut of a matrix for that many tokens
     defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # constants: bucket, adding, reading parts
     load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # loaded for a device, with PDL
     is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
     ready: dict[Shape, Config] = field(default_factory=dict)
+    declined: dict[Shape, Declined] = field(default_factory=dict)  # matrices without a cut of their own
+    why_not: Declined = Declined("nothing was compiled for it")  # reason of all others
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        return f"CUDA C++, {self.source.name}"
+
+    def covers(self, problem: LinearProblem) -> Config | Declined:
+        """The cut of a matrix that was loaded."""
+        if problem.num_tokens not in self.tokens:
+            return Declined(f"for {self.tokens[0]} to {self.tokens[-1]} tokens")
+        shape = (self.bucket(problem.num_tokens), problem.N, problem.K, problem.gated, problem.form)
+        config = self.ready.get(shape)
+        if config is None:
+            return self.declined.get(shape, self.why_not)
+        return config if problem.is_aligned else _NOT_ALIGNED
 
     def find(
         self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
@@ -100,6 +121,7 @@ class CudaLinear(Generic[Config]):
                 first, last, self.source.name, error,
             )  # fmt: skip
             self.ready.clear()
+            self.why_not = Declined(f"it is to be compiled and {error}")
             return False
         if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
             logger.info(
@@ -118,13 +140,19 @@ class CudaLinear(Generic[Config]):
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
             num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
             for matrix in matrices:
-                config = self.choose(num_tokens, matrix)
-                if config is None and self.is_for_each:
+                config = self.choose(num_tokens, matrix) or _NO_CUT
+                shape = (bucket, matrix.N, matrix.K, bool(matrix.activation), matrix.form)
+                if not isinstance(config, Declined):
+                    chosen[shape] = config
+                elif self.is_for_each:
+                    self.declined[shape] = config
                     continue
-                if config is None:
-                    logger.debug("%s is not for a matrix of %d by %d", self.source.name, matrix.N, matrix.K)
+                else:
+                    size = f"a matrix of {matrix.N} by {matrix.K}"
+                    self.why_not = Declined(
+                        f"for all matrices of the layers or none: {size} has {config.why}"
+                    )
                     return None
-                chosen[bucket, matrix.N, matrix.K, bool(matrix.activation), matrix.form] = config
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
         return (chosen, list(variants)) if chosen else None
 
@@ -207,10 +235,9 @@ def outer_arguments(
     return OuterArguments(addresses, residual.stride(0) * 2, num_parts, offset)
 
 
-def is_for(device: torch.device) -> bool:
+def is_for(gpu: Gpu) -> bool:
     """Return True if this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
-    num_sms = device_profile(device).linear.num_sms
-    return dispatch.nvidia_capability(device) == (9, 0) and dispatch.num_sms(device) >= num_sms
+    return gpu.capability == (9, 0) and gpu.num_sms >= gpu.profile.linear.num_sms
 
 
 def compile_variants(variants: Sequence[Variant]) -> None:

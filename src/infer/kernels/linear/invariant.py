@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from infer.kernels.linear.small import launch
 from infer.kernels.linear.triton_configs import MAX_SMALL_M, SkinnyConfig, bucket, invariant_config
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
+from infer.kernels.runtime.profiles import gpu_of
 
 _CPU_ROWS = 16
 _BLOCK_N, _BLOCK_M, _BLOCK_K = 128, 128, 64  # tile of the kernel for many rows: two warp groups, four stages
@@ -112,13 +113,13 @@ def linear_invariant(x: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor |
     x_MK, (N, K) = x.reshape(-1, x.shape[-1]), w_NK.shape
     y_MN = x_MK.new_empty((len(x_MK), N))
     if use_triton(x_MK) and len(x_MK) > MAX_SMALL_M and x.dtype != torch.float32:  # it has no matrix units
-        config = invariant_config(N, K, MAX_SMALL_M, x.device, x.element_size())
+        config = invariant_config(N, K, MAX_SMALL_M, gpu_of(x.device), x.element_size())
         _multiply_many(config, x_MK, w_NK, bias_N, y_MN)
     elif use_triton(x_MK):
         for first in range(0, len(x_MK), MAX_SMALL_M):
             part_MK = x_MK[first : first + MAX_SMALL_M]
             block_m = max(bucket(len(part_MK)), 16)
-            config = invariant_config(N, K, block_m, x.device, x.element_size())
+            config = invariant_config(N, K, block_m, gpu_of(x.device), x.element_size())
             launch(config, part_MK, w_NK, bias_N=bias_N, out=y_MN[first : first + MAX_SMALL_M])
     else:
         rows_16K = x_MK.new_zeros((_CPU_ROWS, x_MK.shape[1]))

@@ -13,22 +13,20 @@ tile of consecutive rows and one slot, and ends at once if no row of the tile ha
 and the grid depends on the number of rows alone, so that a CUDA graph can hold it. A row has one slot, so no
 two programs write the same number. `ranks` says how much of R a slot uses; 0: the matrix is not adapted.
 
-Few rows of bfloat16 on Hopper need no launch: the kernel of the matrix itself computes h beside its own
-product, and B h as further columns of it (wgmma.cu). Rows with the same slot are put into *tiles* for it,
-once in a step.
+Few rows of bfloat16 on Hopper need one launch, a faster shrink (shrink.py): there B h is computed by the
+kernel of the matrix itself, as further columns of it (wgmma.py). Rows with the same slot are put into *tiles*
+for it, once in a step.
 
 Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from infer.kernels.linear.residual import LowRankTerm
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
@@ -43,7 +41,6 @@ CHUNK = 64  # columns of B that a kernel takes at a time
 MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
-_MAX_PRODUCTS = 4096  # of a step
 
 
 class RowSlots:
@@ -73,10 +70,14 @@ class RowSlots:
 class RowTiles(NamedTuple):
     """The rows of a step in tiles with one slot each, and the memory in which kernels leave h."""
 
-    table: torch.Tensor  # [1 + tiles, 16], as wgmma.cu reads it
-    h_TC: torch.Tensor  # for each part, the ranks of all slots; zero in slots that are not a row's own
+    table: torch.Tensor  # [1 + tiles, 16], as shrink.cu reads it
+    h_TC: torch.Tensor  # ranks of all slots, part by part; zero in slots that are not a row's own
     columns: int  # columns of h that a part has: a multiple of `CHUNK`
-    counters: Iterator[torch.Tensor]  # a zero for each product of the step
+
+    @property
+    def num_tiles(self) -> int:
+        """The most tiles that there can be."""
+        return len(self.table) - 1
 
 
 def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
@@ -91,8 +92,7 @@ def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
         COLUMNS=_TABLE_COLUMNS, num_warps=4,
     )  # fmt: skip
     h_TC = torch.zeros((T, MAX_PARTS * columns), dtype=torch.bfloat16, device=device)
-    counters = torch.zeros((_MAX_PRODUCTS, 1), dtype=torch.int32, device=device)
-    return RowTiles(table, h_TC, columns, map(counters.__getitem__, range(_MAX_PRODUCTS)))
+    return RowTiles(table, h_TC, columns)
 
 
 @jit_for_any("T")
@@ -105,7 +105,7 @@ def _tiles_kernel(
     other = tl.load(slots_ptr + row, mask=row < T, other=0).to(tl.int32)
     is_alike = slot[:, None] == other[None, :]
     is_earlier = row[None, :] < row[:, None]
-    place = tl.sum((is_alike & is_earlier).to(tl.int32), axis=1)  # among the rows with this slot
+    place = tl.sum((is_alike & is_earlier).to(tl.int32), axis=1)  # number among the rows with this slot
     place_of_other = tl.sum((is_alike & (row[:, None] < row[None, :])).to(tl.int32), axis=0)
     starts = (other > 0) & (place_of_other % TILE == 0)  # the first row of a tile
     is_first = is_alike & starts[None, :] & (place_of_other[None, :] // TILE == (place // TILE)[:, None])
@@ -184,16 +184,8 @@ class LowRankStack:
 
     @property
     def has_few_chunks(self) -> bool:
-        """True if the kernel for few rows can take its columns."""
+        """True if the kernels for few rows can take its columns."""
         return self.num_slots * self.rank <= CHUNK * MAX_CHUNKS and len(self.parts) <= MAX_PARTS
-
-    def term(self, rows: RowSlots) -> LowRankTerm:
-        """What the kernel for few rows needs to add the products of these rows."""
-        tiles = rows.tiles(self.num_slots, self.rank)
-        return LowRankTerm(
-            self.a, self.b, self.parts, self.rank, self.used,
-            tiles.table, tiles.h_TC, tiles.columns, next(tiles.counters),
-        )  # fmt: skip
 
     def b_parts(self, slot: int) -> tuple[torch.Tensor, ...]:
         """B of a slot, part by part."""

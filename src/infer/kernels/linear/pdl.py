@@ -56,6 +56,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.dispatch import compiles_only
 
 MAX_TOKENS = 64  # the most tokens that the kernel can be compiled for
@@ -248,6 +249,7 @@ def load_variant(defines: Defines, device: int, with_pdl: bool) -> build.Prepare
 class PdlKernel:
     """A use of pdl.cu with variants of its own, compiled and loaded with the linears (compiled.py)."""
 
+    source, arch = SOURCE, ARCH
     num_ready = 0  # variants that can be launched, or are expected to be until `load`
 
     def defines(self) -> list[Defines]:
@@ -258,13 +260,17 @@ class PdlKernel:
         """All variants to compile; until `load`, they are expected to be ready."""
         found = self.defines()
         self.num_ready = len(found)
-        return [(SOURCE, ARCH, defines) for defines in found]
+        return [(self.source, self.arch, defines) for defines in found]
+
+    def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
+        """Load one variant, once."""
+        return load_variant(defines, device, with_pdl)
 
     def load(self, device: torch.device) -> None:
         """Load what was compiled; BuildError where that fails."""
         self.num_ready, found = 0, self.defines()
         for defines in found:
-            load_variant(defines, build.index_of(device), dispatch.PDL)
+            self.load_variant(defines, build.index_of(device), dispatch.PDL)
         self.num_ready = len(found)
 
 
@@ -276,8 +282,8 @@ def types_of(defines: Defines) -> tuple[Any, ...]:
     return (*coded, *_TYPES, *(_EXPERT_TYPES if experts else ()), *(_ROW_TYPES if experts == 3 else ()))
 
 
-def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | None:
-    """The cut of a matrix of a model; None: another kernel takes it."""
+def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | Declined:
+    """The cut of a matrix of a model."""
     N, K, activation, *_, form = matrix
     num_rows = N * (2 if activation else 1)
     # one side of every matrix of a layer is the residual stream's width
@@ -286,8 +292,11 @@ def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear
     if form is not None and num_tokens == 1 and not activation:
         is_wanted |= K >= _LONG and _MANY_ROWS <= N <= 2 * _MANY_ROWS
     if not is_wanted:
-        return None
-    return choose_config(num_tokens, N, K, gated=bool(activation), form=form, num_sms=profile.num_sms)
+        return Declined(
+            f"more than {most:,} columns and rows, or {profile.pdl_bytes >> 20} MiB: wgmma.cu is faster"
+        )
+    config = choose_config(num_tokens, N, K, gated=bool(activation), form=form, num_sms=profile.num_sms)
+    return config or Declined("sizes or codes that no cut fits")
 
 
 def defines_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:

@@ -33,15 +33,12 @@ class ResidualInput(NamedTuple):
 class LowRankTerm(NamedTuple):
     """The products of LoRA adapters that a kernel adds to its own (low_rank.py)."""
 
-    a_SRK: torch.Tensor  # ranks of all parts
     b_NC: torch.Tensor  # columns of all slots
     parts: list[int]  # rows of each part of the matrix
-    rank: int  # ranks of a part
     used: torch.Tensor  # bits of the chunks of columns that some adapter has weights in
-    table: torch.Tensor  # tiles of rows with the same slot
-    h_TC: torch.Tensor  # room for A x, part by part
+    h_TC: torch.Tensor  # part by part
     columns: int  # columns of h that a part has
-    counter: torch.Tensor  # zero
+    active: torch.Tensor  # bits of the chunks that rows of the step have their adapters in
 
 
 class Epilogue(NamedTuple):

@@ -53,9 +53,10 @@ import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import check_gate, gated_activation
 from infer.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
-from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear import pdl, problems, wgmma
 from infer.kernels.linear.coded import CodedWeights
-from infer.kernels.linear.compiled import CompiledLinears
+from infer.kernels.linear.compiled import CompiledLinears, CudaConfig
+from infer.kernels.linear.cuda import are_pieces
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.residual import Epilogue, LowRankTerm, ResidualInput, ResidualSum
 from infer.kernels.linear.split import multiply_in_parts, num_parts
@@ -70,8 +71,9 @@ from infer.kernels.linear.triton_configs import (
 )
 from infer.kernels.linear.triton_kernels import gemv_kernel, skinny_kernel
 from infer.kernels.linear.wgmma import WgmmaConfig
-from infer.kernels.runtime.dispatch import INTERPRETED, is_gpu, launch_options, num_sms, use_triton
-from infer.kernels.runtime.profiles import device_profile
+from infer.kernels.runtime.choice import Declined, Way, choose
+from infer.kernels.runtime.dispatch import INTERPRETED, is_gpu, launch_options, use_triton
+from infer.kernels.runtime.profiles import device_profile, gpu_of
 
 MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
 
@@ -80,7 +82,7 @@ _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
 TilePlan = SkinnyConfig | PdlConfig | WgmmaConfig  # plans that use the tensor cores
-Plan = GemvConfig | TilePlan
+Plan = GemvConfig | TilePlan | problems.SplitConfig
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -157,17 +159,54 @@ def can_add(
     return parts is not None and reads_parts(x_MK, reader_w, parts, gated=gated, compiled=compiled)
 
 
+def _covers_dots(problem: problems.LinearProblem) -> GemvConfig | Declined:
+    M, N, K, gated, _, gpu, *_ = problem
+    if M > GEMV_MAX_M:
+        return _MORE_THAN_DOTS
+    return gemv_config(N, K, gated, bucket(M), gpu) or _TENSOR_CORES_WIN
+
+
+def _covers_tiles(problem: problems.LinearProblem) -> SkinnyConfig | Declined:
+    M, N, K, gated, dtype, gpu, *_ = problem
+    if M > MAX_SMALL_M:
+        return _MORE_THAN_SMALL
+    return skinny_config(N, K, gated, max(bucket(M), 16), gpu, dtype.itemsize) or _LIBRARY_WINS
+
+
+def _covers_parts(problem: problems.LinearProblem) -> problems.SplitConfig | Declined:
+    if not problem.adds or problem.gated or problem.dtype.itemsize != 2:
+        return _ONE_RESULT
+    parts = num_parts(problem.num_tokens, problem.N, problem.K, problem.gpu.num_sms)
+    return problems.SplitConfig(parts) if parts > 1 else _FILLS_THE_GPU
+
+
+_MORE_THAN_DOTS = Declined(f"for up to {GEMV_MAX_M} tokens")
+_MORE_THAN_SMALL = Declined(f"for up to {MAX_SMALL_M} tokens")
+_TENSOR_CORES_WIN = Declined("tensor cores are faster for a matrix of this size")
+_LIBRARY_WINS = Declined("the library is faster for a matrix of this size")
+_ONE_RESULT = Declined("for 16-bit results that the next norm adds to the residual stream")
+_FILLS_THE_GPU = Declined("the whole product has a tile for each SM, or parts would take longer to add")
+_WAYS: tuple[Way[problems.LinearProblem, Plan | None], ...] = (
+    Way("Triton, dot products", _covers_dots),
+    Way("Triton, tensor cores", _covers_tiles),
+    Way("library, in parts", _covers_parts),
+    Way("library", lambda problem: None),
+)
+
+
+def dense_ways(compiled: CompiledLinears | None) -> tuple[Way[problems.LinearProblem, Plan | None], ...]:
+    """The ways to multiply with plain weights, the fastest first."""
+    return _WAYS if compiled is None else (*compiled.dense_ways, *_WAYS)
+
+
 def split_linear(
     x_MK: torch.Tensor, w_NK: torch.Tensor, *, compiled: CompiledLinears | None = None
 ) -> torch.Tensor | None:
     """`linear` in parts, [P, M, N], where that is faster than cuBLAS in one; else None."""
-    if x_MK.dim() != 2 or x_MK.element_size() != 2:
+    if x_MK.dim() != 2:
         return None
-    if _plan(x_MK, w_NK, gated=False, compiled=compiled) is not None:
-        return None
-    (M, K), N = x_MK.shape, len(w_NK)
-    parts = num_parts(M, N, K, num_sms(x_MK.device))
-    return multiply_in_parts(x_MK, w_NK, parts) if parts > 1 else None
+    plan = _plan(x_MK, w_NK, gated=False, compiled=compiled, adds=True)
+    return multiply_in_parts(x_MK, w_NK, plan.parts) if isinstance(plan, problems.SplitConfig) else None
 
 
 def linear_add(
@@ -236,17 +275,21 @@ def _plan_with_norm(
 
 
 def _plan(
-    x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None
-) -> Plan | None:
+    x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None,
+    adds: bool = False,
+) -> Plan | None:  # fmt: skip
     """The kernel and cut that multiply as many tokens as `x_MX` has with `w`; None: cuBLAS does."""
     M = x_MX.shape[0]
-    if not 0 < M <= MAX_SMALL_M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
+    if M > MAX_SMALL_M and not adds:  # asked in every layer of a prompt, and always the library's
+        return None
+    if not M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
     N, K = w.shape[0] // 2 if gated else w.shape[0], w.shape[1]
-    if compiled is not None and (ready := compiled.find(x_MX, w, N, K, gated=gated)):
-        return ready
-    dots = gemv_config(N, K, gated, bucket(M), x_MX.device) if M <= GEMV_MAX_M else None
-    return dots or skinny_config(N, K, gated, max(bucket(M), 16), x_MX.device, x_MX.element_size())
+    problem = problems.LinearProblem(M, N, K, gated, x_MX.dtype, gpu_of(x_MX.device), adds=adds)
+    plan = choose(ways := dense_ways(compiled), problem)
+    if isinstance(plan, CudaConfig) and not are_pieces(x_MX, w):
+        return choose(ways, problem._replace(is_aligned=False))
+    return plan
 
 
 def launch(
@@ -257,6 +300,7 @@ def launch(
     """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
+    assert not isinstance(plan, problems.SplitConfig), "parts are added by the norm that reads them"
     if not isinstance(plan, GemvConfig):
         assert norm is None, "tensor cores take what `linear_add` has left"
         _launch_tiles(plan, x_MK, w, y_MN, Epilogue(bias_N, activation, low_rank=low_rank))

@@ -20,12 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
-
+from infer.config.profiles.find import Gpu
 from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import LinearProfile, TileTable
 from infer.kernels.runtime.dispatch import next_power_of_two
-from infer.kernels.runtime.profiles import cached_by_profile, device_profile
+from infer.kernels.runtime.profiles import cached_by_profile
 
 GEMV_MAX_M = 4  # up to here there are plain dot products; tensor cores above
 MAX_SMALL_M = 128  # up to here there are kernels of ours; cuBLAS above
@@ -77,9 +76,9 @@ def bucket(num_tokens: int) -> int:
 
 
 @cached_by_profile
-def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device) -> GemvConfig | None:
+def gemv_config(N: int, K: int, gated: bool, block_m: int, gpu: Gpu) -> GemvConfig | None:
     """The measured configuration, or the rule's; None where tensor cores are faster."""
-    profile, num_weights = device_profile(device).linear, N * K * (2 if gated else 1)
+    profile, num_weights = gpu.profile.linear, N * K * (2 if gated else 1)
     is_quick = block_m <= 2 or num_weights <= profile.few_weights
     config = default_gemv_config(N, K, gated, profile) if is_quick else None
     return by_bucket(GemvConfig, profile.gemv).get((N, K, gated, block_m), config)
@@ -87,10 +86,10 @@ def gemv_config(N: int, K: int, gated: bool, block_m: int, device: torch.device)
 
 @cached_by_profile
 def skinny_config(
-    N: int, K: int, gated: bool, block_m: int, device: torch.device, item_bytes: int = 2
+    N: int, K: int, gated: bool, block_m: int, gpu: Gpu, item_bytes: int = 2
 ) -> SkinnyConfig | None:
     """The measured configuration, or the rule's; None where cuBLAS was faster."""
-    profile = device_profile(device).linear
+    profile = gpu.profile.linear
     rule = default_skinny_config(N, K, gated, profile) if block_m <= profile.rule_tokens else None
     config = by_bucket(SkinnyConfig, profile.skinny).get((N, K, gated, block_m), rule)
     if config is None:
@@ -100,14 +99,14 @@ def skinny_config(
 
 
 @cached_by_profile
-def invariant_config(N: int, K: int, block_m: int, device: torch.device, item_bytes: int = 2) -> SkinnyConfig:
+def invariant_config(N: int, K: int, block_m: int, gpu: Gpu, item_bytes: int = 2) -> SkinnyConfig:
     """The cut that adds in the same order for every number of tokens, even where cuBLAS would be faster.
 
     It always uses the instruction of wide tiles, which is the one for many tokens.
     """
-    profile = device_profile(device).linear
+    profile = gpu.profile.linear
     for size in (16, 32, 64, MAX_SMALL_M):
-        if config := skinny_config(N, K, False, size, device, item_bytes):
+        if config := skinny_config(N, K, False, size, gpu, item_bytes):
             if not config.is_wide:
                 config = replace(config, block_n=64, num_warps=4)
             return fit_stages(config, block_m, False, item_bytes, profile)

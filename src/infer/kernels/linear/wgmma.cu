@@ -45,13 +45,7 @@
 
    Every part of a matrix (q, k, v) has an h; B of a part has zeros in the rows of the others, which TMA makes, past the
    ends of that part. Chunks that no token has an adapter in (`active`), or none with this matrix (`used`), are left out.
-   The first `num_shrinking` blocks compute h = A x meanwhile, on SMs that the matrix leaves free, and count up when they
-   are done; the others wait for them before they ask for chunks of h, their last ones. Rows with the same adapter come in
-   tiles of up to 8 (`table`, made by linear/low_rank.py). As in linear/pdl.cu the matrix instruction has 16 rows of A
-   on the left and 8 tokens on the right; the warps of a block share the columns.
-
-       table    row 0: a bit for each chunk of h that some token has an adapter in
-                row 1 + i: slot of tile i, or 0; the numbers of its tokens plus 1, or 0
+   The kernel before this one computes h (linear/shrink.cu).
 
    With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
    rows each. A lane of a warp that multiplies unpacks its own codes (coded.cuh), and W is on the left from registers:
@@ -152,80 +146,7 @@ struct Shared {
     double squares[3][OWN];
 };
 
-#if LOW_RANK
-
-constexpr int DEPTH = THREADS > 384 ? 2 : 4;  // chunks of A and x that a warp has under way: registers
-
-// Tiles of h, 16 ranks at a time, by every `num_shrinking`th block.
-__device__ __forceinline__ void shrink(
-    float* partial, const char* x, const char* a, const char* table, const char* used, const char* counter, char* h,
-    long long x_stride, long long h_stride, int K, int h_columns, int rank, int num_ranks, int num_tiles, int num_shrinking) {
-    constexpr int NUM_WARPS = THREADS / 32, PITCH_H = 20;  // 4 more than ranks: a fragment meets 32 different banks
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int num_chunks = K / 64, blocks_of_ranks = num_ranks / 16;
-    wait_for_kernel_before();
-    const bool is_used = load_pair(used) != 0;
-    for (int unit = blockIdx.x; is_used && unit < num_tiles * blocks_of_ranks; unit += num_shrinking) {
-        const char* const row = table + (1 + unit / blocks_of_ranks) * 64;
-        const int slot = (int)load_pair(row), first_rank = unit % blocks_of_ranks * 16;
-        if (slot == 0) break;  // no further tiles
-        const int token = max((int)load_pair(row + 4 + g * 4), 1) - 1;
-        const char* const a_lane = a + (((long long)(slot - 1) * num_ranks + first_rank + g) * K + t * 8) * 2;
-        const char* const x_lane = x + token * x_stride + t * 16;
-        float sums[2][4] = {};
-        for (int first = warp; first < num_chunks; first += NUM_WARPS * DEPTH) {
-            Piece weights[DEPTH][4], tokens[DEPTH][2];
-#pragma unroll
-            for (int i = 0; i < DEPTH; ++i) {
-                const int chunk = first + i * NUM_WARPS;
-                const bool is_chunk = chunk < num_chunks;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    weights[i][j] = Piece{{0, 0, 0, 0}};
-                    load_weights<false>(weights[i][j], a_lane + j / 2 * (16ll * K) + chunk * 128 + j % 2 * 64, is_chunk);
-                }
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    tokens[i][half] = Piece{{0, 0, 0, 0}};
-                    load_activations<false>(tokens[i][half], x_lane + chunk * 128 + half * 64, is_chunk);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < DEPTH; ++i) {
-#pragma unroll
-                for (int step = 0; step < 4; ++step) {
-                    const u32 *low = weights[i][step / 2].r + step % 2 * 2, *high = weights[i][2 + step / 2].r + step % 2 * 2;
-                    const u32* right = tokens[i][step / 2].r + step % 2 * 2;
-                    multiply(sums[step % 2], low[0], high[0], low[1], high[1], right[0], right[1]);
-                }
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            partial[(warp * 8 + 2 * t + c % 2) * PITCH_H + g + c / 2 * 8] = sums[0][c] + sums[1][c];
-        __syncthreads();
-        const int own = threadIdx.x / 8, pair = threadIdx.x % 8 * 2;
-        if (own < 8) {
-            float2 total = {0.0f, 0.0f};
-#pragma unroll
-            for (int v = 0; v < NUM_WARPS; ++v) {
-                const float2 other = *(const float2*)&partial[(v * 8 + own) * PITCH_H + pair];
-                total.x += other.x;
-                total.y += other.y;
-            }
-            const int place = (int)load_pair(row + 4 + own * 4) - 1, r = first_rank + pair;
-            const int to = r / rank * h_columns + (slot - 1) * rank + r % rank;
-            if (place >= 0) *(u32*)(h + place * h_stride + to * 2) = pack(total);
-        }
-        __syncthreads();
-    }
-    publish_stores();
-    __syncthreads();
-    if (threadIdx.x == 0) count_up(counter);
-}
-#endif
-
-// grid: SPLIT blocks for each tile; with LOW_RANK, before them those that compute h.
+// grid: SPLIT blocks for each tile.
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, BLOCKS) linear_wgmma(
 #if WEIGHTS
     const char* __restrict__ cells,           // [N / 32][K / 128][bytes of a cell]; when gated, of 2N rows
@@ -247,30 +168,15 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     , const __grid_constant__ TensorMap b_map_0, const __grid_constant__ TensorMap b_map_1,
     const __grid_constant__ TensorMap b_map_2,    // [rows of a part, ranks of all adapters], boxes of OUT_ROWS
     const __grid_constant__ TensorMap h_map,      // [M, parts * h_columns], boxes of TOKENS
-    const char* table, const char* used,          // used: a bit for each chunk that some adapter has weights in
-    const char* counter,                          // blocks of h that are done
-    const char* x, const char* a, char* h,        // a: [slots, ranks of all parts, K]
-    long long x_stride, long long h_stride,       // bytes
-    int end_0, int end_1, int end_2, int h_columns,  // where parts end, those that there are not at 0; columns of a part
-    int rank, int num_ranks, int num_tiles, int num_shrinking  // ranks of a part, of all; tiles; blocks that compute h
+    const char* active, const char* used,         // a bit for each chunk
+    int end_0, int end_1, int end_2, int h_columns  // where parts end, those that there are not at 0; columns of a part
 #endif
 ) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
     const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // blocks of tokens: neighbours read the same W
-#if LOW_RANK
-    if (blockIdx.x < num_shrinking) {
-        let_next_kernel_start();
-        shrink((float*)shared.stages, x, a, table, used, counter, h, x_stride, h_stride, K, h_columns, rank, num_ranks,
-               num_tiles, num_shrinking);
-        return;
-    }
-    const int block = blockIdx.x - num_shrinking;
-#else
-    const int block = blockIdx.x;
-#endif
-    const int tile = block / SPLIT / num_blocks, split = block % SPLIT;
-    const int first_token = MANY ? block / SPLIT % num_blocks * TOKENS : 0;
+    const int tile = blockIdx.x / SPLIT / num_blocks, split = blockIdx.x % SPLIT;
+    const int first_token = MANY ? blockIdx.x / SPLIT % num_blocks * TOKENS : 0;
     const int num_tokens = MANY ? min(M - first_token, TOKENS) : M;
     if (MANY) {
         y += (long long)first_token * N * 2;
@@ -380,7 +286,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
     int total = count;  // chunks of this block
 #if LOW_RANK
-    const u32 chunks = load_pair(table) & load_pair(used);
+    const u32 chunks = load_pair(active) & load_pair(used);
     const int num_added = (has_part(0) + has_part(1) + has_part(2)) * __popc(chunks);
     total += (num_added + SPLIT - 1 - split) / SPLIT;
 #endif
@@ -624,7 +530,6 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             load_tokens_of(i);
         }
 #if LOW_RANK
-        if (total > count) wait_for_count(counter, num_shrinking);
         int next = count, number = 0;
         for (int part = 0; part < 3; ++part) {
             for (u32 left = has_part(part) ? chunks : 0; left; left &= left - 1) {

@@ -75,24 +75,6 @@ __device__ __forceinline__ void fetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---- blocks that wait for others -------------------------------------------------------------------
-
-// A block that has stored something for others to copy: first every thread that stored, then one for the block.
-__device__ __forceinline__ void publish_stores() {
-    asm volatile("fence.proxy.async;" ::: "memory");  // TMA is to see them
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
-
-__device__ __forceinline__ void count_up(const char* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_count(const char* counter, int count) {
-    asm volatile("{ .reg .pred p; .reg .u32 value; again: ld.acquire.gpu.global.u32 value, [%0]; "
-                 "setp.lt.u32 p, value, %1; @p bra again; }" ::"l"(counter), "r"(count) : "memory");
-    asm volatile("fence.proxy.async;" ::: "memory");  // TMA reads what this thread may read now
-}
-
 // ---- the matrix unit --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -76,6 +76,7 @@ from infer.kernels.linear.cuda import (
 from infer.kernels.linear.residual import Epilogue, LowRankTerm
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.dispatch import compiles_only
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
@@ -111,10 +112,7 @@ _OUTER_TYPES = (
 )
 _TYPES = (TensorMap, *_OUTER_TYPES)
 _CODED_TYPES = (*(ctypes.c_void_p,) * 4, *_OUTER_TYPES)
-_LOW_RANK_TYPES = (
-    *(TensorMap,) * 4, *(ctypes.c_void_p,) * 6, *(ctypes.c_longlong,) * 2, *(ctypes.c_int,) * 8
-)  # fmt: skip
-_MIN_SHRINKING = 4  # blocks that compute h, where a matrix leaves no SM free
+_LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 2, *(ctypes.c_int,) * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,26 +378,23 @@ def launch(
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)
     is_for_attention = not gated and epilogue.add is None
-    profile = device_profile(x_MK.device)
-    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, profile)
-    added = _low_rank_arguments(config, epilogue.low_rank, x_MK, num_blocks, profile.linear, gated=gated)
+    lets_in = not is_for_attention or _lets_attention_in(config, num_blocks, M, device_profile(x_MK.device))
     kernel(
-        num_blocks + (added[-1] if added else 0),
+        num_blocks,
         *weights,
         Boxes(
             tokens.data_ptr(), tokens.dtype, M, K, tokens.stride(0) * tokens.element_size(), config.width,
             num_boxes,
         ),
         *outer.addresses, outer.residual_bytes, M, N, K, outer.num_parts, epilogue.eps, outer.offset,
-        int(lets_in), *added,
+        int(lets_in), *_low_rank_arguments(config, epilogue.low_rank, gated=gated),
     )  # fmt: skip
 
 
 def _low_rank_arguments(
-    config: WgmmaConfig, term: LowRankTerm | None, x_MK: torch.Tensor, num_blocks: int,
-    profile: LinearProfile, *, gated: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of a product with adapters; the last is the number of blocks that compute h."""
+    config: WgmmaConfig, term: LowRankTerm | None, *, gated: bool
+) -> tuple[Boxes | int, ...]:
+    """The arguments of a product with adapters: boxes of each part's B and of h, and which chunks to take."""
     assert config.low_rank == (term is not None), config
     if term is None:
         return ()
@@ -408,16 +403,11 @@ def _low_rank_arguments(
     for end, rows in zip(ends, term.parts, strict=True):
         b_PC = b_NC[end - rows : end]
         maps.append(Boxes(b_PC.data_ptr(), b_PC.dtype, rows, b_PC.shape[1], b_PC.stride(0) * 2, box_rows))
-    missing, num_ranks, num_tiles = 3 - len(maps), term.a_SRK.shape[1], len(term.table) - 1
-    free = (profile.resident.get(config.split, profile.num_sms) - num_blocks) // config.split
-    wanted = -(-num_tiles * num_ranks // 16 // config.split)
-    num_shrinking = config.split * min(max(free, -(-_MIN_SHRINKING // config.split)), wanted)
+    missing = 3 - len(maps)
     return (
         *maps, *maps[:1] * missing,
         Boxes(h_TC.data_ptr(), h_TC.dtype, T, num_columns, h_TC.stride(0) * 2, config.width),
-        *(each.data_ptr() for each in (term.table, term.used, term.counter, x_MK, term.a_SRK, h_TC)),
-        x_MK.stride(0) * 2, h_TC.stride(0) * 2, *ends, *[0] * missing, term.columns,
-        term.rank, num_ranks, num_tiles, num_shrinking,
+        term.active.data_ptr(), term.used.data_ptr(), *ends, *[0] * missing, term.columns,
     )  # fmt: skip
 
 
@@ -469,7 +459,8 @@ def _config_of(known: dict[str, int]) -> WgmmaConfig:
 def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
     gated = bool(matrix.activation)
     if matrix.form is not None:
-        if num_tokens <= profile.coded_pdl_tokens and pdl.choose(num_tokens, matrix, profile) is not None:
+        is_few = num_tokens <= profile.coded_pdl_tokens
+        if is_few and not isinstance(pdl.choose(num_tokens, matrix, profile), Declined):
             return None
         return choose_coded(num_tokens, matrix.N, matrix.K, matrix.form, gated=gated, profile=profile)
     return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)

@@ -21,8 +21,10 @@ from infer.kernels.elementwise.gated_activation import gated_activation
 from infer.kernels.linear.coded import BAND, CodedWeights
 from infer.kernels.linear.coded_linear import expand, stored_parts, tile_constants, tile_sizes
 from infer.kernels.linear.coded_triton import coded_tile
-from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear, block_height
+from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
+from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
 from infer.kernels.moe.grouped import choose_tiles, multiply_rows, order_rows, sum_choices
+from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
 
 
@@ -82,7 +84,14 @@ def coded_experts_mlp(
     num_rows = T * num_choices
     if not T:
         return torch.empty_like(x_TD)
-    if unpacks(num_rows, num_experts, gate_up, down) and not invariant:
+    has_bands = all(stack.num_rows % BAND == 0 for stack in (gate_up, down))
+    way = choose(
+        EXPERT_WAYS,
+        ExpertsProblem(
+            T, num_choices, num_experts, True, invariant=invariant, has_bands=has_bands, grouped=compiled
+        ),
+    )
+    if way == "unpacked":
         tiles, down_tiles = choose_tiles(num_rows, num_experts, x_TD.element_size())
         order = order_rows(experts_TC, num_experts, tiles.block_t)
         gated_RF = x_TD.new_empty((num_rows, gate_up.num_rows // 2))
@@ -95,7 +104,8 @@ def coded_experts_mlp(
         multiply_rows(gated_RF, expand_stack(down, x_TD.dtype), outputs_RD, *order, weights_TC, down_tiles)
         return sum_choices(outputs_RD, T, num_choices)
     first, second = compiled
-    if first is not None and second is not None and first.num_ready and second.num_ready and not invariant:
+    if way == "cuda":
+        assert first is not None and second is not None
         order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
         gated_RF = first.multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
         outputs_RD = second.multiply(gated_RF, down, num_rows, *order, weights_TC)
@@ -107,11 +117,6 @@ def coded_experts_mlp(
     gated_RF = gated_activation(both_RF, activation=activation)
     outputs_RD = multiply_coded_rows(gated_RF, down, num_rows, *order, weights_TC)
     return sum_choices(outputs_RD, T, num_choices)
-
-
-def unpacks(num_rows: int, num_experts: int, *stacks: CodedWeights) -> bool:
-    """Return True if `num_rows` rows are multiplied with matrices that are unpacked first."""
-    return num_rows > MAX_ROWS * num_experts and all(stack.num_rows % BAND == 0 for stack in stacks)
 
 
 def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:

@@ -6,11 +6,13 @@
 Every rank makes the same calls in the same order, with the same number of rows. Shares are added in the
 order of the ranks, so all ranks have the same bits. On CPUs the ranks share memory
 (kernels/cpu/collectives.py), on GPUs they write to each other's (gpu_communicator.py).
+
+Where the layers of a model are in stages, a `Pipe` takes hidden states from stage to stage.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,3 +41,44 @@ class Communicator(Protocol):
     def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
         """Add the sum of the tensors of all ranks to the stream, and begin the norm that reads it."""
         raise TypeError(f"{type(self).__name__} has no launch that adds to the stream")
+
+
+class Pipe(Protocol):
+    """One rank of a model whose layers are in stages, and its ways from the stage before and to the next."""
+
+    @property
+    def stage(self) -> int:
+        """The number of its stage, from 0."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        ...
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows [num_rows, width] that the stage before passes on, which are waited for."""
+        ...
+
+    def pass_on(self, x_MN: torch.Tensor) -> None:
+        """Pass rows on to the next stage."""
+        ...
+
+    def tick(self) -> None:
+        """Say that another layer is computed, for those who watch."""
+        ...
+
+
+class RankLine(NamedTuple):
+    """The state of a rank, as all ranks see it."""
+
+    progress: int  # a number that grows with every exchange, layer, and piece passed on
+    waiting: int  # 0: it computes; 1: it waits for other ranks; 2: for a message
+    sum_s: float  # seconds that it has waited for sums and columns of other ranks
+    stage_s: float  # seconds that it has waited for another stage
+    idle_s: float  # seconds that it has waited for messages
+
+    @property
+    def needs_others(self) -> bool:
+        """True if it waits for a sum, or for rows of another stage."""
+        return self.waiting == 1

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from infer.config.profiles.find import FoundProfile, find_profile
+from infer.config.profiles.find import FoundProfile, Gpu, find_profile
 from infer.config.profiles.profile import DeviceProfile
-from infer.kernels.runtime.dispatch import gpu_model, is_gpu, nvidia_capability
+from infer.kernels.runtime.dispatch import gpu_model, is_gpu, num_sms, nvidia_capability
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,6 +36,15 @@ def cached_by_profile(function: F) -> F:
 def device_profile(device: torch.device) -> DeviceProfile:
     """Return the profile of a device."""
     return _set[-1] if _set else explained_profile(device).profile
+
+
+@cached_by_profile
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the facts about a device that kernels are chosen by (choice.py)."""
+    profile = device_profile(device)
+    if is_gpu(device) and not torch.cuda.device_count():
+        return Gpu("a GPU that is not here", (0, 0), 1, profile)
+    return Gpu(gpu_model(device), nvidia_capability(device), num_sms(device), profile)
 
 
 def explained_profile(device: torch.device) -> FoundProfile:

@@ -20,8 +20,8 @@ from infer.loader.formats.gguf import GGMLType, GGUFFile
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "granite", "smollm3", "olmo2",
-    "exaone4", "phi3", "glm4", "gpt2",
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "gemma4", "granite", "smollm3",
+    "olmo2", "exaone4", "phi3", "glm4", "gpt2",
 )  # fmt: skip
 PARTLY_ROTARY = ("phi3", "glm4")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -76,6 +76,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     }
     if architecture == "gpt2":
         return shared | _gpt2_config(keys)
+    if architecture == "gemma4":
+        return shared | _gemma4_config(keys)
     hidden_size, num_heads = keys.size("embedding_length"), keys.size("attention.head_count")
     head_dim = keys.size("attention.key_length", default=hidden_size // num_heads)
     rotated = keys.size("rope.dimension_count", default=head_dim)
@@ -213,6 +215,75 @@ def _gpt2_config(keys: Keys) -> dict[str, Any]:
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
+
+
+def _gemma4_config(keys: Keys) -> dict[str, Any]:
+    """Facts of layers are lists, where they differ; which pairs turn is tabulated: divisors of 1, or 1e30."""
+    num_layers, tensors = keys.size("block_count", at_most=MAX_LAYERS), keys.file.tensors
+    types = _layer_types(keys, num_layers)
+    head_dim, local_dim = keys.size("attention.key_length"), keys.size("attention.key_length_swa")
+    kv_heads, mlp_sizes = (
+        _per_layer(keys, name, num_layers) for name in ("attention.head_count_kv", "feed_forward_length")
+    )
+    sizes = {
+        str(layer): {
+            "head_dim": head_dim if kind == "full_attention" else local_dim,
+            "num_key_value_heads": count,
+        }
+        for layer, (kind, count) in enumerate(zip(types, kv_heads, strict=False))
+    }
+    divisors = _table(keys, ROPE_FACTORS, head_dim // 2)
+    num_pairs = divisors.count(1.0)
+    if not all(divisor > 1e20 for divisor in divisors[num_pairs:]):
+        raise ConfigError(f"{keys.file.path} stretches rotary positions in a way that is not Gemma 4's")
+    first_global = types.index("full_attention") if "full_attention" in types else num_layers - 1
+    experts: dict[str, Any] = {}
+    if keys.optional_size("expert_count"):
+        experts = {
+            "enable_moe_block": True,
+            "num_experts": keys.size("expert_count"),
+            "top_k_experts": keys.size("expert_used_count"),
+            "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        }
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": keys.size("embedding_length"),
+        "intermediate_size": mlp_sizes[0],
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": keys.size("attention.head_count"),
+        "num_key_value_heads": kv_heads[0],
+        "head_dim": local_dim,
+        "per_layer_config": sizes,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "sliding_window": keys.size("attention.sliding_window"),
+        "layer_types": types,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 2 * num_pairs / head_dim,
+                "rope_theta": keys.number("rope.freq_base", default=1e6),
+            },
+            "sliding_attention": {"rope_theta": keys.number("rope.freq_base_swa", default=1e4)},
+        },
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "hidden_size_per_layer_input": keys.optional_size("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[0],
+        "num_kv_shared_layers": keys.optional_size("attention.shared_kv_layers"),
+        "use_double_wide_mlp": mlp_sizes[-1] == 2 * mlp_sizes[0],
+        "attention_k_eq_v": f"blk.{first_global}.attn_v.weight" not in tensors,
+        **experts,
+    }
+
+
+def _per_layer(keys: Keys, name: str, num_layers: int) -> list[int]:
+    """A positive integer for each layer: a list of them, or one for all."""
+    value = keys.get(name)
+    if not isinstance(value, list):
+        return [keys.size(name)] * num_layers
+    if len(value) != num_layers:
+        raise CheckpointError(f"{name!r} in {keys.where} must have {num_layers} numbers, got {len(value)}")
+    return [RawConfig({name: each}, keys.where).size(name) for each in value]
 
 
 def _rope_scaling(keys: Keys, head_dim: int, rotated: int) -> dict[str, Any] | None:

@@ -66,6 +66,25 @@ _GEMMA3 = _QWEN3 | {
     "blk.{}.ffn_norm":         "model.layers.{}.pre_feedforward_layernorm",
     "blk.{}.post_ffw_norm":    "model.layers.{}.post_feedforward_layernorm",
 }
+_GEMMA4 = _GEMMA3 | {
+    "per_layer_token_embd":    "model.embed_tokens_per_layer",
+    "per_layer_model_proj":    "model.per_layer_model_projection",
+    "per_layer_proj_norm":     "model.per_layer_projection_norm",
+    "blk.{}.layer_output_scale": "model.layers.{}.layer_scalar",
+    "blk.{}.inp_gate":         "model.layers.{}.per_layer_input_gate",
+    "blk.{}.proj":             "model.layers.{}.per_layer_projection",
+    "blk.{}.post_norm":        "model.layers.{}.post_per_layer_input_norm",
+    "blk.{}.post_ffw_norm_1":  "model.layers.{}.post_feedforward_layernorm_1",
+    "blk.{}.pre_ffw_norm_2":   "model.layers.{}.pre_feedforward_layernorm_2",
+    "blk.{}.post_ffw_norm_2":  "model.layers.{}.post_feedforward_layernorm_2",
+    "blk.{}.ffn_gate_inp":     "model.layers.{}.router.proj",
+    "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",  # leaves that are modules elsewhere
+    "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale",
+    "blk.{}.ffn_gate_up_exps": "model.layers.{}.experts.gate_up_proj",
+    "blk.{}.ffn_gate_exps":    "model.layers.{}.experts.gate_proj",
+    "blk.{}.ffn_up_exps":      "model.layers.{}.experts.up_proj",
+    "blk.{}.ffn_down_exps":    "model.layers.{}.experts.down_proj",
+}
 _POST_NORM = _QWEN3 | {
     "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
     "blk.{}.post_ffw_norm":    "model.layers.{}.post_feedforward_layernorm",
@@ -100,6 +119,7 @@ NAMES: dict[str, Mapping[str, str]] = {
     "qwen3moe": _LLAMA | _QWEN3,
     "gemma2": _GEMMA3,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
     "granite": _DENSE,
     "smollm3": _DENSE,
     "olmo2": _POST_NORM,
@@ -232,6 +252,8 @@ def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
         module, _, leaf = stored.name.rpartition(".")
         key = re.sub(r"^blk\.(\d+)\.", "blk.{}.", module)
         layer = re.findall(r"^blk\.(\d+)\.", module)
+        if f"{key}.{leaf}" in names:
+            key, leaf = f"{key}.{leaf}", "weight"
         if key not in names:
             raise CheckpointError(
                 f"{file.path}: tensor {stored.name!r} is not part of a {keys.architecture} model"

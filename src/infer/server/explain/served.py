@@ -21,6 +21,7 @@ from time import time
 
 import msgspec
 
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request
 
 MAX_MARKS = 16  # ends of stages that are kept; a body with many prompts has more
@@ -42,7 +43,7 @@ class ServedPart(msgspec.Struct, kw_only=True):
     last_at: float = 0.0
     longest_gap_s: float = 0.0  # longest time between two of its tokens
     num_tokens: int = 0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 class ServedRequest(msgspec.Struct, kw_only=True):

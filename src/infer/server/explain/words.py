@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.engine.stories import EVENT_NAMES, EngineStory
+from infer.finish_reason import FinishReason
 from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, HOLDS, NEXT_STEP, NO_TOKENS
 from infer.server.explain.served import ServedPart, ServedRequest
 
@@ -149,7 +150,7 @@ def load_s(served: ServedRequest | None) -> float:
 def _compile(story: EngineStory, seconds: float) -> str:
     if story.accepted_at:
         return f"Its constraint was compiled in {spell_s(seconds)}, before it joined the queue."
-    if story.finish_reason == "error":
+    if story.finish_reason == FinishReason.ERROR:
         return f"Its constraint could not be compiled, which took {spell_s(seconds)} to find out."
     return f"Its constraint is being compiled, for {spell_s(seconds)} so far."
 
@@ -252,15 +253,15 @@ def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | No
         return f"It is still {state_of(story)}."
     if part is not None and part.finish_reason is not None:
         reason = part.finish_reason  # only the server knows of stop strings
-    if reason == "error":
+    if reason == FinishReason.ERROR:
         return f"It ended with an error: {story.error or 'none was given'}."
-    if reason == "abort":
+    if reason == FinishReason.ABORT:
         if served is not None and served.is_gone:
             return "It was aborted: its client left before the end."
         if served is not None and served.error is not None:
             return f"It was aborted: {served.error}."
         return "It was aborted before its end."
-    if reason == "length":
+    if reason == FinishReason.LENGTH:
         return "It ended with length: max_tokens, or all that the context has room for, was reached."
     if not story.num_output:
         return "It ended with stop: it asked for no text."

@@ -49,6 +49,7 @@ from infer.config.settings import (
 from infer.engine.phases import spell_phases
 from infer.errors import (
     ConfigError,
+    EngineError,
     EngineLost,
     EngineStopped,
     InferError,
@@ -60,6 +61,7 @@ from infer.errors import (
 from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
 from infer.loader.text_headers import TextHeaders
+from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
@@ -93,6 +95,8 @@ class Fleet:
         self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one after the other
         self._is_closing = False
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
+        # unloaded models whose weights are in host memory, and their bytes, by name: the oldest in front
+        self._asleep: dict[str, tuple[ServedModel, int]] = {}
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
             path = Path(server.record).expanduser().absolute()
@@ -221,6 +225,7 @@ class Fleet:
             self.state.default_model = next(iter(self.state.names), None)
             logger.warning("default model changed model=%s", self.state.default_model or "none")
         self._tell_names()
+        await self._forget_asleep(name)
         if model is not None:
             await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
 
@@ -228,26 +233,86 @@ class Fleet:
         """Unload a model on demand, which keeps its name, when the requests that hold it have ended."""
         if self.state.models.get(model.name) is model:
             del self.state.models[model.name]
-            await asyncio.shield(self._start_leaving(model, math.inf))
+            await asyncio.shield(self._start_leaving(model, math.inf, may_sleep=True))
 
-    def _start_leaving(self, model: ServedModel, timeout_s: float) -> asyncio.Task[None]:
+    def _start_leaving(
+        self, model: ServedModel, timeout_s: float, *, may_sleep: bool = False
+    ) -> asyncio.Task[None]:
         """Take away a model that lost its name, in a task that goes on when its caller leaves."""
-        leaving = asyncio.create_task(self._take_away(model, timeout_s))
+        leaving = asyncio.create_task(self._take_away(model, timeout_s, may_sleep=may_sleep))
         self._leaving[leaving] = model
         leaving.add_done_callback(self._leaving.pop)
         return leaving
 
-    async def _take_away(self, model: ServedModel, timeout_s: float) -> None:
-        """Stop the engines of a model; requests that hold it have that many seconds."""
+    async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> None:
+        """Stop the engines of a model, or let them sleep; requests that hold it have that many seconds."""
+        is_asleep = False
         try:
             elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
             await model.wait_unheld(timeout_s)
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
             await elsewhere
+            is_asleep = may_sleep and await self._put_to_sleep(model)
         finally:  # also at shutdown
-            await self._close(model)
-        logger.info("model unloaded model=%s", model.name)
+            if not is_asleep:
+                await self._close(model)
+        logger.info("model unloaded model=%s%s", model.name, " weights=kept" if is_asleep else "")
+
+    async def _put_to_sleep(self, model: ServedModel) -> bool:
+        """Let the engines of a model keep their weights in host memory; False: they cannot, or do not fit."""
+        budget = self.state.config.model_memory
+        if budget is None or self._is_closing or self._workers.num_processes > 1:
+            return False
+        while True:
+            room = parse_bytes(budget) - sum(num_bytes for _, num_bytes in self._asleep.values())
+            taken = 0
+            try:
+                for client in model.clients:
+                    assert isinstance(client, MeteredClient) and isinstance(client.client, ProcessClient)
+                    taken += await client.client.sleep(max(room - taken, 0))
+            except EngineError as error:
+                logger.info("weights not kept model=%s reason=%r", model.name, str(error))
+                return False
+            if taken <= room and not self._is_closing:
+                break
+            if not self._asleep or self._is_closing:
+                told = model.name, taken, budget
+                logger.info("weights not kept model=%s bytes=%d model_memory=%s", *told)
+                return False
+            await self._forget_asleep(next(iter(self._asleep)))
+        for client in model.clients:
+            self.metrics.remove(client)
+        self._asleep[model.name] = model, taken
+        return True
+
+    async def _forget_asleep(self, name: str) -> None:
+        """End the engines of a model that sleeps, if there is one of this name."""
+        if (found := self._asleep.pop(name, None)) is not None:
+            await self._close(found[0])
+            logger.info("weights forgotten model=%s", name)
+
+    async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
+        """The engines of a model that slept, built again; None: none did, or not with this config."""
+        model, _ = self._asleep.get(name, (None, 0))
+        if model is None:
+            return None
+        clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
+        try:
+            if model.config != config:
+                raise EngineError("its settings have changed")
+            for client in clients:
+                assert isinstance(client, ProcessClient)
+                await client.wake()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # the load is over
+                await self._forget_asleep(name)
+                raise
+            logger.warning("model loaded anew model=%s reason=%r", name, str(error))
+            await self._forget_asleep(name)
+            return None
+        del self._asleep[name]
+        return model.encoder, clients
 
     async def _uses(self) -> dict[str, ModelUse]:
         """The use of every loaded model, in all API processes together."""
@@ -388,7 +453,8 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         models, self.state.models = self.state.models, {}
-        closing = (*models.values(), *self._leaving.values())
+        asleep, self._asleep = self._asleep, {}
+        closing = (*models.values(), *self._leaving.values(), *(model for model, _ in asleep.values()))
         await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
         leaving = list(self._leaving)
         for task in leaving:
@@ -432,7 +498,7 @@ class Fleet:
         number = self.state.config.replicas
         shared = self._workers.new_engines(number)
         try:
-            encoder, engines = await (
+            encoder, engines = await self._wake(name, config) or await (
                 self._start_threads(config)
                 if self.state.config.in_process
                 else self._start_processes(config, shared, self._order_records(name, config))
@@ -447,6 +513,7 @@ class Fleet:
             created=int(time.time()),
             scheduler=config.scheduler,
             engines=shared,
+            config=config,
         )
         try:
             if not name:

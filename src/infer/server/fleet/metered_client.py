@@ -30,6 +30,7 @@ from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats, Histogram
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
+from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 from infer.server.explain.served import ServedPart, add_part
 from infer.server.state import RequestRecord, Span, current_record
@@ -206,7 +207,7 @@ class _RequestTimes:
         self._num_tokens: Counter[int] = Counter()  # tokens by sequence
         self._open = set(range(request.params.num_reported))
         self._stopped: set[int] = set()  # sequences that met a stop string
-        self._reason: str | None = None
+        self._reason: FinishReason | None = None
         self.has_failed = False
         self.is_refused = False
 
@@ -231,8 +232,8 @@ class _RequestTimes:
             self._queue_s, self._embedded_at = output.queue_s, now
         if output.finish_reason is not None:
             self._open.discard(output.index)
-            is_stop = output.finish_reason == "abort" and output.index in self._stopped
-            self._reason = "stop" if is_stop else output.finish_reason
+            is_stop = output.finish_reason == FinishReason.ABORT and output.index in self._stopped
+            self._reason = FinishReason.STOP if is_stop else output.finish_reason
 
     def stop(self, index: int | None) -> None:
         """Count a sequence, or all, as stopped and not as aborted."""
@@ -276,12 +277,12 @@ class _RequestTimes:
         self._meter.counts["prompt_tokens_cached"] += output.num_cached
         self._meter.observe("request_queue_time_seconds", output.queue_s)
 
-    def _reason_of_end(self) -> str:
+    def _reason_of_end(self) -> FinishReason:
         if self.has_failed:
-            return "error"
+            return FinishReason.ERROR
         if not self._open:
-            return self._reason or "error"
-        return "stop" if self._open <= self._stopped else "abort"
+            return self._reason or FinishReason.ERROR
+        return FinishReason.STOP if self._open <= self._stopped else FinishReason.ABORT
 
     def _spans(self) -> Iterator[Span]:
         """The stages of the request, as far as it came."""

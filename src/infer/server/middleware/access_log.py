@@ -199,6 +199,6 @@ def route_of(scope: Scope) -> str:
     """The route as it was declared, so that a metric has as many rows as there are routes."""
     route = scope.get("route")
     if route is None:  # refused before it got there, or there is none
-        routes = scope["app"].state.routes
+        routes = scope["app"].routes
         route = next((each for each in routes if each.matches(scope)[0] is not Match.NONE), None)
     return str(route.path) if route is not None else "unmatched"

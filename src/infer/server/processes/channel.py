@@ -3,8 +3,9 @@
     [number, name, body]           a question; number 0: no answer is wanted
     [-number, failure, result]     the answer to it
 
-Bodies are plain data (msgpack). Messages are handled in the order in which they were sent, except that a slow
-answer does not hold up the messages after it.
+Bodies are plain data (msgpack), and the handler of a question is its type: a body that does not fit its
+parameters is an error (`call_typed`). Messages are handled in the order in which they were sent, except that
+a slow answer does not hold up the messages after it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -29,6 +30,23 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 Answerer = Callable[[str, Any], Any]  # (name, body) -> the answer, or an awaitable of it
+
+
+def call_typed(handler: Callable[..., Any], body: dict[str, Any] | None) -> Any:
+    """Call the handler of a question with a body that has been checked against its parameters."""
+    given = msgspec.convert(body or {}, _body_type(handler.__qualname__, handler))
+    return handler(**{name: getattr(given, name) for name in given.__struct_fields__})
+
+
+_body_types: dict[str, type[msgspec.Struct]] = {}
+
+
+def _body_type(name: str, handler: Callable[..., Any]) -> type[msgspec.Struct]:
+    if name not in _body_types:
+        hints = get_type_hints(handler)
+        fields = [(parameter, hints[parameter]) for parameter in inspect.signature(handler).parameters]
+        _body_types[name] = msgspec.defstruct(name, fields, forbid_unknown_fields=True)
+    return _body_types[name]
 
 
 class Channel:

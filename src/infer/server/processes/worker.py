@@ -43,7 +43,7 @@ from infer.server.explain.served import ServedRequest
 from infer.server.fleet.fleet import Fleet, make_encoder
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.board import Board
-from infer.server.processes.channel import Channel
+from infer.server.processes.channel import Channel, call_typed
 from infer.server.response_store import RemoteStore
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
 from infer.server.state import ModelUse, ServedModel, ServerState
@@ -125,7 +125,7 @@ class Worker:
 
     def answer(self, name: str, body: dict[str, Any] | None) -> Any:
         """Answer a message."""
-        return getattr(self, f"on_{name}")(**(body or {}))
+        return call_typed(getattr(self, f"on_{name}"), body)
 
     def on_spawned(self, engine: int, endpoint: str) -> None:
         """Bind the endpoint of an engine that was started."""

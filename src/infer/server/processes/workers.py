@@ -52,7 +52,7 @@ def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
     """
     if config.api_processes is not None:
         return config.api_processes
-    if config.in_process or not on_gpu:
+    if config.in_process or not on_gpu or config.model_memory is not None:
         return 1
     return max(1, min(MAX_DEFAULT, len(os.sched_getaffinity(0)) // CORES_PER_PROCESS))
 

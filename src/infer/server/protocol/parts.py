@@ -30,6 +30,7 @@ from infer.dialects.events import (
     TextDelta,
     read_arguments,
 )
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
 from infer.server.protocol.schemas import AskingBody
@@ -104,7 +105,7 @@ class PartWriter(FrameWriter):
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         super().__init__(generation, body)
         self.parts: list[Part] = []
-        self.finish_reason: str | None = None  # why the answer ended: "stop" or "length"
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
         self._has_begun = False
         self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is still to come

@@ -37,6 +37,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from infer.dialects.events import TextDelta
 from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import OutputBuilder, RequestOutput
 from infer.scheduling.request import DraftCounts, StepOutput
 from infer.server.protocol.errors import to_api_error
@@ -283,9 +284,9 @@ def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
 
 
 def _failure_of(delta: TextDelta) -> EngineError | None:
-    if delta.finish_reason == "error":
+    if delta.finish_reason == FinishReason.ERROR:
         return EngineError(delta.error or "the engine could not finish this request")
-    if delta.finish_reason == "abort":
+    if delta.finish_reason == FinishReason.ABORT:
         return EngineStopped("the request was aborted before its end")
     return None
 
@@ -393,7 +394,7 @@ class ChunkWriter(FrameWriter):
         index: int,
         inner: bytes,
         logprobs: Mapping[str, Any] | None = None,
-        finish_reason: str | None = None,
+        finish_reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
         num_output: int | None = None,
         token_ids: Sequence[int] = (),

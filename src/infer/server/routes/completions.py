@@ -16,6 +16,7 @@ import orjson
 from fastapi import Request, Response
 
 from infer.errors import RequestError
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
 from infer.server.protocol.logprobs import CompletionLogprobs, join, prompt_logprobs
@@ -114,7 +115,7 @@ class CompletionView:
             "index": choice,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason if self.shows_output else "length",
+            "finish_reason": output.finish_reason if self.shows_output else FinishReason.LENGTH,
             "stop_reason": output.stop_reason if self.shows_output else None,
         }
         if self._has_prompt_logprobs:
@@ -164,7 +165,7 @@ class CompletionWriter(ChunkWriter):
         if choice in self._not_echoed:
             self._not_echoed.remove(choice)
             logprobs = view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs)
-            reason = None if view.shows_output else "length"
+            reason = None if view.shows_output else FinishReason.LENGTH
             frames.append(self.frame(choice, self.text(view.prompt_text(piece.prompt)), logprobs, reason))
         if view.shows_output:
             logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)

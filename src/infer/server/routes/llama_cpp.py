@@ -21,6 +21,7 @@ from fastapi import Request, Response
 
 from infer import __version__
 from infer.errors import MalformedRequest, RequestError, show_value
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
 from infer.server.protocol.errors import ApiError, to_api_error
@@ -177,7 +178,7 @@ class LlamaWriter(FrameWriter):
         self._returns_tokens = bool(body.return_tokens)
         self._has_probs = bool(body.n_probs)
         self._is_stream = bool(body.stream)
-        self._finish_reason: str | None = None
+        self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
     def frames(self, piece: Piece) -> list[bytes]:
@@ -222,7 +223,7 @@ class LlamaWriter(FrameWriter):
 
     def _ending(self, content: str, token_ids: Sequence[int]) -> dict[str, Any]:
         job, word = self.generation.job, self._stop_reason
-        is_limited, is_word = self._finish_reason == "length", isinstance(word, str)
+        is_limited, is_word = self._finish_reason == FinishReason.LENGTH, isinstance(word, str)
         return {
             "index": 0,
             "content": content,

@@ -27,6 +27,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from infer.errors import ContextOverflow, MalformedRequest, RequestError, show_value
+from infer.finish_reason import FinishReason
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
 from infer.server.protocol.schemas import Body, ChatRequest, CountedChat, Int, MeasuredBody, Name, Neutral
@@ -448,7 +449,7 @@ class MessageWriter(PartWriter):
         """Why the answer ended, in Anthropic's words."""
         sequence = self.stop_reason if isinstance(self.stop_reason, str) else None
         calls = [part for part in self.parts if part.kind == "call"]
-        if self.finish_reason == "length":
+        if self.finish_reason == FinishReason.LENGTH:
             is_full = self.generation.job.params.max_tokens is None  # `fill_context` has lifted the limit
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif calls and calls[-1].arguments is not None:

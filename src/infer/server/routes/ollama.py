@@ -37,6 +37,7 @@ from pydantic import BaseModel
 
 from infer import __version__
 from infer.errors import RequestError, UnknownModel, closest, show_value
+from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import MAX_INT
@@ -568,7 +569,7 @@ class OllamaWriter(PartWriter):
         first_at, usage = self.generation.first_at or at, self.generation.usage()
         return {
             "done": True,
-            "done_reason": "length" if self.finish_reason == "length" else "stop",
+            "done_reason": "length" if self.finish_reason == FinishReason.LENGTH else "stop",
             "total_duration": nanoseconds(self._started_at if record is None else record.arrived_at, at),
             "load_duration": 0,  # a model is loaded before it is served
             "prompt_eval_count": usage["prompt_tokens"],

@@ -35,6 +35,7 @@ from fastapi import Request, Response
 from pydantic import PrivateAttr
 
 from infer.errors import ContextOverflow, RequestError, closest
+from infer.finish_reason import FinishReason
 from infer.server.protocol.errors import Path, spell_path, to_api_error
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
@@ -541,7 +542,7 @@ class ResponseWriter(PartWriter):
 
     def close(self, part: Part) -> list[bytes]:
         """The whole item."""
-        status = "incomplete" if self.finish_reason == "length" else "completed"
+        status = "incomplete" if self.finish_reason == FinishReason.LENGTH else "completed"
         place, name = self._place(part), f"{DELTAS[part.kind]}.done"
         if part.kind == "call":
             frames = [self._event(name, **place, name=part.name, arguments=part.text)]
@@ -560,7 +561,7 @@ class ResponseWriter(PartWriter):
 
     def body(self) -> dict[str, Any]:
         """The whole response; incomplete if its limit was reached, inside its last item."""
-        is_cut = self.finish_reason == "length"
+        is_cut = self.finish_reason == FinishReason.LENGTH
         items = [self._item(part, "completed") for part in self.parts]
         if is_cut:
             items[-1]["status"] = "incomplete"

@@ -41,7 +41,7 @@
  * A chunk of work is one item and one kv head. */
 #include "kv_codes.h"
 
-#define MAX_HEAD 256
+#define MAX_HEAD 512
 #define POSITIONS 16 /* positions that are visited together; `block_size` is the cache's */
 #define SEGMENT 512
 #define STATE_FLOATS 8192 /* floats of accumulators at a time: 32 KB */

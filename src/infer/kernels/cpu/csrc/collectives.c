@@ -1,12 +1,16 @@
 /* Sums and rows that several processes, the ranks of one model, make together in memory that they share.
  *
- *     header   aborted · for each rank: arrived, sleepers                          a line of the cache each
+ *     header   aborted · for each rank: arrived, sleepers, ticks, waiting, times   a line of the cache each
  *     shares   rank 0: even, odd · rank 1: even, odd · ...                         CAPACITY floats each
+ *     pipes    rank 0: sent, taken, slots · rank 1: ...                            PIPE_SLOTS of CAPACITY floats
  *
  * An exchange has a number. A rank copies its share to its place, even or odd as the number is, and says that it
  * has arrived there; it then waits until all have, and reads the shares of all in the order of the ranks. So every
  * rank has the same bits. A rank that goes on to the next exchange writes to its other place. It comes back to the
- * first one only after all have arrived at the next exchange, which they do after they have read this one.
+ * first one only after all have arrived at the next exchange, which they do after they have read this one. The
+ * ranks of an exchange follow each other; where layers are in stages, the ranks of each stage are a group.
+ *
+ * A pipe takes the rows of one stage to the next: its rank writes a slot when the reader has taken what was there.
  *
  * A rank that waits polls for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: the
  * result must not be used then, and the caller asks whether it was set. */
@@ -26,6 +30,9 @@
 #define SPINS_BEFORE_SLEEP 20000
 #define SLEEP 20000000ll /* nanoseconds until a sleeper looks at `aborted` again */
 #define OUTSIDE INT64_MIN
+#define PIPE_SLOTS 8
+#define NUM_TIMES 3 /* kinds of waits: for a sum, for rows of another stage, for a message */
+#define MESSAGE 2
 
 typedef struct {
     _Atomic uint32_t value;
@@ -34,9 +41,23 @@ typedef struct {
 } word; /* ranks wait for it */
 
 typedef struct {
+    _Atomic uint32_t value; /* of its exchanges, the one that it has come to */
+    _Atomic uint32_t sleepers;
+    _Atomic uint32_t ticks;   /* layers and rows that it has finished */
+    _Atomic uint32_t waiting; /* 0: it computes; 1: it waits for other ranks; 2: for a message */
+    _Atomic uint64_t times[NUM_TIMES]; /* nanoseconds that it has waited, by kind */
+    uint8_t rest[24];
+} rank_line; /* a word, and what only its rank writes */
+
+typedef struct {
     word aborted;
-    word arrived[MAX_RANKS];
+    rank_line ranks[MAX_RANKS];
 } region;
+
+typedef struct {
+    word sent, taken;
+    float slots[];
+} stage_pipe;
 
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -68,8 +89,13 @@ void infer_word_set(word *at, uint32_t value) {
 
 uint32_t infer_word_get(word *at) { return atomic_load_explicit(&at->value, memory_order_acquire); }
 
-/* Wait until a word has reached a number, which wraps around; 0: it was aborted. */
-int64_t infer_word_wait(word *at, uint32_t value, word *aborted) {
+static uint64_t now(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (uint64_t)at.tv_sec * 1000000000u + (uint64_t)at.tv_nsec;
+}
+
+static int64_t wait_for(word *at, uint32_t value, word *aborted) {
     for (int64_t spins = 0;; spins++) {
         uint32_t seen = atomic_load_explicit(&at->value, memory_order_acquire);
         if ((int32_t)(seen - value) >= 0) return 1;
@@ -82,6 +108,18 @@ int64_t infer_word_wait(word *at, uint32_t value, word *aborted) {
     }
 }
 
+/* Wait until a word has reached a number, which wraps around, and note the time; 0: it was aborted. */
+int64_t infer_word_wait(word *at, uint32_t value, region *shared, int64_t rank, int64_t kind) {
+    rank_line *own = &shared->ranks[rank];
+    if ((int32_t)(infer_word_get(at) - value) >= 0) return 1;
+    uint64_t start = now();
+    atomic_store(&own->waiting, kind == MESSAGE ? 2 : 1);
+    int64_t is_there = wait_for(at, value, &shared->aborted);
+    atomic_store(&own->waiting, 0);
+    atomic_fetch_add(&own->times[kind], now() - start);
+    return is_there;
+}
+
 typedef struct {
     int64_t M; /* rows */
     float *x;
@@ -89,7 +127,7 @@ typedef struct {
     float *out;          /* result of a gathering */
     int64_t out_stride, V; /* numbers of a row that all ranks have; the last ranks have fewer than N, or none */
     region *shared;
-    int64_t rank, size, capacity; /* floats of a share */
+    int64_t rank, first, size, capacity; /* the first rank of its group, and how many there are; floats of a share */
 } exchange_args;
 
 static float *share_of(const exchange_args *a, int64_t rank, uint32_t number) {
@@ -97,14 +135,15 @@ static float *share_of(const exchange_args *a, int64_t rank, uint32_t number) {
 }
 
 static uint32_t next_number(const exchange_args *a) {
-    return atomic_load_explicit(&a->shared->arrived[a->rank].value, memory_order_relaxed) + 1;
+    return atomic_load_explicit(&a->shared->ranks[a->rank].value, memory_order_relaxed) + 1;
 }
 
 /* Say that the share is there, and wait for all others; 0: it was aborted. */
 static int64_t meet(const exchange_args *a, uint32_t number) {
-    infer_word_set(&a->shared->arrived[a->rank], number);
-    for (int64_t rank = 0; rank < a->size; rank++)
-        if (rank != a->rank && !infer_word_wait(&a->shared->arrived[rank], number, &a->shared->aborted)) return 0;
+    infer_word_set((word *)&a->shared->ranks[a->rank], number);
+    for (int64_t rank = a->first; rank < a->first + a->size; rank++)
+        if (rank != a->rank && !infer_word_wait((word *)&a->shared->ranks[rank], number, a->shared, a->rank, 0))
+            return 0;
     return 1;
 }
 
@@ -119,10 +158,10 @@ void infer_all_reduce(const void *args, int64_t chunk) {
         float *x = a->x + first;
         memcpy(share_of(a, a->rank, number), x, (size_t)left * sizeof(float));
         if (!meet(a, number)) return;
-        const float *restrict zeroth = share_of(a, 0, number), *restrict other = share_of(a, 1, number);
+        const float *restrict zeroth = share_of(a, a->first, number), *restrict other = share_of(a, a->first + 1, number);
         for (int64_t i = 0; i < left; i++) x[i] = zeroth[i] + other[i];
         for (int64_t rank = 2; rank < a->size; rank++) {
-            other = share_of(a, rank, number);
+            other = share_of(a, a->first + rank, number);
             for (int64_t i = 0; i < left; i++) x[i] += other[i];
         }
     }
@@ -137,7 +176,7 @@ void infer_all_gather(const void *args, int64_t chunk) {
         int64_t rows = a->M - first < at_once ? a->M - first : at_once;
         uint32_t number = next_number(a);
         float *own = share_of(a, a->rank, number);
-        int64_t have = a->V - a->rank * a->N < a->N ? a->V - a->rank * a->N : a->N;
+        int64_t left = a->V - (a->rank - a->first) * a->N, have = left < a->N ? left : a->N;
         for (int64_t row = 0; row < rows && have > 0; row++)
             memcpy(own + row * a->N, a->x + (first + row) * a->x_stride, (size_t)have * sizeof(float));
         if (!meet(a, number)) return;
@@ -145,9 +184,58 @@ void infer_all_gather(const void *args, int64_t chunk) {
             int64_t width = a->V - rank * a->N < a->N ? a->V - rank * a->N : a->N;
             for (int64_t row = 0; row < rows && width > 0; row++)
                 memcpy(a->out + (first + row) * a->out_stride + rank * a->N,
-                       share_of(a, rank, number) + row * a->N, (size_t)width * sizeof(float));
+                       share_of(a, a->first + rank, number) + row * a->N, (size_t)width * sizeof(float));
         }
     }
+}
+
+typedef struct {
+    int64_t M; /* rows */
+    float *x;
+    int64_t N; /* numbers of a row */
+    stage_pipe *through;
+    region *shared;
+    int64_t rank, capacity; /* floats of a slot */
+} pass_args;
+
+static float *slot_of(const pass_args *a, uint32_t number) {
+    return a->through->slots + (number % PIPE_SLOTS) * a->capacity;
+}
+
+/* Pass x, [M, N] without gaps, on to the next stage. */
+void infer_pass_on(const void *args, int64_t chunk) {
+    const pass_args *a = args;
+    int64_t count = a->M * a->N;
+    (void)chunk;
+    for (int64_t first = 0; first < count; first += a->capacity) {
+        int64_t left = count - first < a->capacity ? count - first : a->capacity;
+        uint32_t number = infer_word_get(&a->through->sent) + 1;
+        if (!infer_word_wait(&a->through->taken, number - PIPE_SLOTS, a->shared, a->rank, 1)) return;
+        memcpy(slot_of(a, number), a->x + first, (size_t)left * sizeof(float));
+        infer_word_set(&a->through->sent, number);
+        atomic_fetch_add(&a->shared->ranks[a->rank].ticks, 1);
+    }
+}
+
+/* Take x, [M, N] without gaps, from the stage before. */
+void infer_take_rows(const void *args, int64_t chunk) {
+    const pass_args *a = args;
+    int64_t count = a->M * a->N;
+    (void)chunk;
+    for (int64_t first = 0; first < count; first += a->capacity) {
+        int64_t left = count - first < a->capacity ? count - first : a->capacity;
+        uint32_t number = infer_word_get(&a->through->taken) + 1;
+        if (!infer_word_wait(&a->through->sent, number, a->shared, a->rank, 1)) return;
+        memcpy(a->x + first, slot_of(a, number), (size_t)left * sizeof(float));
+        infer_word_set(&a->through->taken, number);
+    }
+}
+
+/* Say that another layer is computed: a rank without exchanges is not silent. */
+void infer_tick(const void *args, int64_t chunk) {
+    const pass_args *a = args;
+    (void)chunk;
+    atomic_fetch_add(&a->shared->ranks[a->rank].ticks, 1);
 }
 
 typedef struct {

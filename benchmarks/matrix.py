@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infer.bench.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Look
+from benchmarks.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Look
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up

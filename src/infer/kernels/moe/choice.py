@@ -1,0 +1,67 @@
+"""The choice of the kernels that multiply the rows of a mixture's experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
+from infer.kernels.moe.few import FewExperts
+from infer.kernels.runtime.choice import Declined, Way
+
+
+class ExpertsProblem(NamedTuple):
+    """The tokens of a step and the experts of a layer, with the kernels that were compiled for them."""
+
+    num_tokens: int
+    num_choices: int
+    num_experts: int
+    is_coded: bool
+    has_bias: bool = False
+    invariant: bool = False  # a row's bits must not depend on the other rows
+    has_bands: bool = True  # coded weights: both matrices have whole bands of rows
+    few: FewExperts | None = None
+    grouped: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None)  # gate and up; down
+
+
+def _covers_few(problem: ExpertsProblem) -> str | Declined:
+    if problem.few is None or not problem.few.num_ready:
+        return Declined("needs a whole Hopper, bfloat16, no bias, no shared expert and sizes that it can cut")
+    last = problem.few.tokens[-1]
+    return "few" if problem.few.is_for(problem.num_tokens) else Declined(f"for up to {last} tokens")
+
+
+def _why_not_coded(problem: ExpertsProblem) -> str:
+    """The reason why a kernel of coded weights that may depend on the batch is not for these."""
+    if not problem.is_coded or problem.has_bias or problem.invariant:
+        return "for coded weights without a bias, unless rows must not depend on each other"
+    return ""
+
+
+def _covers_unpacked(problem: ExpertsProblem) -> str | Declined:
+    if why := _why_not_coded(problem):
+        return Declined(why)
+    is_many = problem.num_tokens * problem.num_choices > MAX_ROWS * problem.num_experts
+    if not is_many or not problem.has_bands:
+        return Declined(f"for more than {MAX_ROWS} rows to each expert, and matrices of whole bands")
+    return "unpacked"
+
+
+def _covers_grouped(problem: ExpertsProblem) -> str | Declined:
+    if why := _why_not_coded(problem):
+        return Declined(why)
+    if not all(kernel is not None and kernel.num_ready for kernel in problem.grouped):
+        return Declined("needs a whole Hopper, bfloat16 and sizes that it can cut")
+    return "cuda"
+
+
+def _covers_tiles(problem: ExpertsProblem) -> str | Declined:
+    return "tiles" if problem.is_coded else Declined("for coded weights")
+
+
+EXPERT_WAYS: tuple[Way[ExpertsProblem, str], ...] = (
+    Way("CUDA C++, each token by itself (pdl.cu)", _covers_few),
+    Way("Triton, grouped, after unpacking", _covers_unpacked),
+    Way("CUDA C++, grouped (pdl.cu)", _covers_grouped),
+    Way("Triton, grouped, unpacked tile by tile", _covers_tiles),
+    Way("Triton, grouped", lambda problem: "plain"),
+)

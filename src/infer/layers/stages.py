@@ -1,0 +1,64 @@
+"""A model whose layers are in stages: each rank has some layers that follow each other, and only these.
+
+    stage 0    embedding ──► layers 0 .. 3 ──► hidden states ──┐
+    stage 1                  layers 4 .. 7  ◄──────────────────┘ ──► norm ──► head
+
+Modules keep their names and layers their numbers, so weights, caches and plans mean the same on every rank.
+What a rank has not is an `Elsewhere`: the stream passes it as it is. A tied head is the embedding's own
+table, so the first and the last stage have both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from infer.kernels.runtime.communicator import Pipe
+
+
+class Elsewhere(nn.Module):
+    """A part of the model that other stages have."""
+
+    def forward(self, x: Any, step: object = None) -> Any:
+        """Return what came."""
+        return x
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage: the same number, or one more in some before the last, which has the head."""
+    ends = [-(-num_layers * (stage + 1) // num_stages) for stage in range(num_stages)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def keep_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool, is_tied: bool) -> None:
+    """Take out of a model all that other stages have."""
+    blocks = model.get_submodule("layers")
+    assert isinstance(blocks, nn.ModuleList)
+    for number in range(len(blocks)):
+        if number not in layers:
+            blocks[number] = Elsewhere()
+    has_table = is_first or is_last
+    kept = {"embedding": has_table if is_tied else is_first, "head": has_table if is_tied else is_last}
+    kept |= {"position_embedding": is_first, "norm": is_last}
+    for name, is_kept in kept.items():
+        if not is_kept and name in model._modules:
+            model._modules[name] = Elsewhere()
+
+
+def is_elsewhere(model: nn.Module, module: str) -> bool:
+    """True if a module, given by its name, is on other stages."""
+    found: nn.Module = model
+    for name in module.split("."):
+        child = found._modules.get(name)
+        if child is None or isinstance(child, Elsewhere):
+            return isinstance(child, Elsewhere)
+        found = child
+    return False
+
+
+def watch_stage(model: nn.Module, pipe: Pipe) -> None:
+    """Let the layers of a stage say when they are computed, to those who look for silent ranks."""
+    for layer in model.get_submodule("layers").children():
+        if not isinstance(layer, Elsewhere):
+            layer.register_forward_hook(lambda *_: pipe.tick())

@@ -1,0 +1,88 @@
+"""Models on demand whose weights stay in host memory: the same process answers again, and as before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.config.settings import ServerConfig
+from infer.errors import ConfigError
+from tests.support.server_process import ServerProcess, start_server, wait_until
+
+
+def ask(server: ServerProcess, model: str) -> str:
+    body = {"model": model, "prompt": "a b c", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def engines(server: ServerProcess) -> set[int]:
+    found = set()
+    for child in server.children():
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        found |= {child} if b"infer.client.process" in command else set()
+    return found
+
+
+def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str, tmp_path: Path) -> None:
+    models = ("--model", f"a={checkpoint}", "--model", f"b={checkpoint}")
+    flags = ("--on-demand", "--model-memory", "4GiB", "--admin-key", "root", "--num-blocks", "256")
+    with start_server(tmp_path, *models, *flags) as server:
+        first = ask(server, "a")
+        (pid,) = engines(server)
+        assert ask(server, "b") == first
+        both = engines(server)
+        assert len(both) == 2 and pid in both
+        for name in ("a", "b", "a"):
+            assert ask(server, name) == first
+        assert engines(server) == both
+        log = server.log.read_text()
+        assert log.count("weights=kept") == 4 and log.count("model loaded model=a") == 3
+        # one that ends in its sleep is not started again, and the model is loaded anew
+        (sleeping,) = both - {pid}
+        os.kill(sleeping, signal.SIGKILL)
+        wait_until(lambda: engines(server) == {pid})
+        assert ask(server, "b") == first
+        assert "model loaded anew model=b" in server.log.read_text()
+        # an unload by the operator forgets the weights, too
+        url, key = f"{server.url}/admin/models/unload", {"authorization": "Bearer root"}
+        answer = httpx.post(url, json={"name": "a"}, headers=key, timeout=60)
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: len(engines(server)) == 1)
+        (last,) = engines(server)
+    wait_until(lambda: not Path(f"/proc/{last}").exists())
+
+
+def test_what_does_not_fit_is_not_kept(checkpoint: str, tmp_path: Path) -> None:
+    models = ("--model", f"a={checkpoint}", "--model", f"b={checkpoint}")
+    with start_server(
+        tmp_path, *models, "--on-demand", "--model-memory", "1024B", "--num-blocks", "256"
+    ) as server:
+        assert ask(server, "a") == ask(server, "b")
+        assert len(engines(server)) == 1
+        log = server.log.read_text()
+        assert "weights not kept model=a bytes=" in log and "weights=kept" not in log
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"model_memory": "1GiB"}, "set on_demand"),
+        ({"model_memory": "much", "on_demand": True}, "model_memory must be a size"),
+        ({"model_memory": "1GiB", "on_demand": True, "in_process": True}, "leave out in_process"),
+        ({"model_memory": "1GiB", "on_demand": True, "api_processes": 2}, "leave out api_processes"),
+    ],
+)
+def test_what_cannot_keep_weights_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**knobs)
