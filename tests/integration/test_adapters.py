@@ -253,7 +253,7 @@ OUTER: dict[str, Any] = {"seed": 7, "targets": r"(embed_tokens|lm_head|q_proj)$"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("family", ["llama", "cohere2"])  # the second scales its logits
+@pytest.mark.parametrize("family", ["llama", "cohere2", "gemma4"])  # the second scales its logits
 def test_embedding_and_head_are_adapted(family: str, on_gpu: bool, tmp_path: Path) -> None:
     make_checkpoint(family, path := tmp_path / "base", sizes=SIZES, seed=1, tie_embeddings=False)
     outer = make_adapter(tmp_path / "outer", path, **OUTER)

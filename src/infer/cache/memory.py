@@ -284,7 +284,13 @@ def size_cache(
     size = CacheSize(num_blocks, block_size, bytes_per_token, num_tables, cache.swap_blocks * num_tables)
     if cache.swap_space is None:
         return size
-    return replace(size, num_host_blocks=parse_bytes(cache.swap_space) // size.bytes_per_block)
+    num_host_blocks = parse_bytes(cache.swap_space) // size.bytes_per_block
+    if num_host_blocks < num_tables:
+        raise ConfigError(
+            f"swap_space={cache.swap_space} has no room for {block_size} tokens, which take "
+            f"{format_bytes(num_tables * size.bytes_per_block)}; give it that at least, or leave it out"
+        )
+    return replace(size, num_host_blocks=num_host_blocks)
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

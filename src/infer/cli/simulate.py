@@ -184,10 +184,18 @@ def read_ranks(args: argparse.Namespace) -> list[Ranks | None]:
             f"--tensor-parallel-size {max(sizes)} needs {', '.join(missing)}; 'infer simulate --help' has "
             "the numbers of some links"
         )
+    from infer.loader.slices import rank_counts
     from infer.tools.memory_plan import find_headers
     from infer.tools.step_cost import Ranks
 
     shape = find_headers(args.model, revision=None, show_progress=True).config
+    possible = rank_counts(shape)
+    for size in sizes:
+        if size not in possible:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: the heads and sizes of {args.model} can be shared by "
+                f"{', '.join(map(str, possible))} ranks"
+            )
     return [
         Ranks(
             size=size,

@@ -331,7 +331,7 @@ class Gemma4(Model):
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
         """The tokens' embeddings, and with them the inputs of all layers."""
-        x_TD = self.embedding(tokens_T)
+        x_TD = super().embed(tokens_T, step).settle()
         if not self.input_size:
             return LayeredStream(x_TD, None)
         mixed_TX = as_tensor(self.input_projection(x_TD)) * self.config.hidden_size**-0.5
