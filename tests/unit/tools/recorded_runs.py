@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from infer.cache.memory import CacheSize
@@ -55,7 +56,7 @@ def make_engine(
     fail_at: int | None = None,
     steps_ahead: int = 0,
 ) -> Engine:
-    pool = make_pool(policy_config, SIZE)
+    pool = make_pool(policy_config, replace(SIZE, num_host_blocks=policy_config.cache.swap_blocks))
     scheduler = Scheduler(pool, resolve_scheduler(policy_config, 60, SIMULATED_STEPS), cost=COST)
     runner = OracleDevice(pool, scheduler.state, policy_config.cache.swap_blocks)
     runner.fail_at = fail_at

@@ -229,6 +229,7 @@ def test_the_header_tells_the_knobs_and_the_size_of_the_cache(tmp_path: Path) ->
     assert header["knobs"]["prefill_chunk_size"] == CONFIG.scheduler.prefill_chunk_size
     assert header["cache"] == {
         "num_blocks": SIZE.num_blocks, "block_size": 4, "bytes_per_token": 8, "num_tables": 1,
+        "num_host_blocks": 0,
     }  # fmt: skip
 
 
