@@ -166,6 +166,8 @@ class Fleet:
         """Load a model and give it its name."""
         self._check_name(name, replaces=replaces)
         self._check_adapters(name, config)
+        if replaces:  # weights that were kept are the old ones
+            await self._forget_asleep(name)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
         loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
