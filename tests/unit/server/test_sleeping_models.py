@@ -116,3 +116,37 @@ def test_a_replacement_does_not_wake_what_it_replaces(monkeypatch: pytest.Monkey
         assert old.is_closed and "wake" not in old.calls
 
     play(monkeypatch, oracle, scene)
+
+
+def test_a_model_does_not_sleep_under_a_name_that_was_unloaded(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        old, model = await stand.load("a"), stand.state.models["a"]
+        model.num_held = 1
+        leaving = stand.retire("a")
+        await asyncio.sleep(0)
+        await stand.fleet.unload("a")
+        model.num_held = 0
+        await leaving
+        assert stand.asleep == [] and old.is_closed
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_does_not_sleep_under_a_name_that_was_loaded_anew(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        old, model = await stand.load("a"), stand.state.models["a"]
+        model.num_held = 1
+        leaving = stand.retire("a")
+        await asyncio.sleep(0)
+        new = await stand.load("a")
+        model.num_held = 0
+        await leaving
+        assert new is not old and stand.asleep == [] and old.is_closed and not new.is_closed
+        await stand.retire("a")
+        assert stand.asleep == ["a"] and not new.is_closed
+
+    play(monkeypatch, oracle, scene)

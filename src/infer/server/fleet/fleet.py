@@ -283,6 +283,10 @@ class Fleet:
                 logger.info("weights not kept model=%s bytes=%d model_memory=%s", *told)
                 return False
             await self._forget_asleep(next(iter(self._asleep)))
+        name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
+        if name not in self.state.names or name in taken_names:  # its requests took long to end
+            logger.info("weights not kept model=%s reason='it was unloaded or loaded anew meanwhile'", name)
+            return False
         for client in model.clients:
             self.metrics.remove(client)
         self._asleep[model.name] = model, taken
