@@ -150,3 +150,22 @@ def test_a_model_does_not_sleep_under_a_name_that_was_loaded_anew(
         assert stand.asleep == ["a"] and not new.is_closed
 
     play(monkeypatch, oracle, scene)
+
+
+def test_models_that_leave_together_do_not_exceed_the_budget(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        engines = [await stand.load(name) for name in "ab"]
+        for engine in engines:
+            engine.may_turn.clear()
+        leaving = [stand.retire(name) for name in "ab"]
+        await until(lambda: any(engine.calls for engine in engines))
+        for _ in range(10):  # the other one gets its chance to ask
+            await asyncio.sleep(0)
+        for engine in engines:
+            engine.may_turn.set()
+        await asyncio.gather(*leaving)
+        assert stand.asleep == ["b"] and [engine.is_closed for engine in engines] == [True, False]
+
+    play(monkeypatch, oracle, scene)

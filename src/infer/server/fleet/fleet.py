@@ -97,6 +97,7 @@ class Fleet:
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
         # unloaded models whose weights are in host memory, and their bytes, by name: the oldest in front
         self._asleep: dict[str, tuple[ServedModel, int]] = {}
+        self._sleep_turn = asyncio.Lock()  # models fall asleep one after the other: they share a budget
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
             path = Path(server.record).expanduser().absolute()
@@ -255,7 +256,9 @@ class Fleet:
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
             await elsewhere
-            is_asleep = may_sleep and await self._put_to_sleep(model)
+            if may_sleep:
+                async with self._sleep_turn:
+                    is_asleep = await self._put_to_sleep(model)
         finally:  # also at shutdown
             if not is_asleep:
                 await self._close(model)
