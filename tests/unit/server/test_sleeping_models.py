@@ -169,3 +169,38 @@ def test_models_that_leave_together_do_not_exceed_the_budget(
         assert stand.asleep == ["b"] and [engine.is_closed for engine in engines] == [True, False]
 
     play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_wakes_does_not_make_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        first = await stand.load("a")
+        await stand.load("b")
+        await stand.retire("a")
+        first.may_turn.clear()
+        waking = asyncio.create_task(stand.load("a"))
+        await until(lambda: "wake" in first.calls)
+        await stand.retire("b")
+        first.may_turn.set()
+        assert await waking is first and not first.is_closed
+        assert stand.asleep == ["b"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_is_unloaded_while_it_wakes_is_closed(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stand: Stand) -> None:
+        engine = await stand.load("a")
+        await stand.retire("a")
+        engine.may_turn.clear()
+        waking = asyncio.create_task(stand.load("a"))
+        await until(lambda: "wake" in engine.calls)
+        await stand.fleet.unload("a")
+        with pytest.raises(EngineStopped, match="unloaded"):
+            await waking
+        assert engine.is_closed and stand.asleep == [] and len(stand.engines["a"]) == 1
+
+    play(monkeypatch, oracle, scene)

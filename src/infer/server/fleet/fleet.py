@@ -303,7 +303,7 @@ class Fleet:
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
         """The engines of a model that slept, built again; None: none did, or not with this config."""
-        model, _ = self._asleep.get(name, (None, 0))
+        model, _ = self._asleep.pop(name, (None, 0))  # from here on no one else closes it
         if model is None:
             return None
         clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
@@ -314,13 +314,11 @@ class Fleet:
                 assert isinstance(client, ProcessClient)
                 await client.wake()
         except BaseException as error:
+            await self._close(model)
             if not isinstance(error, Exception):  # the load is over
-                await self._forget_asleep(name)
                 raise
             logger.warning("model loaded anew model=%s reason=%r", name, str(error))
-            await self._forget_asleep(name)
             return None
-        del self._asleep[name]
         return model.encoder, clients
 
     async def _uses(self) -> dict[str, ModelUse]:
