@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -355,7 +355,7 @@ def test_an_engine_that_falls_asleep_or_wakes_is_not_stuck_and_has_no_prefixes(
         process, client = await silent_client(10.0)
         client.prefixes.update({1, 2})
         for number, turn in enumerate((client.sleep(100), client.wake()), 1):
-            turning = asyncio.create_task(cast(Coroutine[Any, Any, int | None], turn))
+            turning = asyncio.create_task(turn)
             await asyncio.sleep(0)
             assert client._is_asleep is (number == 1), "one that dies while it wakes is started again"
             now += 1000.0  # copies, and an engine that is built
