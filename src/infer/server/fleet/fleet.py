@@ -303,7 +303,7 @@ class Fleet:
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
         """The engines of a model that slept, built again; None: none did, or not with this config."""
-        model, _ = self._asleep.pop(name, (None, 0))  # from here on no one else closes it
+        model, _ = self._asleep.pop(name, (None, 0))  # a model that wakes is closed by no one else
         if model is None:
             return None
         clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
