@@ -233,15 +233,29 @@ def _asker(cache: CacheConfig) -> str:
     return f"kv_cache_memory={cache.kv_cache_memory}" if cache.kv_cache_memory is not None else ""
 
 
-def check_host_blocks(cache: CacheConfig, size: CacheSize, free_bytes: int) -> None:
-    """Refuse more blocks in host memory than it holds."""
-    taken = size.num_host_blocks * size.bytes_per_block
+def pinned_bytes(num_bytes: int) -> int:
+    """Host memory that one pinned tensor takes: PyTorch rounds it up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def check_host_blocks(
+    cache: CacheConfig, size: CacheSize, free_bytes: int, *, is_pinned: bool = False
+) -> None:
+    """Refuse more blocks in host memory than it holds.
+
+    For a GPU they are one pinned tensor; scales of 8-bit blocks are another, and are counted as part of it.
+    """
+    taken, most_bytes = size.num_host_blocks * size.bytes_per_block, max(free_bytes, 0)
+    if is_pinned:
+        taken = pinned_bytes(taken)
+        most_bytes = pinned_bytes(most_bytes // 2 + 1) if most_bytes else 0  # the power of two below
     if taken > free_bytes:
-        name, most = "swap_space", format_bytes(max(free_bytes, 0)).replace(" ", "")
+        name, most = "swap_space", format_bytes(most_bytes).replace(" ", "")
         if cache.swap_space is None:
-            name, most = "swap_blocks", str(max(free_bytes, 0) // (size.bytes_per_block * size.num_tables))
+            name, most = "swap_blocks", str(most_bytes // (size.bytes_per_block * size.num_tables))
+        rounded = " (rounded up to a power of two)" if is_pinned else ""
         raise ConfigError(
-            f"{name}={getattr(cache, name)} takes {format_bytes(taken)} of host memory, but "
+            f"{name}={getattr(cache, name)} takes {format_bytes(taken)} of host memory{rounded}, but "
             f"{format_bytes(free_bytes)} are free; set {name}={most} or less"
         )
 

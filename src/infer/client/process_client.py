@@ -79,6 +79,7 @@ class ProcessClient:
         self._down: str | None = None  # why calls are refused
         self._is_lost = False  # down, and not to be started again
         self._is_asleep = False
+        self._is_turning_over = False  # falling asleep or waking: no report comes until it is done
         self._adopt(process, ready)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
@@ -151,14 +152,15 @@ class ProcessClient:
         A process that ends in its sleep is not started again.
         """
         self._is_asleep = True
-        answer: Answer = await self._call(messages.Sleep(next(self._tickets), max_bytes))
+        answer = await self._turn_over(messages.Sleep(next(self._tickets), max_bytes))
+        self.prefixes.clear()
         assert answer.result is not None
         return answer.result
 
     async def wake(self) -> None:
         """Build the engine again."""
-        await self._call(messages.Wake(next(self._tickets)))
         self._is_asleep = False
+        await self._turn_over(messages.Wake(next(self._tickets)))
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
@@ -188,6 +190,15 @@ class ProcessClient:
             return await done
         finally:
             self._calls.pop(command.ticket, None)
+
+    async def _turn_over(self, command: messages.Sleep | messages.Wake) -> Answer:
+        """Let the engine go or come back, which may take as long as a start."""
+        self._is_turning_over = True
+        try:
+            answer: Answer = await self._call(command)
+        finally:
+            self._is_turning_over = False
+        return answer
 
     def _submit(self, request: Request, queue: OutputQueue) -> OnEnd:
         ticket = next(self._tickets)
@@ -352,7 +363,7 @@ class ProcessClient:
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 
     def _is_stuck(self) -> bool:
-        if not 0 < self._options.stuck_timeout < self.silent_s:
+        if self._is_turning_over or not 0 < self._options.stuck_timeout < self.silent_s:
             return False
         self._process.receive_all()  # its reports may be here, unread
         return self.silent_s > self._options.stuck_timeout

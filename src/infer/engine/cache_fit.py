@@ -79,7 +79,8 @@ def fit_to_device(
         memory = replace(memory, held=num_ranks * memory.held)
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
-    check_host_blocks(config.settings.cache, size, free_host // config.settings.load.num_ranks)
+    free_each = free_host // config.settings.load.num_ranks
+    check_host_blocks(config.settings.cache, size, free_each, is_pinned=is_gpu(loaded.device))
     return size
 
 

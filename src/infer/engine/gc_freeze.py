@@ -36,11 +36,21 @@ def freeze_with(owner: object) -> None:
 
 
 def collect() -> None:
-    """Find what is left of an engine that has gone, and give its memory back to the device."""
+    """Find what is left of an engine that has gone, and give its memory back to the device and the host."""
     import torch  # here: an engine without a model, and the process around it, need none
 
     gc.collect()
     torch.cuda.empty_cache()  # nothing where there is no GPU
+    empty_host_cache()
+
+
+def empty_host_cache() -> None:
+    """Give pinned memory that nobody uses back to the system; nothing where CUDA is not in use."""
+    import torch
+
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
 
 
 def freezing(prepare: Callable[[], bool]) -> Callable[[], bool]:

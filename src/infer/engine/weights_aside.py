@@ -16,7 +16,8 @@ import gc
 
 import torch
 
-from infer.engine.gc_freeze import collect
+from infer.cache.memory import pinned_bytes
+from infer.engine.gc_freeze import collect, empty_host_cache
 
 
 class WeightsAside:
@@ -34,7 +35,11 @@ class WeightsAside:
                 found[storage.device, storage.data_ptr()] = storage
         self._storages = [storage for storage in found.values() if storage.nbytes()]
         self._copies: list[torch.Tensor] = []
-        self.num_bytes = sum(storage.nbytes() for storage in self._storages)
+        # bytes that the weights take in host memory
+        self.num_bytes = sum(
+            pinned_bytes(storage.nbytes()) if storage.device.type == "cuda" else storage.nbytes()
+            for storage in self._storages
+        )
 
     def leave_device(self) -> None:
         """Copy what is on a GPU to pinned memory, and give its memory back."""
@@ -50,12 +55,13 @@ class WeightsAside:
 
     def come_back(self) -> None:
         """Put everything back where it was."""
-        for storage, copy in zip(self._storages, self._copies, strict=True):
-            storage.resize_(copy.nbytes)
-            _bytes_of(storage).copy_(copy, non_blocking=True)
+        for number, storage in enumerate(self._storages):  # no name holds a copy longer than the list does
+            storage.resize_(self._copies[number].nbytes)
+            _bytes_of(storage).copy_(self._copies[number], non_blocking=True)
         if self._storages:
             torch.cuda.synchronize()  # the copies may go now
         self._copies.clear()
+        empty_host_cache()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

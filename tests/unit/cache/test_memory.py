@@ -17,6 +17,7 @@ from infer.cache.memory import (
     format_bytes,
     free_host_bytes,
     kv_bytes_per_token,
+    pinned_bytes,
     size_cache,
     workspace_share,
 )
@@ -259,6 +260,20 @@ def test_blocks_in_host_memory_must_fit_there() -> None:
         match="swap_blocks=11 takes 1.7 KiB of host memory.*; set swap_blocks=10 or less$",
     ):
         check_host_blocks(CacheConfig(swap_blocks=11), CacheSize(4, 16, 10, num_host_blocks=11), 1600)
+
+
+def test_pinned_blocks_are_counted_as_they_are_rounded() -> None:
+    assert [pinned_bytes(size) for size in (0, 1, 2, 3, 1024, 1025)] == [0, 1, 2, 4, 1024, 2048]
+    size = CacheSize(4, 16, 10, num_host_blocks=10)
+    check_host_blocks(CacheConfig(swap_blocks=10), size, 2048, is_pinned=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"swap_blocks=10 takes 2.0 KiB of host memory \(rounded up to a power of two\), "
+        "but 1.6 KiB are free; set swap_blocks=6 or less$",
+    ):
+        check_host_blocks(CacheConfig(swap_blocks=10), size, 1600, is_pinned=True)
+    with pytest.raises(ConfigError, match="set swap_space=1.0KiB or less$"):
+        check_host_blocks(CacheConfig(swap_space="1.6KB"), size, 1600, is_pinned=True)
 
 
 def machine(root: Path, groups: str, files: dict[str, str]) -> Path:

@@ -20,6 +20,7 @@ from infer.client import process, process_client, supervisor
 from infer.client.client import embed as embed_prompt
 from infer.client.messages import (
     Add,
+    Answer,
     Command,
     LiveReport,
     Ping,
@@ -337,6 +338,36 @@ def test_work_done_is_progress_and_a_turn_without_work_is_not(monkeypatch: pytes
         assert client.failure is None
         now += 11.0
         assert isinstance(client.failure, EngineError) and "no progress for 11 s" in str(client.failure)
+        reader.cancel()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_falls_asleep_or_wakes_is_not_stuck_and_has_no_prefixes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(process_client, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def main() -> None:
+        nonlocal now
+        process, client = await silent_client(10.0)
+        client.prefixes.update({1, 2})
+        for number, turn in enumerate((client.sleep(100), client.wake()), 1):
+            turning = asyncio.create_task(turn)
+            await asyncio.sleep(0)
+            assert client._is_asleep is (number == 1), "one that dies while it wakes is started again"
+            now += 1000.0  # copies, and an engine that is built
+            assert client.failure is None
+            answer = Answer(number, 60 if number == 1 else None, None)
+            client._take(StepReport(number, EngineStats(), [], [], [answer]))
+            assert await turning == (60 if number == 1 else None)
+            assert client.prefixes == set()
+        reader = asyncio.create_task(anext(client.generate(add(1).request)))
+        await asyncio.sleep(0)
+        now += 11.0
+        assert client.failure is not None, "it is awake, and owes an answer"
         reader.cancel()
         await client.close()
 

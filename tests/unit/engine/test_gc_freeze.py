@@ -52,6 +52,18 @@ def test_what_was_built_is_frozen_as_long_as_its_owner_lives() -> None:
     assert part() is None
 
 
+@pytest.mark.parametrize("uses_cuda", [False, True])
+def test_pinned_memory_goes_back_where_cuda_is_in_use(
+    uses_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: uses_cuda)
+    monkeypatch.setattr("torch._C._host_emptyCache", lambda: emptied.append(True), raising=False)
+    gc_freeze.collect()
+    assert emptied == [True] * uses_cuda
+
+
 def test_an_engine_that_goes_takes_all_its_parts_along() -> None:
     engine = make_engine()
     freeze_with(engine)

@@ -97,6 +97,7 @@ class Fleet:
         self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
         # unloaded models whose weights are in host memory, and their bytes, by name: the oldest in front
         self._asleep: dict[str, tuple[ServedModel, int]] = {}
+        self._sleep_turn = asyncio.Lock()  # models fall asleep one after the other: they share a budget
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
             path = Path(server.record).expanduser().absolute()
@@ -166,6 +167,8 @@ class Fleet:
         """Load a model and give it its name."""
         self._check_name(name, replaces=replaces)
         self._check_adapters(name, config)
+        if replaces:  # weights that were kept are the old ones
+            await self._forget_asleep(name)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
         loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
@@ -253,7 +256,9 @@ class Fleet:
             if model.num_held:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
             await elsewhere
-            is_asleep = may_sleep and await self._put_to_sleep(model)
+            if may_sleep:
+                async with self._sleep_turn:
+                    is_asleep = await self._put_to_sleep(model)
         finally:  # also at shutdown
             if not is_asleep:
                 await self._close(model)
@@ -281,6 +286,10 @@ class Fleet:
                 logger.info("weights not kept model=%s bytes=%d model_memory=%s", *told)
                 return False
             await self._forget_asleep(next(iter(self._asleep)))
+        name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
+        if name not in self.state.names or name in taken_names:  # its requests took long to end
+            logger.info("weights not kept model=%s reason='it was unloaded or loaded anew meanwhile'", name)
+            return False
         for client in model.clients:
             self.metrics.remove(client)
         self._asleep[model.name] = model, taken
@@ -294,7 +303,7 @@ class Fleet:
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
         """The engines of a model that slept, built again; None: none did, or not with this config."""
-        model, _ = self._asleep.get(name, (None, 0))
+        model, _ = self._asleep.pop(name, (None, 0))  # a model that wakes is closed by no one else
         if model is None:
             return None
         clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
@@ -305,13 +314,11 @@ class Fleet:
                 assert isinstance(client, ProcessClient)
                 await client.wake()
         except BaseException as error:
+            await self._close(model)
             if not isinstance(error, Exception):  # the load is over
-                await self._forget_asleep(name)
                 raise
             logger.warning("model loaded anew model=%s reason=%r", name, str(error))
-            await self._forget_asleep(name)
             return None
-        del self._asleep[name]
         return model.encoder, clients
 
     async def _uses(self) -> dict[str, ModelUse]:
