@@ -138,6 +138,7 @@ class PagedKVCachePool:
         self._device = allocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
         self._tree = PrefixTree(self._device, block_size, windows, self._host)
+        self.moves = self._tree.moves  # moves that `take_moves` has not taken
         self._num_out = self._num_in = 0
         self._sequences: dict[int, SequenceBooks] = {}
 
@@ -403,9 +404,9 @@ class PagedKVCachePool:
 
     def take_moves(self) -> list[Move]:
         """The blocks that were evicted to host memory or come from there since the last call, in order."""
-        moves = self._tree.moves
+        moves = self.moves.copy()
         if moves:
-            self._tree.moves = []
+            self.moves.clear()
             num_out = sum(kind == TransferKind.SWAP_OUT for kind, _, _ in moves)
             self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
         return moves

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from infer.bench.repeats import EngineBench
     from infer.bench.report import Report
 
-HELP = "measure a server, an engine, or what each idea is worth here"
-DESCRIPTION = "Measure a server, an engine, or what each idea is worth on this machine."
+HELP = "measure a server or an engine"
+DESCRIPTION = "Measure a server or an engine on this machine."
 USAGE = "COMMAND [options]"
 EXAMPLES = """\
 examples:

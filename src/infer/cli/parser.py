@@ -23,6 +23,7 @@ from infer.cli.readers import KINDS
 from infer.config.settings import knob_table
 from infer.errors import nearest
 
+MOVED_BENCHES = ("matrix", "backends", "attention", "memory", "startup", "policies")
 ELSEWHERE = {
     "complete": "generate",
     "pull": "fetch",
@@ -114,6 +115,8 @@ class Parser(argparse.ArgumentParser):
         given = value.strip("'\"")
         here = {*choices, *self._options()}
         known = {each: each for each in choices} | {n: ours for n, ours in ELSEWHERE.items() if ours in here}
+        if self.prog.endswith(" bench") and given in MOVED_BENCHES:
+            return f"{given} is a command of 'python -m benchmarks.bench', in a checkout of the source"
         found = nearest(given, known)
         hint = f"did you mean {known[found]}?" if found else f"'{self.prog} --help' lists the commands"
         return f"unknown command {given!r}; {hint}"

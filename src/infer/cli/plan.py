@@ -120,6 +120,11 @@ def run(args: argparse.Namespace) -> int:
             raise
         elsewhere = "plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
         raise ConfigError(f"{error}, or {elsewhere}") from None
+    if load.pipeline_parallel_size > 1 and machine.kind == "gpu":
+        raise ConfigError(
+            f"pipeline_parallel_size={load.pipeline_parallel_size} works on CPUs only so far; leave it out, "
+            "or plan for a CPU with --device cpu"
+        )
     headers = find_headers(load.model, revision=load.revision, show_progress=True, model_impl=load.model_impl)
     plan: MemoryPlan | NoRoom
     try:
@@ -129,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
     if bandwidth is None and args.gpu_memory is None:
         bandwidth = copy_bandwidth(machine.device, scale=0.5)
+    if bandwidth is not None:  # stages come one after the other, and ranks of a CPU share its memory
+        bandwidth /= load.num_ranks if machine.kind == "cpu" else 1
     forms = Forms(compare_schemes(config, headers, machine), bandwidth)
     if isinstance(plan, NoRoom):
         refused = {"model": headers.source.name, "error": str(plan), **_forms_json(forms)}

@@ -252,11 +252,10 @@ def check_machine(config: EngineConfig, machine: Machine) -> None:
             plain = ("attention_backend", "decode_attention_backend", "mlp_backend")
             knobs = config.knobs()
             which = next((f"{k}={knobs[k]}" for k in plain if knobs[k] in PLAIN), "")
-            or_stages = " or pipeline_parallel_size above 1" * (name == "use_overlap")
             because = f" with {which}, which is plain PyTorch" * machine.is_gpu
             raise ConfigError(
-                f"{name} needs the kernels of a GPU{or_stages}, and the model is on {machine.device}{because}"
-                "; leave it out"
+                f"{name} needs the kernels of a GPU, and the model is on {machine.device}{because}; "
+                "leave it out"
             )
     if config.run.record_cpu_step and machine.is_gpu:
         raise ConfigError(

@@ -501,7 +501,7 @@ class ServerConfig:
     model_memory: str | None = knob(
         None,
         "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
-        "they are back in seconds; the one unused for longest makes room; default: none is kept",
+        "they are back in seconds; the model that was unloaded first makes room; default: none is kept",
         is_size=True,
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")

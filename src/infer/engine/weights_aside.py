@@ -18,6 +18,7 @@ import torch
 
 from infer.cache.memory import pinned_bytes
 from infer.engine.gc_freeze import collect, empty_host_cache
+from infer.kernels.runtime.dispatch import is_gpu
 
 
 class WeightsAside:
@@ -37,13 +38,13 @@ class WeightsAside:
         self._copies: list[torch.Tensor] = []
         # bytes that the weights take in host memory
         self.num_bytes = sum(
-            pinned_bytes(storage.nbytes()) if storage.device.type == "cuda" else storage.nbytes()
+            pinned_bytes(storage.nbytes()) if is_gpu(storage.device) else storage.nbytes()
             for storage in self._storages
         )
 
     def leave_device(self) -> None:
         """Copy what is on a GPU to pinned memory, and give its memory back."""
-        self._storages = [storage for storage in self._storages if storage.device.type == "cuda"]
+        self._storages = [storage for storage in self._storages if is_gpu(storage.device)]
         for storage in self._storages:
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
             self._copies.append(copy.copy_(_bytes_of(storage), non_blocking=True))

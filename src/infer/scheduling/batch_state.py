@@ -246,7 +246,7 @@ class BatchState:
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
         """The columns without a slot for their last token, among `places` or among all columns."""
-        is_short: np.ndarray = self.num_wanted > self.num_reserved
+        is_short: np.ndarray = (self.num_wanted if self.ahead else self.num_tokens) > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:

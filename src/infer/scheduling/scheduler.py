@@ -581,7 +581,8 @@ class Scheduler:
                 copies = pool.reserve(seq.seq_id, count, seq.num_computed)
                 if copies is not None:
                     write_tables(seq, pool.block_tables(seq.seq_id), draft.table_changes)
-                    self._transfer(COPY, copies, draft)
+                    if copies or pool.moves:
+                        self._transfer(COPY, copies, draft)
                     break
                 self._preempt(self.running[-1], draft)
 

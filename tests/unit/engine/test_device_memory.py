@@ -11,6 +11,7 @@ import torch
 
 from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes, graph_pool_bytes
 from infer.config.knobs import parse_memory
+from infer.config.profiles.find import Gpu
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine import build, cache_fit, device_memory, machine, rehearsal
@@ -19,6 +20,7 @@ from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.kernels.runtime import dispatch
+from infer.kernels.runtime.profiles import device_profile
 from infer.tools import doctor, memory_plan
 from infer.tools.doctor import _gpu_memory
 from tests.support.tiny import drain, tiny_model
@@ -258,5 +260,7 @@ def test_the_doctor_asks_as_the_kernels_do(
 ) -> None:
     monkeypatch.setattr(dispatch, "nvidia_capability", lambda device: capability)
     monkeypatch.setattr(doctor, "nvidia_capability", lambda device: capability)
-    monkeypatch.setattr(dispatch, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(
+        doctor, "gpu_of", lambda device: Gpu("a GPU", capability, num_sms, device_profile(device))
+    )
     assert expected in doctor._quantized_products()

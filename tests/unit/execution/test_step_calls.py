@@ -47,7 +47,7 @@ def test_rows_cost_calls_only_where_they_cross_a_block() -> None:
 
 def test_a_step_of_one_row_costs_few_calls() -> None:
     per_step = calls_per_round(1) / ROUND
-    assert per_step <= 56, f"{per_step:.1f} calls per step"
+    assert per_step <= 58, f"{per_step:.1f} calls per step"
 
 
 def left_by_a_round(engine: Engine) -> tuple[int, int]:

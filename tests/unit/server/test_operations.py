@@ -119,6 +119,10 @@ def test_every_metric_family_with_a_meaning_for_operators_is_watched(page: Label
     unwatched = {name for name in families if name not in text}
     assert unwatched == {
         "infer_cache_config_info",
+        "infer_kv_host_blocks",
+        "infer_kv_host_bytes_in_total",
+        "infer_kv_host_bytes_out_total",
+        "infer_prefix_cache_host_hits_total",
         "infer_rank_step_seconds_total",
         "infer_rank_wait_seconds_total",
         "infer_request_generation_tokens",
