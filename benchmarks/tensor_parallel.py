@@ -17,12 +17,12 @@ import dataclasses
 import os
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.adapters import speed
 from benchmarks.machine import parse, today, write
 from infer.bench.report import commit, machine, versions
 from infer.client import rank_group, rank_process
@@ -34,11 +34,9 @@ from infer.engine.rank_worker import open_link, serve_rank
 from infer.loader.load import LoadedModel, choose_device, rank_device
 from infer.loader.random_weights import load_random
 from infer.loader.slices import Rank
-from infer.sampling.params import SamplingParams
-from infer.scheduling.request import Request
 
-SHAPE = "INFER_BENCH_SHAPE"  # in the environment of a rank: the folder of its config.json
-PROMPT, PROFILED = 16, 20  # tokens
+SHAPE = "INFER_BENCH_SHAPE"  # environment variable of a rank: the folder of its config.json
+PROFILED = 20  # tokens
 
 
 def load(shape: str, config: EngineConfig, rank: Rank) -> LoadedModel:
@@ -63,17 +61,7 @@ def serve(launch: RankLaunch) -> None:
 
 def step_ms(engine: Engine, num_rows: int, num_tokens: int, tag: str) -> float:
     """Return the milliseconds of a step in which all rows decode."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    for row in range(num_rows):
-        prompt = tuple(100 + (7 * row + place) % 90 for place in range(PROMPT))
-        engine.add(Request(request_id=f"{tag}-{row}", prompt=prompt, params=params))
-    made = 0
-    while made < num_rows:  # the prompts, and a first token of each
-        made += sum(len(output.token_ids) for output in engine.step())
-    start, counted = time.perf_counter(), 0
-    while engine.has_work:
-        counted += sum(len(output.token_ids) for output in engine.step())
-    return 1e3 * (time.perf_counter() - start) / (counted / num_rows)
+    return 1e3 * num_rows / speed(engine, num_rows, num_tokens, [], tag)
 
 
 def measure(args: argparse.Namespace, size: int) -> list[float]:

@@ -124,7 +124,7 @@ class PrefixTree:
     """Prefix to blocks, least recently used out first; one engine thread uses it.
 
     With `keeps_evicted` evicted blocks leave a copy in the `host`, and `moves` has the pairs to be copied, in
-    order: whoever carries them out takes them off the list.
+    order, until the pool takes them off the list.
     """
 
     def __init__(

@@ -217,7 +217,7 @@ class EngineServer:
                 freeze()
                 self._adopt(engine)
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
-        except Exception as error:  # whoever asked closes this process
+        except Exception as error:  # the asking process closes this one
             if not isinstance(error, InferError):
                 logger.exception("engine neither asleep nor awake")
             self._answer_error(link, command.ticket, error)

@@ -45,7 +45,7 @@ def collect() -> None:
 
 
 def empty_host_cache() -> None:
-    """Give pinned memory that nobody uses back to the system; nothing where CUDA is not in use."""
+    """Give unused pinned memory back to the system; without CUDA, do nothing."""
     import torch
 
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

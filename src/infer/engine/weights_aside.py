@@ -25,7 +25,7 @@ class WeightsAside:
     """All tensors that this process has when its engine is gone."""
 
     def __init__(self) -> None:
-        """Find them; whoever had the engine has let go of it."""
+        """Find the tensors; no reference to the engine is left."""
         gc.unfreeze()  # what is frozen is neither collected nor found
         collect()
         found: dict[tuple[torch.device, int], torch.UntypedStorage] = {}

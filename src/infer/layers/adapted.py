@@ -192,7 +192,7 @@ class Adapted(Projection):
         return y if gate == activation else gated_activation(y, activation=activation)
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
-        """The same for a norm that another projection began: its last factor is that of both terms."""
+        """Project a norm that another projection began; its last factor scales the matrix and the adapter."""
         x, gate = total.scaled_MN, activation if self.bias is None else ""
         plan = self._plan(x, activation)
         assert plan is not None, "it said that it reads sums"

@@ -110,7 +110,7 @@ class DeviceInputs:
         return [inputs.first(num_rows) for inputs in self._decode]
 
     def turn(self, start: int, stop: int) -> StepInputs:
-        """Those of rows that draft, from one place to another: they are kept by the first table."""
+        """The inputs of rows that draft, from one place to another; the first table keeps them."""
         return StepInputs(*(each[start:stop] for each in self._decode[0]))
 
     def blank(self) -> None:
