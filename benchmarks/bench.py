@@ -43,8 +43,8 @@ POLICIES: Flags = {"--num-requests N": (positive, "", 200)}
 
 
 def _matrix(args: argparse.Namespace) -> int:
+    from benchmarks.charts import can_draw, ratio_bars, write_png
     from benchmarks.matrix import bench_matrix, speed_ups
-    from infer.bench.render import can_draw, ratio_bars, write_png
 
     if args.png is not None and not can_draw():  # better now than after the minutes that the figures take
         raise ConfigError("--png needs matplotlib: pip install 'infer[bench]', or leave --png out")
@@ -86,8 +86,8 @@ def _startup(args: argparse.Namespace) -> int:
 
 
 def _policies(args: argparse.Namespace) -> int:
+    from benchmarks.policies import sweep
     from infer.bench.report import make_report
-    from infer.bench.simulated import sweep
 
     rows = sweep(num_requests=args.num_requests, seed=args.seed)
     note = "simulated: the same on every machine; over 30 s: sequences that waited longer for a token"

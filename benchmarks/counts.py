@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.bench.simulated import run_knobs
+from benchmarks.policies import run_knobs
 from infer.bench.workloads import make_workload
 
 EXPECTED = Path(__file__).parent / "reports" / "counts.json"

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.policies import run_knobs
 from infer.bench.repeats import EngineBench, RowJob, Tell, beyond_roofline, run_rows
 from infer.bench.report import Report, Row, make_report, make_row, revision_of
 from infer.bench.roofline import best_seconds, measure_ceilings
-from infer.bench.simulated import run_knobs
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import Turn, Workload
 from infer.cache.memory import kv_bytes_per_token

@@ -144,7 +144,7 @@ def build_engine(
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
-        prefill, max_tokens = partial(_prefill_seconds, loaded), config.scheduler.max_num_batched_tokens
+        prefill, max_tokens = partial(_probe_all, loaded, None), config.scheduler.max_num_batched_tokens
         cost = measure_cost(prefill, loaded.model, store, size.block_size, max_tokens)
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
     if served_len < config.max_seq_len:
@@ -202,12 +202,11 @@ def build_engine(
 
     target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
     if target_ms is not None and asked is None:
-        time_step: Callable[[int], float] = partial(_prefill_seconds, loaded)
         if warm_up is not None:
             with phases("capture"):
                 while prepare_all():
                     pass
-            time_step = partial(_step_seconds, loaded, warm_up)
+        time_step = partial(_probe_all, loaded, warm_up)
         max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
         tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
         config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
@@ -333,29 +332,18 @@ def build_rank(
     return _make_warm(config, loaded, store, shape, step, communicator=communicator)
 
 
-def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> None:
-    """Compute what rank 0 measures."""
+def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
+    """Return the seconds that this many prompt tokens take on a rank: in a step, or by themselves."""
     if warm_up is None:
-        prefill_seconds(loaded.model, loaded.device, num_tokens)
-    else:
-        warm_up.step_seconds(num_tokens)
+        return prefill_seconds(loaded.model, loaded.device, num_tokens)
+    return warm_up.step_seconds(num_tokens)
 
 
-def _step_seconds(loaded: LoadedModel, warm_up: WarmUp, num_tokens: int) -> float:
-    """Return the seconds of a step with this many prompt tokens, on all ranks together."""
+def _probe_all(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
+    """Return the seconds that this many prompt tokens take on all ranks together."""
     if loaded.ranks is not None:
         loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
-    seconds = warm_up.step_seconds(num_tokens)
-    if loaded.ranks is not None:
-        loaded.ranks.check()
-    return seconds
-
-
-def _prefill_seconds(loaded: LoadedModel, num_tokens: int) -> float:
-    """Return the seconds that this many tokens of a prompt take, on all ranks together."""
-    if loaded.ranks is not None:
-        loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
-    seconds = prefill_seconds(loaded.model, loaded.device, num_tokens)
+    seconds = probe_rank(loaded, warm_up, num_tokens)
     if loaded.ranks is not None:
         loaded.ranks.check()
     return seconds

@@ -7,7 +7,8 @@ the replay (replay.py) are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from infer.engine.run_manifest import RunFacts
 from infer.execution.order import StepMasks, StepOrder
@@ -51,49 +52,11 @@ class Observers(EngineObserver):
     """Tells several observers everything, one after the other."""
 
     def __init__(self, observers: Iterable[EngineObserver]) -> None:
-        self._observers = tuple(observers)
+        told = tuple(observers)
+        for name in (name for name in vars(EngineObserver) if name.startswith("on_")):
+            setattr(self, name, partial(_tell, [getattr(each, name) for each in told]))
 
-    def on_start(self, facts: RunFacts) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_start(facts)
 
-    def on_add(self, step: int, request: Request) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_add(step, request)
-
-    def on_abort(self, step: int, request_id: str, index: int | None) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_abort(step, request_id, index)
-
-    def on_reset(self, step: int) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_reset(step)
-
-    def on_order(self, order: StepOrder) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_order(order)
-
-    def on_masks(self, step: int, masks: StepMasks) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_masks(step, masks)
-
-    def on_step(self, plan: StepPlan, ids: Sequence[tuple[int, ...]]) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_step(plan, ids)
-
-    def on_failure(self, step: int, reason: str) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_failure(step, reason)
-
-    def on_end(self, group: SequenceGroup) -> None:
-        """Pass it on."""
-        for each in self._observers:
-            each.on_end(group)
+def _tell(observers: Sequence[Callable[..., None]], *what: object) -> None:
+    for tell in observers:
+        tell(*what)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.loader.formats.axes import Ranges
-from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.checkpoint import DerivedTensor, StoredTensor, slices_of
 from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.gpt_oss import ExpertStack
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.slices import Slice
-from infer.quant.coded import CodedRows, StoredCodes
+from infer.quant.coded import CodedRows
 
 
 def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredTensor:
@@ -54,10 +54,9 @@ def part_of(held: torch.Tensor, axes: tuple[Ranges | None, ...]) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class CutTensor(StoredTensor):
+class CutTensor(DerivedTensor):
     """Some ranges along the axes of plain numbers, or of a leaf of codes; None: all of an axis."""
 
-    whole: StoredTensor
     ranges: tuple[Ranges | None, ...]
 
     @property
@@ -65,26 +64,6 @@ class CutTensor(StoredTensor):
         """The shape of the part."""
         pairs = zip(self.whole.shape, self.ranges, strict=True)
         return tuple(size if ranges is None else _length(ranges) for size, ranges in pairs)
-
-    @property
-    def num_bytes(self) -> int:
-        """The approximate size of the part on disk."""
-        return _share(self.whole, self.shape)
-
-    @property
-    def type_name(self) -> str:
-        """The type of its numbers."""
-        return self.whole.type_name
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """PyTorch's type of its numbers."""
-        return self.whole.dtype
-
-    @property
-    def is_readable(self) -> bool:
-        """True if the whole tensor can be read."""
-        return self.whole.is_readable
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has the shape of the part."""
@@ -105,17 +84,12 @@ class CutTensor(StoredTensor):
         for _, whole in self.whole.rows(self.whole.shape[0], torch.device("cpu")):  # a view: nothing is read
             assert isinstance(whole, torch.Tensor), self.whole
             held = part_of(whole, self.ranges)
-            for first in range(0, len(held), num_rows):
-                part = slice(first, min(first + num_rows, len(held)))
+            for part in slices_of(len(held), num_rows):
                 yield part, held[part].to(device)
-
-    def matrix(self, index: int) -> StoredTensor:
-        """One matrix of a stack is taken before it is cut."""
-        raise NotImplementedError("a stack is cut matrix by matrix")
 
 
 @dataclass(frozen=True, slots=True)
-class CutBlocks(StoredTensor):
+class CutBlocks(DerivedTensor):
     """Some rows and blocks of a matrix of a GGUF file."""
 
     whole: PackedTensor
@@ -128,53 +102,18 @@ class CutBlocks(StoredTensor):
         shape = _length(self.cut.rows), _length(self.cut.columns)
         return shape[::-1] if self.transposed else shape
 
-    @property
-    def num_bytes(self) -> int:
-        """The approximate size of the part on disk."""
-        return _share(self.whole, self.shape)
-
-    @property
-    def type_name(self) -> str:
-        """The type of its blocks."""
-        return self.whole.type_name
-
-    @property
-    def is_readable(self) -> bool:
-        """True if the whole tensor can be read."""
-        return self.whole.is_readable
-
-    @property
-    def codes(self) -> StoredCodes | None:
-        """The description of its blocks' codes."""
-        return self.whole.codes
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The name of its format."""
-        return self.whole.formats
-
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows of the part: codes, or float32 where the file has plain numbers."""
         packed = self.whole.packed_rows()
         blocks = packed.reshape(len(packed), self.whole.num_blocks, -1)
         held = part_of(blocks, self.cut.leaves["weight"][-2:]).flatten(1)
-        for first in range(0, len(held), num_rows):
-            part = slice(first, min(first + num_rows, len(held)))
+        for part in slices_of(len(held), num_rows):
             yield part, self.whole.coded(held[part].to(device))
 
     def transpose(self) -> StoredTensor | None:
         """The rows as they are stored, if the name means them as columns."""
         return replace(self, transposed=False) if self.transposed else None
 
-    def matrix(self, index: int) -> StoredTensor:
-        """One matrix of a stack is taken before it is cut."""
-        raise NotImplementedError("a stack is cut matrix by matrix")
-
 
 def _length(ranges: Ranges) -> int:
     return sum(map(len, ranges))
-
-
-def _share(whole: StoredTensor, shape: tuple[int, ...]) -> int:
-    num_all, num_part = torch.Size(whole.shape).numel(), torch.Size(shape).numel()
-    return whole.num_bytes * num_part // max(num_all, 1)

@@ -22,9 +22,9 @@ import torch
 from infer.errors import ConfigError
 from infer.layers.parallel import kind_of
 from infer.loader.formats.axes import Axes
-from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.checkpoint import DerivedTensor, StoredTensor, slices_of
 from infer.models.config import ModelConfig
-from infer.quant.coded import CodedRows, StoredCodes
+from infer.quant.coded import CodedRows
 
 
 def row_order(
@@ -63,46 +63,15 @@ def reordered(tensor: StoredTensor, order: list[int], name: str, head_dim: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class ReorderedTensor(StoredTensor):
+class ReorderedTensor(DerivedTensor):
     """The rows of a matrix, or the numbers of a bias or norm, in another order."""
 
-    whole: StoredTensor
     order: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape, which stays the same."""
         return self.whole.shape
-
-    @property
-    def num_bytes(self) -> int:
-        """The tensor's size on disk."""
-        return self.whole.num_bytes
-
-    @property
-    def type_name(self) -> str:
-        """The type of its numbers."""
-        return self.whole.type_name
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """PyTorch's type of its numbers."""
-        return self.whole.dtype
-
-    @property
-    def is_readable(self) -> bool:
-        """True if the tensor can be read."""
-        return self.whole.is_readable
-
-    @property
-    def codes(self) -> StoredCodes | None:
-        """The description of its codes."""
-        return self.whole.codes
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The names of its format."""
-        return self.whole.formats
 
     @property
     def axes(self) -> Axes:
@@ -121,13 +90,8 @@ class ReorderedTensor(StoredTensor):
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows in their new order, some at a time; all of them are read at once."""
         for _, held in self.whole.rows(self.shape[0], device):
-            for first in range(0, self.shape[0], num_rows):
-                part = slice(first, min(first + num_rows, self.shape[0]))
+            for part in slices_of(self.shape[0], num_rows):
                 yield part, _pick(held, torch.tensor(self.order[part], device=device))
-
-    def matrix(self, index: int) -> StoredTensor:
-        """Queries and keys are never a stack."""
-        raise NotImplementedError("queries and keys are one matrix")
 
 
 def _pick(held: CodedRows | torch.Tensor, rows: torch.Tensor) -> CodedRows | torch.Tensor:

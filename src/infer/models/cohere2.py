@@ -40,16 +40,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = RawConfig(given).with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
     pattern = keys.size("sliding_window_pattern", default=4)
     shared = llama.read_shared_config(
-        keys, family="cohere2", window=read_window(top), slides=lambda layer: (layer + 1) % pattern != 0
+        keys,
+        family="cohere2",
+        window=read_window(top),
+        slides=lambda layer: (layer + 1) % pattern != 0,
+        attention_bias=False,
     )
-    has_bias = keys.flag("attention_bias", default=False)
     return replace(
         shared,
         norm_eps=eps,
         pairs_neighbours=True,
         still_layers=tuple(layer for layer in range(shared.num_layers) if shared.window(layer) is None),
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         logit_scale=keys.number("logit_scale", default=0.0625),
     )
 

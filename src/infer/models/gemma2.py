@@ -11,12 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from infer.layers.norm import RMSNorm
 from infer.models import gemma3, llama
 from infer.models.config import ModelConfig
-from infer.models.model import Model, make_rotary
 from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import WeightMap
 
@@ -39,13 +35,14 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
     keys = RawConfig({**keys.raw, "hidden_act": keys.raw["hidden_activation"]})
     shared = llama.read_shared_config(
-        keys, family="gemma2", window=read_window(given), slides=lambda layer: layer % 2 == 0
+        keys,
+        family="gemma2",
+        window=read_window(given),
+        slides=lambda layer: layer % 2 == 0,
+        attention_bias=False,
     )
-    has_bias = keys.flag("attention_bias", default=False)
     return replace(
         shared,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         query_scale=keys.number("query_pre_attn_scalar") ** -0.5,
         attention_softcap=_read_cap(given, "attn_logit_softcapping", 50.0),
         logit_softcap=_read_cap(given, "final_logit_softcapping", 30.0),
@@ -57,17 +54,6 @@ def _read_cap(raw: RawConfig, name: str, default: float) -> float | None:
     if name in raw.raw and raw.raw[name] is None:
         return None
     return raw.number(name, default=default)
-
-
-class Gemma2(Model):
-    """A stack of blocks with one rotary table."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, embedding_scale=config.hidden_size**0.5)
-        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
-        blocks = (gemma3.Block(config, layer, self.rotary) for layer in range(config.num_layers))
-        self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
 
 
 WEIGHT_MAP: WeightMap = {**llama.WEIGHT_MAP, **gemma3.SANDWICH_NORMS}

@@ -62,14 +62,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = RawConfig(_DEFAULTS | given, text.where)
     pattern = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     shared = llama.read_shared_config(
-        keys, family="gemma3", window=read_window(text), slides=lambda layer: (layer + 1) % pattern != 0
+        keys,
+        family="gemma3",
+        window=read_window(text),
+        slides=lambda layer: (layer + 1) % pattern != 0,
+        attention_bias=False,
     )
     context_len = keys.size("max_position_embeddings")
     local_theta = keys.number("rope_local_base_freq", default=10_000.0)
     global_theta, local_theta, rope_scaling = read_two_ropes(
         keys, context_len, shared.head_dim, theta=1_000_000.0, local_theta=local_theta
     )
-    has_bias = keys.flag("attention_bias", default=False)
     eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
     bos_ids = top.token_ids("bos_token_id", shared.vocab_size)
     return replace(
@@ -79,8 +82,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         rope_theta=global_theta,
         rope_scaling=rope_scaling,
         local_rope_theta=local_theta,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
         bos_id=next(iter(bos_ids), None) if shared.bos_id is None else shared.bos_id,

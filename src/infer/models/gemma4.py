@@ -92,8 +92,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         family="gemma4",
         window=keys.size("sliding_window"),
         slides=lambda layer: (layer + 1) % 6 != 0 and layer + 1 != num_layers,
+        attention_bias=False,
     )
-    has_bias = keys.flag("attention_bias", default=False)
     specs = _read_specs(keys, shared)
     theta, local_theta, scaling = _read_ropes(keys, shared, specs)
     input_size = 0
@@ -114,8 +114,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=scaling,
         local_rope_theta=local_theta,
         qk_norm=True,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         query_scale=1.0,
         logit_softcap=None
         if keys.get("final_logit_softcapping") is None

@@ -19,8 +19,8 @@ from typing import Any
 from infer.errors import ConfigError
 from infer.kernels.elementwise.gated_activation import CLAMPED, CLAMPED_ALPHA, CLAMPED_LIMIT
 from infer.models import llama
-from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mixtral import STACKED_EXPERTS, read_counts
+from infer.models.config import ModelConfig
+from infer.models.mixtral import STACKED_EXPERTS, read_experts
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import Target, WeightMap
 
@@ -47,23 +47,18 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if keys.activation("hidden_act", default="silu") != "silu":
         raise ConfigError(f"'hidden_act' in {keys.where} must be silu, got {keys.get('hidden_act')!r}")
     shared = llama.read_shared_config(
-        keys, family="gpt_oss", window=keys.size("sliding_window"), slides=lambda layer: layer % 2 == 0
+        keys,
+        family="gpt_oss",
+        window=keys.size("sliding_window"),
+        slides=lambda layer: layer % 2 == 0,
+        attention_bias=True,
     )
-    num_experts, num_choices = read_counts(keys, 128, 4)
-    has_bias = keys.flag("attention_bias", default=True)
     return replace(
         shared,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         attention_sinks=True,
         mlp_bias=True,
         activation=CLAMPED,
-        experts=ExpertConfig(
-            num_experts=num_experts,
-            num_choices=num_choices,
-            size=shared.intermediate_size,
-            normalized=True,
-        ),
+        experts=read_experts(keys, (128, 4), size=shared.intermediate_size, normalized=True),
     )
 
 

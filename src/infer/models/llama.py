@@ -52,10 +52,8 @@ from infer.quant.residual import ResidualStream
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `LlamaForCausalLM`."""
     keys = RawConfig(raw)
-    has_bias = keys.flag("attention_bias", default=False)
     mlp_bias = keys.flag("mlp_bias", default=False)
-    shared = read_shared_config(keys, family="llama")
-    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, mlp_bias=mlp_bias)
+    return replace(read_shared_config(keys, family="llama", attention_bias=False), mlp_bias=mlp_bias)
 
 
 def read_shared_config(
@@ -66,11 +64,13 @@ def read_shared_config(
     window: int | None = None,
     slides: Callable[[int], bool] | None = None,
     rotary_share: float | None = None,
+    attention_bias: bool | None = None,
 ) -> ModelConfig:
     """Read the keys that the families of this block share.
 
     A `window` holds for all layers, or for those that `slides` selects, if the config does not list them.
     `rotary_share` is the share of a head that turns if the config does not say; None: always all of it.
+    `attention_bias` is the default of that key, which gives all matrices of attention a bias; None: no key.
     """
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -79,6 +79,7 @@ def read_shared_config(
     head_dim = read_head_dim(raw, hidden_size, num_heads, default_head_dim)
     rotary_dim = read_rotary_dim(raw, head_dim, default=rotary_share)
     rope_theta, rope_scaling = read_rope(raw, context_len, rotary_dim)
+    has_bias = attention_bias is not None and raw.flag("attention_bias", default=attention_bias)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -95,6 +96,8 @@ def read_shared_config(
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        qkv_bias=has_bias,
+        attention_out_bias=has_bias,
         layer_windows=read_windows(raw, num_layers, window, slides or (lambda layer: window is not None)),
         bos_id=next(iter(raw.token_ids("bos_token_id", vocab_size)), None),
         eos_ids=raw.token_ids("eos_token_id", vocab_size),

@@ -29,22 +29,25 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
     window = None if keys.get("sliding_window") is None else keys.size("sliding_window")
     shared = llama.read_shared_config(keys, family="mixtral", window=window)
-    num_experts, num_choices = read_counts(keys, 8, 2)
-    experts = ExpertConfig(
-        num_experts=num_experts, num_choices=num_choices, size=shared.intermediate_size, normalized=True
-    )
+    experts = read_experts(keys, (8, 2), size=shared.intermediate_size, normalized=True)
     return replace(shared, experts=experts)
 
 
-def read_counts(raw: RawConfig, default_experts: int, default_choices: int) -> tuple[int, int]:
-    """The number of experts, and the number that a token is sent to."""
-    num_experts = raw.size("num_local_experts", "num_experts", default=default_experts, at_most=MAX_EXPERTS)
-    num_choices = raw.size("num_experts_per_tok", default=default_choices, at_most=MAX_EXPERTS)
+def read_experts(
+    raw: RawConfig, defaults: tuple[int, int], *, size: int, normalized: bool | None = None, **others: Any
+) -> ExpertConfig:
+    """The experts of a size; `defaults` are their number, and the number that a token is sent to."""
+    if normalized is None:
+        normalized = raw.flag("norm_topk_prob", default=False)
+    num_experts = raw.size("num_local_experts", "num_experts", default=defaults[0], at_most=MAX_EXPERTS)
+    num_choices = raw.size("num_experts_per_tok", default=defaults[1], at_most=MAX_EXPERTS)
     if num_choices > num_experts:
         raise CheckpointError(
             f"'num_experts_per_tok' in {raw.where} is {num_choices}, but there are {num_experts} experts"
         )
-    return num_experts, num_choices
+    return ExpertConfig(
+        num_experts=num_experts, num_choices=num_choices, size=size, normalized=normalized, **others
+    )
 
 
 class Mixtral(llama.Llama):

@@ -31,13 +31,8 @@ from infer.quant.residual import ResidualStream
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of an `Olmo2ForCausalLM`."""
     keys = RawConfig(raw).with_defaults(rms_norm_eps=1e-5)
-    return with_norms(keys, llama.read_shared_config(keys, family="olmo2"))
-
-
-def with_norms(keys: RawConfig, shared: ModelConfig) -> ModelConfig:
-    """The facts that OLMo 2 and 3 add to Llama's."""
-    has_bias = keys.flag("attention_bias", default=False)
-    return replace(shared, projection_norm=True, qkv_bias=has_bias, attention_out_bias=has_bias)
+    shared = llama.read_shared_config(keys, family="olmo2", attention_bias=False)
+    return replace(shared, projection_norm=True)
 
 
 class Block(nn.Module):

@@ -12,7 +12,6 @@ from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.olmo2 import with_norms
 from infer.models.raw_config import RawConfig, read_two_ropes, read_window
 
 DEFAULT_THETA = 500_000.0
@@ -23,14 +22,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     top = RawConfig(raw)
     keys = top.with_defaults(rms_norm_eps=1e-5)
     shared = llama.read_shared_config(
-        keys, family="olmo3", window=read_window(top), slides=lambda layer: (layer + 1) % 4 != 0
+        keys,
+        family="olmo3",
+        window=read_window(top),
+        slides=lambda layer: (layer + 1) % 4 != 0,
+        attention_bias=False,
     )
     context_len = keys.size("max_position_embeddings")
     theta, local_theta, scaling = read_two_ropes(
         keys, context_len, shared.head_dim, theta=DEFAULT_THETA, local_theta=DEFAULT_THETA
     )
     return replace(
-        with_norms(keys, shared),
+        shared,
+        projection_norm=True,
         context_len=context_len if scaling is None else scaling.stretched(context_len),
         rope_theta=theta,
         rope_scaling=scaling,

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from infer.models import llama, qwen3_moe
-from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mixtral import read_counts
+from infer.models.config import ModelConfig
+from infer.models.mixtral import read_experts
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import WeightMap
 
@@ -21,21 +21,12 @@ from infer.models.weight_map import WeightMap
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of an `OlmoeForCausalLM`."""
     keys = RawConfig(raw).with_defaults(rms_norm_eps=1e-5)
-    shared = llama.read_shared_config(keys, family="olmoe")
-    num_experts, num_choices = read_counts(keys, 64, 8)
-    has_bias = keys.flag("attention_bias", default=False)
+    shared = llama.read_shared_config(keys, family="olmoe", attention_bias=False)
     return replace(
         shared,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
         projection_norm=True,
         clip_qkv=None if keys.get("clip_qkv") is None else keys.number("clip_qkv"),
-        experts=ExpertConfig(
-            num_experts=num_experts,
-            num_choices=num_choices,
-            size=shared.intermediate_size,
-            normalized=keys.flag("norm_topk_prob", default=False),
-        ),
+        experts=read_experts(keys, (64, 8), size=shared.intermediate_size),
     )
 
 

@@ -22,7 +22,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(read_windowed_config(RawConfig(raw), family="qwen2"), qkv_bias=True)
 
 
-def read_windowed_config(raw: RawConfig, *, family: str, default_head_dim: int | None = None) -> ModelConfig:
+def read_windowed_config(
+    raw: RawConfig, *, family: str, default_head_dim: int | None = None, attention_bias: bool | None = None
+) -> ModelConfig:
     """Llama's keys, and Qwen's for windows: whether there is one, and from which layer on."""
     window = read_window(raw) if raw.flag("use_sliding_window", default=False) else None
     first = raw.get("max_window_layers")  # may be 0, unlike a size: then every layer slides
@@ -34,4 +36,5 @@ def read_windowed_config(raw: RawConfig, *, family: str, default_head_dim: int |
         default_head_dim=default_head_dim,
         window=window,
         slides=lambda layer: window is not None and layer >= first,
+        attention_bias=attention_bias,
     )

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from infer.models import llama
-from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mixtral import read_counts
+from infer.models.config import ModelConfig
+from infer.models.mixtral import read_experts
 from infer.models.qwen3_moe import EXPERTS, read_dense_layers
 from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Target, WeightMap
@@ -28,12 +28,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     shared = llama.read_shared_config(
         keys, family="qwen2_moe", window=window, slides=lambda layer: layer % 2 == 0 and layer < last
     )
-    num_experts, num_choices = read_counts(keys, 60, 4)
-    experts = ExpertConfig(
-        num_experts=num_experts,
-        num_choices=num_choices,
+    experts = read_experts(
+        keys,
+        (60, 4),
         size=keys.size("moe_intermediate_size", default=1408),
-        normalized=keys.flag("norm_topk_prob", default=False),
         shared_size=keys.size("shared_expert_intermediate_size", default=5632),
         dense_layers=read_dense_layers(keys, shared.num_layers),
     )

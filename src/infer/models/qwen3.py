@@ -16,9 +16,8 @@ from infer.models.weight_map import Target, WeightMap
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3ForCausalLM`."""
     keys = RawConfig(raw)
-    has_bias = keys.flag("attention_bias", default=False)
-    shared = read_windowed_config(keys, family="qwen3", default_head_dim=128)
-    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, qk_norm=True)
+    shared = read_windowed_config(keys, family="qwen3", default_head_dim=128, attention_bias=False)
+    return replace(shared, qk_norm=True)
 
 
 # fmt: off

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mixtral import read_counts
+from infer.models.config import ModelConfig
+from infer.models.mixtral import read_experts
 from infer.models.qwen2_moe import SHARED_EXPERT
 from infer.models.qwen3_5 import TEXT_MAP, read_hybrid_config, with_outer_config, with_prefixes
 from infer.models.qwen3_moe import EXPERTS, read_dense_layers
@@ -28,10 +28,9 @@ def read_hybrid_moe_config(keys: RawConfig, *, family: str) -> ModelConfig:
     size = keys.size("moe_intermediate_size", default=512)
     # layers without experts, if there are any, have a size of their own
     shared = read_hybrid_config(keys.with_defaults(intermediate_size=size), family=family)
-    num_experts, num_choices = read_counts(keys, 512, 10)
-    experts = ExpertConfig(
-        num_experts=num_experts,
-        num_choices=num_choices,
+    experts = read_experts(
+        keys,
+        (512, 10),
         size=size,
         normalized=keys.flag("norm_topk_prob", default=True),
         shared_size=keys.size("shared_expert_intermediate_size", default=512),

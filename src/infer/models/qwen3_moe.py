@@ -13,8 +13,8 @@ from typing import Any
 
 from infer.errors import CheckpointError
 from infer.models import llama, qwen3
-from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.mixtral import STACKED_EXPERTS, read_counts
+from infer.models.config import ModelConfig
+from infer.models.mixtral import STACKED_EXPERTS, read_experts
 from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Target, WeightMap
 
@@ -22,18 +22,15 @@ from infer.models.weight_map import Target, WeightMap
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3MoeForCausalLM`."""
     keys = RawConfig(raw)
-    has_bias = keys.flag("attention_bias", default=False)
     window = read_window(keys) if keys.flag("use_sliding_window", default=False) else None
-    shared = llama.read_shared_config(keys, family="qwen3_moe", window=window)
-    num_experts, num_choices = read_counts(keys, 128, 8)
-    experts = ExpertConfig(
-        num_experts=num_experts,
-        num_choices=num_choices,
+    shared = llama.read_shared_config(keys, family="qwen3_moe", window=window, attention_bias=False)
+    experts = read_experts(
+        keys,
+        (128, 8),
         size=keys.size("moe_intermediate_size", default=768),
-        normalized=keys.flag("norm_topk_prob", default=False),
         dense_layers=read_dense_layers(keys, shared.num_layers),
     )
-    return replace(shared, qkv_bias=has_bias, attention_out_bias=has_bias, qk_norm=True, experts=experts)
+    return replace(shared, qk_norm=True, experts=experts)
 
 
 def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:

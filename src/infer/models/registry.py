@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3_next", ("Qwen3NextForCausalLM",), ("qwen3_next",),
            qwen3_next.read_config, qwen3_next.Qwen3Next, qwen3_next.WEIGHT_MAP),
     Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",),
-           gemma2.read_config, gemma2.Gemma2, gemma2.WEIGHT_MAP),
+           gemma2.read_config, gemma3.Gemma3, gemma2.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),
            gemma3.read_config, gemma3.Gemma3, gemma3.WEIGHT_MAP),
     Family("gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), ("gemma4_text", "gemma4"),

@@ -43,13 +43,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             {name: value for name, value in keys.raw.items() if name != "layer_types"}, keys.where
         )
     shared = llama.read_shared_config(
-        keys, family="smollm3", window=window, slides=lambda layer: window is not None and layer in still
+        keys,
+        family="smollm3",
+        window=window,
+        slides=lambda layer: window is not None and layer in still,
+        attention_bias=False,
     )
-    has_bias = keys.flag("attention_bias", default=False)
-    return replace(
-        shared,
-        still_layers=still,
-        qkv_bias=has_bias,
-        attention_out_bias=has_bias,
-        mlp_bias=keys.flag("mlp_bias", default=False),
-    )
+    return replace(shared, still_layers=still, mlp_bias=keys.flag("mlp_bias", default=False))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.counts import EXPECTED, GATE, counts, differences
 from benchmarks.micro import capacity_rows
-from infer.bench.simulated import run_knobs, sweep, sweep_workload
+from benchmarks.policies import run_knobs, sweep, sweep_workload
 from infer.bench.workloads import make_workload
 
 

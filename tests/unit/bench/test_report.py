@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.charts import ratio_bars
 from infer.bench.compare import compare
-from infer.bench.render import cell, markdown_table, ratio_bars, terminal, to_markdown
+from infer.bench.render import cell, markdown_table, terminal, to_markdown
 from infer.bench.report import (
     Report,
     command_line,

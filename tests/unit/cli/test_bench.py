@@ -62,7 +62,7 @@ def test_reports_of_different_things_are_not_compared(infer: Infer, tmp_path: Pa
 def test_a_picture_is_refused_before_the_work_if_it_cannot_be_drawn(
     infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.bench.render.can_draw", lambda: False)
+    monkeypatch.setattr("benchmarks.charts.can_draw", lambda: False)
     outcome = infer("bench", "matrix", "--png", str(tmp_path / "x.png"))
     assert outcome.code == 2
     assert "--png needs matplotlib: pip install 'infer[bench]'" in outcome.err
@@ -76,7 +76,7 @@ def test_the_matrix_is_drawn(infer: Infer, tmp_path: Path, monkeypatch: pytest.M
     pyplot.subplots.return_value = (MagicMock(), MagicMock())
     monkeypatch.setitem(sys.modules, "matplotlib", MagicMock(pyplot=pyplot))
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-    monkeypatch.setattr("infer.bench.render.can_draw", lambda: True)
+    monkeypatch.setattr("benchmarks.charts.can_draw", lambda: True)
     monkeypatch.setattr("infer.bench.target.open_target", lambda *args, **options: None)
     monkeypatch.setattr("benchmarks.matrix.bench_matrix", lambda *args, **options: report)
     path = tmp_path / "x.png"

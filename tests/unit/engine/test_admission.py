@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from infer.bench.simulated import SLOW_MACHINE, SimulatedDevice
+from benchmarks.policies import SLOW_MACHINE
+from infer.bench.simulated import SimulatedDevice
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.engine.admission import check_order, check_token_ids, check_width, longest_total
 from infer.engine.engine import Engine

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.policies import SLOW_MACHINE
 from infer.bench.metrics import percentile
-from infer.bench.simulated import SLOW_MACHINE, run_simulated
+from infer.bench.simulated import run_simulated
 from infer.bench.traces import draw_trace, to_workload
 from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.profile import SchedulingProfile

@@ -140,16 +140,9 @@ def recorder() -> ProgramRecorder | None:
 
 
 def run_or_record(
-    library: Library,
-    run: int,
-    args: bytes,
-    *,
-    num_rows: int,
-    kind: int = FIXED,
-    chunks: int = 1,
-    rows_per_chunk: int = 1,
-    num_items: int = 0,
-) -> None:
+    library: Library, run: int, args: bytes, *, num_rows: int, kind: int = FIXED, chunks: int = 1,
+    rows_per_chunk: int = 1, num_items: int = 0,
+) -> None:  # fmt: skip
     """Run an operation now, or note it if a recording is in progress."""
     if _recorder is not None and recorder() is not None:
         _recorder.launches.append((run, kind, chunks, rows_per_chunk, args))

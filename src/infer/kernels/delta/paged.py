@@ -21,17 +21,10 @@ from infer.kernels.runtime.dispatch import use_triton
 
 
 def recur_paged(
-    rule: DeltaRule,
-    cache: StateCache,
-    tables_RB: torch.Tensor,
-    block_size: int,
-    decoding: tuple[torch.Tensor, torch.Tensor],
-    runs_S4: torch.Tensor,
-    chunks: PrefillChunks | None,
-    qkv_TC: torch.Tensor,
-    b_TV: torch.Tensor,
-    a_TV: torch.Tensor,
-) -> torch.Tensor:
+    rule: DeltaRule, cache: StateCache, tables_RB: torch.Tensor, block_size: int,
+    decoding: tuple[torch.Tensor, torch.Tensor], runs_S4: torch.Tensor, chunks: PrefillChunks | None,
+    qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Let the states of all rows go through their tokens; returns [T, V, H].
 
     `decoding` are the rows that decode and their lengths with this token, 0: padding; `runs_S4` is the same

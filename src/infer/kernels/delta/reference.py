@@ -84,13 +84,9 @@ def pieces_of(start: int, stop: int, block_size: int) -> Iterator[tuple[int, int
 
 
 def run_spans(
-    rule: DeltaRule,
-    cache: StateCache,
-    spans: Sequence[StateSpan],
-    qkv_TC: torch.Tensor,
-    b_TV: torch.Tensor,
+    rule: DeltaRule, cache: StateCache, spans: Sequence[StateSpan], qkv_TC: torch.Tensor, b_TV: torch.Tensor,
     a_TV: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Let every span go on from its state, in order; returns [T, V, H]."""
     out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))  # padding is in no span
     for tokens, reads_S, writes_S in spans:
@@ -105,13 +101,9 @@ def run_spans(
 
 
 def delta_rule(
-    rule: DeltaRule,
-    qkv_STC: torch.Tensor,
-    b_STV: torch.Tensor,
-    a_STV: torch.Tensor,
-    state_SVKH: torch.Tensor,
-    tail_SWC: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rule: DeltaRule, qkv_STC: torch.Tensor, b_STV: torch.Tensor, a_STV: torch.Tensor,
+    state_SVKH: torch.Tensor, tail_SWC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the outputs [S, T, V, H] in the dtype of the input, the states after them, and the tails."""
     num_tokens, num_heads = b_STV.shape[1:]
     past = torch.cat([tail_SWC, qkv_STC], dim=1)
@@ -146,13 +138,9 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def _one_token(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     state = state * g.exp()[..., None]
     u = (v - k @ state) * beta[..., None]
     state = state + k.transpose(-1, -2) * u
@@ -160,13 +148,9 @@ def _one_token(
 
 
 def _solve_piece(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """All tokens of a piece at once: u of each depends on those before it, which is a triangular system."""
     total = g.cumsum(-1)
     length = g.shape[-1]

@@ -18,12 +18,9 @@ from infer.kernels.runtime.dispatch import use_c
 
 
 def add_layer_norm_reference(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor | None,
-    weight_D: torch.Tensor,
-    bias_D: torch.Tensor,
+    x_TD: torch.Tensor, residual_TD: torch.Tensor | None, weight_D: torch.Tensor, bias_D: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The specification of `add_layer_norm`, and its path on a GPU."""
     sum_TD = x_TD if residual_TD is None else x_TD + residual_TD
     return F.layer_norm(sum_TD, weight_D.shape, weight_D, bias_D, eps), sum_TD

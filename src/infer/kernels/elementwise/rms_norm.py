@@ -81,13 +81,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight_D: torch.Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
+    x: torch.Tensor, weight_D: torch.Tensor, *, eps: float, offset: float = 0.0,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Normalise the last dimension of `x`, which is [T, D] or [T, N, D] and may be a strided view.
 
     `out` may be `x` itself; the heads of a token must be contiguous in it.

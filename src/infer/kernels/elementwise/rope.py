@@ -26,12 +26,9 @@ from infer.kernels.runtime.dispatch import use_c
 
 
 def rope_reference(
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    cos_PR: torch.Tensor,
-    sin_PR: torch.Tensor,
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, cos_PR: torch.Tensor, sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The specification: what C and the kernel of heads.py must equal."""
     cos = cos_PR[positions_T].unsqueeze(1)
     sin = sin_PR[positions_T].unsqueeze(1)
@@ -43,12 +40,9 @@ def rope_reference(
 
 
 def rope(
-    q_TNH: torch.Tensor,
-    k_TGH: torch.Tensor,
-    cos_PR: torch.Tensor,
-    sin_PR: torch.Tensor,
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, cos_PR: torch.Tensor, sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Rotate queries and keys to their positions; both may be strided views, heads contiguous."""
     c = use_c(q_TNH) and use_c(k_TGH)
     if c and q_TNH.stride(1) == k_TGH.stride(1) == q_TNH.shape[2] and positions_T.dtype is torch.int64:

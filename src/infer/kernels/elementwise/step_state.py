@@ -112,13 +112,9 @@ def gather_step(
 
 
 def advance_rows_reference(
-    rows_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    positions_S: torch.Tensor,
-    last_token_R: torch.Tensor,
-    position_R: torch.Tensor,
-    counted: SampleState | None = None,
-) -> None:
+    rows_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor, last_token_R: torch.Tensor,
+    position_R: torch.Tensor, counted: SampleState | None = None,
+) -> None:  # fmt: skip
     """The specification of `advance_rows`."""
     is_real_S = rows_S >= 0
     real, ids = rows_S[is_real_S].long(), ids_S[is_real_S]
@@ -154,13 +150,9 @@ def _advance_rows_kernel(
 
 
 def advance_rows(
-    rows_S: torch.Tensor,
-    ids_S: torch.Tensor,
-    positions_S: torch.Tensor,
-    last_token_R: torch.Tensor,
-    position_R: torch.Tensor,
-    counted: SampleState | None = None,
-) -> None:
+    rows_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor, last_token_R: torch.Tensor,
+    position_R: torch.Tensor, counted: SampleState | None = None,
+) -> None:  # fmt: skip
     """Make the sampled ids the rows' last tokens, at `positions_S`; no row may come twice, -1 is padding.
 
     A row that has no next token (its id is negative) goes on with token 0: its request has failed, but a

@@ -99,15 +99,9 @@ class CodedWeights:
 
     @classmethod
     def empty(
-        cls,
-        num_rows: int,
-        size: int,
-        form: str,
-        group: int = 0,
-        has_minima: bool = False,
-        scale_rows: int = 1,
-        device: torch.device | str = "cpu",
-    ) -> CodedWeights:
+        cls, num_rows: int, size: int, form: str, group: int = 0, has_minima: bool = False,
+        scale_rows: int = 1, device: torch.device | str = "cpu",
+    ) -> CodedWeights:  # fmt: skip
         """A matrix of zeros, to be filled row by row; on the meta device without memory."""
         group = group if group < size else 0
         made = CodedForm(form, group, has_minima, scale_rows if group else 1)
@@ -145,13 +139,9 @@ class CodedWeights:
         return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
 
     def fill(
-        self,
-        first_row: int,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        minima: torch.Tensor | None = None,
+        self, first_row: int, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None,
         zeros: torch.Tensor | int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Put rows into place, in any order of calls.
 
         `codes` [R, K] is float8_e4m3fn, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4 only;

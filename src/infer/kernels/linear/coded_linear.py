@@ -84,14 +84,9 @@ def _plan(
 
 
 def coded_linear(
-    x_MK: torch.Tensor,
-    w: CodedWeights,
-    bias_N: torch.Tensor | None = None,
-    *,
-    activation: str = "",
-    compiled: CompiledLinears | None = None,
-    int8_tokens: bool = False,
-) -> torch.Tensor:
+    x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None = None, *, activation: str = "",
+    compiled: CompiledLinears | None = None, int8_tokens: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The product of every row of `x_MK` with every row of W; with an activation, of gate and up, gated.
 
     With `int8_tokens` many tokens are rounded to 8 bits, each with a scale of its own.
@@ -112,13 +107,9 @@ def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
     raw = dtype is _CODE_TYPES.get(w.form.codes)
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     launch_triton(
-        expand_kernel,
-        tuple(w.cells.shape[:2]),
-        (*stored_parts(w), out_NK),
-        (*w.shape, *tile_sizes(w)),
-        **tile_constants(w),
-        RAW=raw,
-    )
+        expand_kernel, tuple(w.cells.shape[:2]), (*stored_parts(w), out_NK), (*w.shape, *tile_sizes(w)),
+        **tile_constants(w), RAW=raw,
+    )  # fmt: skip
     return out_NK.view(dtype)
 
 
@@ -129,13 +120,9 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
     out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.cells.device)
     if ids_T.numel():
         launch_triton(
-            lookup_kernel,
-            (ids_T.numel(), -(-w.size // 512)),
-            (ids_T.contiguous(), *stored_parts(w), out_TK),
-            (w.size, *tile_sizes(w)),
-            **tile_constants(w),
-            BLOCK=512,
-        )
+            lookup_kernel, (ids_T.numel(), -(-w.size // 512)), (ids_T.contiguous(), *stored_parts(w), out_TK),
+            (w.size, *tile_sizes(w)), **tile_constants(w), BLOCK=512,
+        )  # fmt: skip
     return out_TK
 
 
@@ -167,16 +154,11 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
     y_MN = torch.empty((M, N), dtype=x_MK.dtype, device=x_MK.device)
     block_m = 16 if M <= 16 else 64
     launch_triton(
-        coded_skinny_kernel,
-        (len(w.cells), -(-M // block_m)),
+        coded_skinny_kernel, (len(w.cells), -(-M // block_m)),
         (x_MK, *stored_parts(w), x_MK if bias_N is None else bias_N, y_MN),
-        (x_MK.stride(0), N, K, *tile_sizes(w)),
-        (M,),
-        **tile_constants(w),
-        BIAS=bias_N is not None,
-        WIDEN=INTERPRETED,
-        BLOCK_M=block_m,
-    )
+        (x_MK.stride(0), N, K, *tile_sizes(w)), (M,), **tile_constants(w), BIAS=bias_N is not None,
+        WIDEN=INTERPRETED, BLOCK_M=block_m,
+    )  # fmt: skip
     return y_MN
 
 
@@ -223,13 +205,9 @@ def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
     scales_GM = torch.empty((K // 128, padded), dtype=torch.float32, device=device)
     launch_triton(
-        quantize_blocks_kernel,
-        (M, -(-K // 128 // 8)),
-        (x_MK, codes_MK, scales_GM),
-        (x_MK.stride(0), K),
-        (padded,),
-        BLOCKS=8,
-    )
+        quantize_blocks_kernel, (M, -(-K // 128 // 8)), (x_MK, codes_MK, scales_GM), (x_MK.stride(0), K),
+        (padded,), BLOCKS=8,
+    )  # fmt: skip
     return codes_MK, scales_GM.t()
 
 
@@ -256,13 +234,10 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
         codes, scales = quantize_rows(x, torch.int8)
         sums = torch._int_mm(codes, weight.t())
         launch_triton(
-            scale_sums_kernel,
-            (len(x), -(-N // 1024)),
-            (sums, scales, w.scales, x if bias_N is None else bias_N, y),
-            (N,),
-            BIAS=bias_N is not None,
+            scale_sums_kernel, (len(x), -(-N // 1024)),
+            (sums, scales, w.scales, x if bias_N is None else bias_N, y), (N,), BIAS=bias_N is not None,
             BLOCK=1024,
-        )
+        )  # fmt: skip
         del codes, sums  # before the next ones are made: `scratch_bytes` counts one of each
     return y_MN
 

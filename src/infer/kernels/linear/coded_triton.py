@@ -245,16 +245,10 @@ def quantize_rows(
     codes_MK = torch.empty((M, K), dtype=dtype, device=device)
     scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=device)
     launch_triton(
-        quantize_rows_kernel,
-        (M,),
-        (x_MK, codes_MK, scales_M1),
-        (x_MK.stride(0), K),
-        TOP=127 if dtype is torch.int8 else 448,
-        AS_CELLS=as_cells,
-        BLOCK=next_power_of_two(K),
-        num_warps=8 if K <= 8192 else 16,
-        **launch_options(device),
-    )
+        quantize_rows_kernel, (M,), (x_MK, codes_MK, scales_M1), (x_MK.stride(0), K),
+        TOP=127 if dtype is torch.int8 else 448, AS_CELLS=as_cells, BLOCK=next_power_of_two(K),
+        num_warps=8 if K <= 8192 else 16, **launch_options(device),
+    )  # fmt: skip
     return codes_MK, scales_M1
 
 

@@ -37,23 +37,10 @@ _GROUP = 8  # tiles of tokens that neighbouring programs take with one tile of W
 
 @jit_for_any("M")
 def _many_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    y_ptr,
-    x_row_stride,
-    w_row_stride,
-    M,
-    N,
-    K,
-    split_len,
-    BIAS: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, x_row_stride, w_row_stride, M, N, K, split_len, BIAS: tl.constexpr,
     WIDEN: tl.constexpr,  # Triton's interpreter cannot multiply matrices of bfloat16
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP * num_n)
     group_len = tl.minimum(num_m - group * GROUP, GROUP)
@@ -81,12 +68,9 @@ def _many_kernel(
 
 
 def _multiply_many(
-    config: SkinnyConfig,
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
+    config: SkinnyConfig, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None,
     y_MN: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Many tokens, K in the pieces that `config` cuts it into for few."""
     (M, K), N = x_MK.shape, len(w_NK)
     assert x_MK.stride(1) == w_NK.stride(1) == 1, (

@@ -127,15 +127,9 @@ class LowRankStack:
     """The adapters of one matrix, stacked by slot; slot s is at index s - 1."""
 
     def __init__(
-        self,
-        parts: list[int],
-        size: int,
-        *,
-        num_slots: int,
-        rank: int,
-        dtype: torch.dtype,
+        self, parts: list[int], size: int, *, num_slots: int, rank: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`parts`: the rows of each part of the matrix; `size`: its columns; `rank`: the largest."""
         assert rank % RANK_BLOCK == 0, rank
         self.parts, self.rank = parts, rank

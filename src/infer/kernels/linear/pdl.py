@@ -203,12 +203,9 @@ def defines_of(
 
 
 def launch(
-    config: PdlConfig,
-    x_MK: torch.Tensor,
-    w: torch.Tensor | CodedWeights,
-    y_MN: torch.Tensor,
+    config: PdlConfig, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor,
     epilogue: Epilogue,
-) -> None:
+) -> None:  # fmt: skip
     """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
     (M, K), N = x_MK.shape, y_MN.shape[1]
     outer = outer_arguments(x_MK, w, y_MN, epilogue)

@@ -61,16 +61,10 @@ _jit_any_m = jit_for_any("M", "num_splits", "num_parts")
 
 @jit
 def _input_tile(
-    x_ptr,
-    residual_ptr,
-    new_residual_ptr,
-    x_offsets,
-    residual_offsets,
-    new_residual_offsets,
-    in_tile,
+    x_ptr, residual_ptr, new_residual_ptr, x_offsets, residual_offsets, new_residual_offsets, in_tile,
     kept,  # the part of the tile whose sum this program writes
     RESIDUAL: tl.constexpr,
-):
+):  # fmt: skip
     """x, or x + residual rounded to the type of x; one program keeps the sum."""
     x = tl.load(x_ptr + x_offsets, mask=in_tile, other=0.0)
     if RESIDUAL:
@@ -85,18 +79,11 @@ def _store_outputs(
     total,  # [rows, tokens]
     up_total,
     squares,  # [1, tokens]: the sum of r^2 over all of K
-    bias_ptr,
-    y_ptr,
+    bias_ptr, y_ptr,
     rows,  # [rows, 1]
     tokens,  # [1, tokens]
-    M,
-    N,
-    K,
-    eps,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
+    M, N, K, eps, NORM: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """Everything after the dot products: the scale of the norm, the bias, the gate; rounded once."""
     if NORM:
         inv_rms = tl.rsqrt(squares / K + eps)
@@ -119,32 +106,14 @@ def _sum_in_thread(products, VECTOR: tl.constexpr):
 
 @_jit_any_m
 def gemv_kernel(
-    x_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    w_ptr,
-    bias_ptr,
-    y_ptr,
-    new_residual_ptr,
-    x_row_stride,
-    residual_row_stride,
-    w_row_stride,
-    M,
-    N,
-    K,
-    eps,
-    offset,
+    x_ptr, residual_ptr, norm_weight_ptr, w_ptr, bias_ptr, y_ptr, new_residual_ptr, x_row_stride,
+    residual_row_stride, w_row_stride, M, N, K, eps, offset,
     BLOCK_M: tl.constexpr,  # 1, 2 or 4
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr,  # elements in the 16 bytes that a thread loads at once
-    UNROLL: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    UNROLL: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     cols = tl.arange(0, BLOCK_K)[None, :]
@@ -208,26 +177,14 @@ def gemv_kernel(
 @jit
 def _store_tile(
     total,  # [rows, tokens]
-    up_total,
-    squares,
+    up_total, squares,
     residual,  # [rows, tokens]
     gain,  # [rows, 1]
     bias_ptr,
     y_ptr,  # output; with ADDS, r * gain
-    sum_ptr,
-    squares_ptr,
-    rows,
-    tokens,
-    tile,
-    M,
-    N,
-    K,
-    eps,
-    ADDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
+    sum_ptr, squares_ptr, rows, tokens, tile, M, N, K, eps, ADDS: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """The outputs; or their sum with the stream, and all of the norm that follows but its division."""
     if not ADDS:
         _store_outputs(
@@ -250,36 +207,18 @@ def _store_tile(
 def skinny_kernel(
     x_ptr,
     residual_ptr,  # read with ADDS only, as the next two
-    norm_weight_ptr,
-    sum_ptr,
+    norm_weight_ptr, sum_ptr,
     squares_ptr,  # [part, token], float64: written with ADDS, read with PARTS
-    w_ptr,
-    bias_ptr,
-    y_ptr,
+    w_ptr, bias_ptr, y_ptr,
     partial_ptr,  # [tile, split, sums]: see PARTIAL
     counter_ptr,  # [tile], all zero before and after
-    x_row_stride,
-    residual_row_stride,
-    w_row_stride,
-    M,
-    N,
-    K,
+    x_row_stride, residual_row_stride, w_row_stride, M, N, K,
     split_len,  # a multiple of BLOCK_K
-    num_splits,
-    num_parts,
-    eps,
-    offset,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    num_splits, num_parts, eps, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,  # Triton's interpreter cannot multiply matrices of bfloat16
-    ADDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ADDS: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     tile = tl.program_id(0)
     split = tl.program_id(1)

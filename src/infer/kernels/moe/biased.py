@@ -104,15 +104,9 @@ def _sum_kernel(
 
 
 def biased_experts_mlp(
-    x_TD: torch.Tensor,
-    experts_TC: torch.Tensor,
-    weights_TC: torch.Tensor,
-    products: ExpertProducts,
-    gate_up_bias_EF: torch.Tensor,
-    down_bias_ED: torch.Tensor,
-    *,
-    activation: str,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, products: ExpertProducts,
+    gate_up_bias_EF: torch.Tensor, down_bias_ED: torch.Tensor, *, activation: str,
+) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts on a GPU; the specification is `Projection.experts_mlp`."""
     (T, num_choices), (_, size) = experts_TC.shape, gate_up_bias_EF.shape
     if not T:

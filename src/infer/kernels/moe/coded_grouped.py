@@ -65,16 +65,10 @@ def coded_grouped_kernel(
 
 
 def coded_experts_mlp(
-    x_TD: torch.Tensor,
-    experts_TC: torch.Tensor,
-    weights_TC: torch.Tensor,
-    gate_up: CodedWeights,
-    down: CodedWeights,
-    *,
-    activation: str,
-    compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None),
-    invariant: bool = False,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: CodedWeights,
+    down: CodedWeights, *, activation: str,
+    compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None), invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts on a GPU; both matrices are those of all experts, [E, ...] each.
 
     `compiled`: the kernels in CUDA C++ of both, where there are some. `invariant`: blocks of one size,
@@ -128,15 +122,9 @@ def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply_coded_rows(
-    x: torch.Tensor,
-    w: CodedWeights,
-    num_rows: int,
-    row_order: torch.Tensor,
-    block_experts: torch.Tensor,
-    weights_TC: torch.Tensor | None,
-    *,
-    rows_per_input: int = 1,
-) -> torch.Tensor:
+    x: torch.Tensor, w: CodedWeights, num_rows: int, row_order: torch.Tensor, block_experts: torch.Tensor,
+    weights_TC: torch.Tensor | None, *, rows_per_input: int = 1,
+) -> torch.Tensor:  # fmt: skip
     """The product of each row with the matrix of its expert, times its weight if there are weights."""
     y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
     num_blocks = len(block_experts)

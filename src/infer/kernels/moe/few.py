@@ -88,12 +88,9 @@ class FewExperts(PdlKernel):
         return gated.view(len(rows), -1)
 
     def down(
-        self,
-        gated_TH: torch.Tensor,
-        logits_TE: torch.Tensor,
-        down: Stack,
+        self, gated_TH: torch.Tensor, logits_TE: torch.Tensor, down: Stack,
         stream: ResidualInput | None = None,
-    ) -> torch.Tensor | ResidualSum:
+    ) -> torch.Tensor | ResidualSum:  # fmt: skip
         """The sum of each token's experts, [T, D]; with a stream, added to it."""
         (T, _), size = gated_TH.shape, self.shape.hidden_size
         cut, defines = self._down_cut(T), self._down_defines(self._down_cut(T), adds=stream is not None)

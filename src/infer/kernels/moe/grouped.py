@@ -82,13 +82,9 @@ def by_expert(
 
 
 def experts_mlp_reference(
-    x_TD: torch.Tensor,
-    experts_TC: torch.Tensor,
-    weights_TC: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor, activation: str,
+) -> torch.Tensor:  # fmt: skip
     """The specification: `gate_up_EFD` is [E, 2F, D], gate above up; `down_EDF` is [E, D, F]."""
 
     def one_expert(expert: int, rows_MD: torch.Tensor) -> torch.Tensor:
@@ -121,15 +117,9 @@ def route(
 
 
 def experts_mlp(
-    x_TD: torch.Tensor,
-    experts_TC: torch.Tensor,
-    weights_TC: torch.Tensor,
-    gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor,
-    *,
-    activation: str,
-    invariant: bool = False,
-) -> torch.Tensor:
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts and mix the results; see `experts_mlp_reference`.
 
     `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
@@ -210,17 +200,11 @@ def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> tuple[Ti
 
 
 def multiply_rows(
-    x: torch.Tensor,
-    w_ENK: torch.Tensor,
-    y_RN: torch.Tensor,
-    row_order: torch.Tensor,
-    block_experts: torch.Tensor,
-    weights_TC: torch.Tensor | None,
-    tiles: Tiles,
-    *,
+    x: torch.Tensor, w_ENK: torch.Tensor, y_RN: torch.Tensor, row_order: torch.Tensor,
+    block_experts: torch.Tensor, weights_TC: torch.Tensor | None, tiles: Tiles, *,
     rows_per_input: int = 1,  # rows of y that read the same row of x
     activation: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """y[row] = x[row // rows_per_input] Wᵀ, with the W of the row's expert; gated, or times its weight."""
     num_rows, num_outputs = y_RN.shape
     num_blocks = len(block_experts)

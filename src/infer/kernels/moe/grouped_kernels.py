@@ -26,16 +26,9 @@ from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 
 @jit
 def route_kernel(
-    logits_ptr,
-    experts_ptr,
-    weights_ptr,
-    logits_row_stride,
-    E,
-    CHOICES: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    logits_ptr, experts_ptr, weights_ptr, logits_row_stride, E, CHOICES: tl.constexpr,
+    NORMALIZED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_C)
@@ -70,17 +63,9 @@ def count_kernel(experts_ptr, counts_ptr, num_rows, CHUNK: tl.constexpr):
 
 @jit_for_any("num_rows", "num_blocks")
 def order_kernel(
-    experts_ptr,
-    counts_ptr,
-    row_order_ptr,
-    block_experts_ptr,
-    num_rows,
-    E,
-    num_blocks,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    experts_ptr, counts_ptr, row_order_ptr, block_experts_ptr, num_rows, E, num_blocks, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + experts, mask=experts < E, other=0)
@@ -109,26 +94,11 @@ def order_kernel(
 
 @jit_for_any("num_rows", "num_blocks")
 def grouped_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    row_order_ptr,
-    block_experts_ptr,
-    weights_ptr,
-    x_row_stride,
-    num_rows,
-    N,
-    K,
-    num_blocks,
-    ROWS_PER_INPUT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, row_order_ptr, block_experts_ptr, weights_ptr, x_row_stride, num_rows, N, K,
+    num_blocks, ROWS_PER_INPUT: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     WIDEN: tl.constexpr,  # True in the interpreter, which cannot multiply bfloat16
-):
+):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     in_group = tl.program_id(0) % (GROUP * tl.cdiv(N, BLOCK_N))
     first_block = tl.program_id(0) // (GROUP * tl.cdiv(N, BLOCK_N)) * GROUP

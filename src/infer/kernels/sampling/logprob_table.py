@@ -137,12 +137,9 @@ def _merge_kernel(
 
 
 def logprob_table(
-    logits_SV: torch.Tensor,
-    chosen_S: torch.Tensor,
-    width: int,
-    places_K: torch.Tensor | None = None,
+    logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int, places_K: torch.Tensor | None = None,
     aside: torch.cuda.Stream | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The table of the rows at `places_K` (or of all), with up to `width` alternatives each; int32 [K, *].
 
     A negative id counts as 0. With a stream `aside` the table is made there, in part, and may be read there.

@@ -764,12 +764,9 @@ def _wide_kernel(
 
 
 def sample_rows(
-    logits_SV: torch.Tensor,
-    state: SampleState,
-    rows_S: torch.Tensor,
-    positions_S: torch.Tensor,
+    logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor,
     scratch: SampleScratch,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """One id per row, int64, in `scratch.ids_S`: the next call overwrites it.
 
     `rows_S` are the rows' places in the state, negative for padding (whose id is 0); `positions_S` the

@@ -113,9 +113,52 @@ class StoredTensor(ABC):
         """The transposed matrix, if that is how this one is stored."""
         return None
 
-    @abstractmethod
     def matrix(self, index: int) -> StoredTensor:
         """One matrix of a stack of them, [n, rows, columns]."""
+        raise NotImplementedError(f"{type(self).__name__} is not a stack")
+
+
+def slices_of(length: int, step: int) -> Iterator[slice]:
+    """The places up to `length`, some at a time."""
+    for first in range(0, length, step):
+        yield slice(first, min(first + step, length))
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedTensor(StoredTensor):
+    """A tensor whose numbers are another's: some of them, or all in another order."""
+
+    whole: StoredTensor
+
+    @property
+    def type_name(self) -> str:
+        """The type of the other's numbers."""
+        return self.whole.type_name
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """PyTorch's type of them."""
+        return self.whole.dtype
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the other can be read."""
+        return self.whole.is_readable
+
+    @property
+    def codes(self) -> StoredCodes | None:
+        """The description of the other's codes."""
+        return self.whole.codes
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The names of the other's format."""
+        return self.whole.formats
+
+    @property
+    def num_bytes(self) -> int:
+        """The share of the other's size on disk."""
+        return self.whole.num_bytes * math.prod(self.shape) // max(math.prod(self.whole.shape), 1)
 
 
 @dataclass(slots=True)
@@ -187,8 +230,7 @@ class SafeTensor(StoredTensor):
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
         """The rows of a matrix as they are stored."""
         numbers = self._view() if self.num_bytes else torch.empty(self.shape, dtype=self.dtype)
-        for first in range(0, self.shape[0], num_rows):
-            part = slice(first, min(first + num_rows, self.shape[0]))
+        for part in slices_of(self.shape[0], num_rows):
             yield part, numbers[part].to(device)
         self.file.forget(self.start, self.stop)
 

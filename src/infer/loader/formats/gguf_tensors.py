@@ -24,7 +24,7 @@ import torch
 
 from infer.errors import CheckpointError
 from infer.loader.formats.axes import Axes, plain_axes
-from infer.loader.formats.checkpoint import StoredTensor, forget_pages
+from infer.loader.formats.checkpoint import StoredTensor, forget_pages, slices_of
 from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, Keys
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize, stored_codes
@@ -194,8 +194,7 @@ class PackedTensor(StoredTensor):
         """The rows of a matrix: codes, or float32 where the file has plain numbers."""
         assert not self.transposed and not self.offset, self.stored.name
         packed = self.packed_rows()
-        for first in range(0, len(packed), num_rows):
-            part = slice(first, min(first + num_rows, len(packed)))
+        for part in slices_of(len(packed), num_rows):
             yield part, self.coded(packed[part].to(device))
         self._forget()
 

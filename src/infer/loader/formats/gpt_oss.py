@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.formats.axes import COLUMNS, ROWS, WHOLE, Axes, Axis, Ranges, plain_axes
-from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.axes import ROWS, WHOLE, Axes, Axis, Ranges, plain_axes
+from infer.loader.formats.checkpoint import StoredTensor, slices_of
 from infer.quant.coded import CodedRows, StoredCodes
 
 BLOCK = 32  # columns that share a scale
@@ -100,8 +100,7 @@ class ExpertStack(StoredTensor):
             return {"weight": (WHOLE, ROWS)}
         if self.scales is None:
             return {"weight": plain_axes(len(self.shape))}
-        block = Axis("columns", BLOCK, BLOCK, "block") if self.scales is not None else COLUMNS
-        return {"weight": (WHOLE,) * (len(self.shape) - 2) + (ROWS, block)}
+        return {"weight": (WHOLE,) * (len(self.shape) - 2) + (ROWS, Axis("columns", BLOCK, BLOCK, "block"))}
 
     def matrix(self, index: int) -> StoredTensor:
         """The matrix of one expert."""
@@ -133,8 +132,7 @@ class ExpertStack(StoredTensor):
                 columns = tuple(range(each.start // BLOCK, each.stop // BLOCK) for each in columns)
                 exponents = _kept(exponents, columns, 1)
             held = _kept(held, columns, 1)
-        for first in range(0, len(held), num_rows):
-            part = slice(first, min(first + num_rows, len(held)))
+        for part in slices_of(len(held), num_rows):
             if exponents is None:
                 yield part, held[part].to(device)
             else:

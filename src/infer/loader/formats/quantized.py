@@ -26,7 +26,7 @@ import torch
 from infer.config.foreign import METHODS
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.formats.axes import WHOLE, Axes
-from infer.loader.formats.checkpoint import StoredTensor
+from infer.loader.formats.checkpoint import StoredTensor, slices_of
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.formats.kv_scales import LEAVES as KV_LEAVES
 from infer.loader.formats.stored_formats import CODES, FORMATS
@@ -110,8 +110,7 @@ class QuantizedTensor(StoredTensor):
         }
         read = self.format.open(self.module, self.layout, tensors)
         step = max(1, num_rows // _ALIGNED) * _ALIGNED
-        for first in range(0, self.layout.num_rows, step):
-            part = slice(first, min(first + step, self.layout.num_rows))
+        for part in slices_of(self.layout.num_rows, step):
             yield part, read(part)
 
 
