@@ -40,35 +40,13 @@ examples:
 
 # Knobs that change no memory: they have no flag here, and a --config file that sets them is taken.
 NO_MEMORY = {
-    "tokenizer",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "num_threads",
-    "attention_backend",
-    "decode_attention_backend",
-    "mlp_backend",
-    "use_prefix_caching",
-    "batching_mode",
-    "scheduler_policy",
-    "prefill_chunk_size",
-    "max_prefill_chunks_per_step",
-    "preemption",
-    "max_wait_steps",
-    "max_decode_gap",
-    "max_queue",
-    "seed",
-    "use_cuda_graphs",
-    "use_overlap",
-    "record_cpu_step",
-    "cpu_products",
-    "deterministic",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
-    "suffix_max_answers",
-    "adaptive_speculation",
+    "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser", "num_threads", "attention_backend",
+    "decode_attention_backend", "mlp_backend", "use_prefix_caching", "batching_mode", "scheduler_policy",
+    "prefill_chunk_size", "max_prefill_chunks_per_step", "preemption", "max_wait_steps", "max_decode_gap",
+    "max_queue", "seed", "use_cuda_graphs", "use_overlap", "record_cpu_step", "cpu_products", "deterministic",
+    "prompt_lookup_max", "prompt_lookup_min", "suffix_max_answers", "adaptive_speculation",
     "synthetic_acceptance",
-}
+}  # fmt: skip
 
 
 FLAGS: Mapping[str, flags.Row] = {
