@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,7 +48,11 @@ NO_MEMORY = {
 }  # fmt: skip
 
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "model [MODEL]": (
+        str,
+        "directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
+    ),
     "--gpu-memory SIZE": (
         str,
         "plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
@@ -65,12 +68,6 @@ FLAGS: Mapping[str, flags.Row] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
-    )
     flags.add_rows(parser, FLAGS)
     flags.add_knob_flags(parser, without=NO_MEMORY)
     flags.add_common_flags(parser)
