@@ -18,7 +18,6 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 SILENCE_S = 3.0  # seconds until a wait for standard input is explained
 
-CONVERSATION: Mapping[str, flags.Row] = {
+CONVERSATION: flags.Rows = {
     "--system TEXT": (str, "the system message to begin with"),
     "--url URL": (str, "ask a model of the server there; --model picks which"),
     "--api-key KEY": (str, "the key that server asks for"),
@@ -54,22 +53,12 @@ CONVERSATION: Mapping[str, flags.Row] = {
     "--show-reasoning": (bool, "print what the model thinks before its answer; default: at a terminal", None),
     "--stats": (bool, "print times and speed of each answer to standard error"),
 }
-FORMS: Mapping[str, flags.Row] = {
+FORMS: flags.Rows = {
     "--json-schema FILE|JSON": (str, "JSON that this schema allows"),
     "--regex PATTERN": (str, "text that this regular expression matches as a whole"),
     "--choice TEXT": (list, "this text, or that of another --choice"),
-    "--grammar FILE": (
-        Path,
-        "text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)",
-    ),
+    "--grammar FILE": (Path, "text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)"),
 }
-
-
-def add_model(group: argparse._ArgumentGroup) -> None:
-    """Give a command MODEL as its first word."""
-    group.add_argument(
-        "positional_model", nargs="?", metavar="MODEL", help="as for --model; nothing: the default model"
-    )
 
 
 def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -53,7 +53,9 @@ examples:
   infer batch requests.jsonl answers.jsonl --retry-failed
 """
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "input IN.jsonl": (Path, "the requests, one per line"),
+    "output OUT.jsonl": (Path, "the answers; made, or continued"),
     "--concurrency N": (positive, "requests under way at once; default: 256, or 32 with --url"),
     "--retry-failed": (bool, "ask lines again that have an error in the output"),
     "--served-model-name NAME": (str, "what the bodies call the model; default: its own name"),
@@ -86,8 +88,6 @@ Ask: TypeAlias = Callable[[BatchLine], Awaitable[LineAnswer]]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     group = parser.add_argument_group("files and requests")
-    group.add_argument("input", metavar="IN.jsonl", type=Path, help="the requests, one per line")
-    group.add_argument("output", metavar="OUT.jsonl", type=Path, help="the answers; made, or continued")
     flags.add_rows(group, FLAGS)
     flags.add_knob_flags(parser)
     flags.add_common_flags(parser)

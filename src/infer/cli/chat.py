@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -56,7 +56,8 @@ examples:
 """
 
 
-TOOLS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "positional_model [MODEL]": (str, "as for --model; nothing: the default model"),
     "--tools FILE": (Path, "let the model call the functions of this Python file; asks before each call"),
     "--tool-choice auto|required|NAME": (
         str,
@@ -70,8 +71,7 @@ TOOLS: Mapping[str, flags.Row] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     conversation = parser.add_argument_group("conversation")
-    asking.add_model(conversation)
-    flags.add_rows(conversation, TOOLS)
+    flags.add_rows(conversation, FLAGS)
     asking.add_asking_flags(parser, conversation)
 
 

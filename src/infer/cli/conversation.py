@@ -82,10 +82,7 @@ class ChatSession:
         return answer
 
     def go_on(
-        self,
-        screen: Screen,
-        is_stopped: Callable[[], bool],
-        tool_choice: str | dict[str, Any] | None = None,
+        self, screen: Screen, is_stopped: Callable[[], bool], tool_choice: str | dict[str, Any] | None = None
     ) -> ShownAnswer:
         """Add the model's answer to the messages so far."""
         answer = self._answer(screen, is_stopped, tool_choice)

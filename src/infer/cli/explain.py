@@ -27,19 +27,12 @@ examples:
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 MAX_BYTES = 4 << 20  # size of an answer
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the command its flags."""
-    parser.add_argument("request_id", metavar="ID", help="the id of an answer, or its header x-request-id")
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, metavar="URL", help=f"the server to ask (default: {DEFAULT_URL})"
-    )
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="the key that the request was made with, or the server's admin key"
-    )
-    parser.add_argument("--json", action="store_true", help="print numbers and sentences as JSON")
-    flags.add_common_flags(parser)
+FLAGS: flags.Rows = {
+    "request_id ID": (str, "the id of an answer, or its header x-request-id"),
+    "--url URL": (str, "the server to ask", DEFAULT_URL),
+    "--api-key KEY": (str, "the key that the request was made with, or the server's admin key"),
+    "--json": (bool, "print numbers and sentences as JSON"),
+}
 
 
 def run(args: argparse.Namespace) -> int:

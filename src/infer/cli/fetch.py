@@ -17,13 +17,10 @@ examples:
 """
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the command its flags."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="hub id (org/name); nothing: the default model"
-    )
-    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
-    flags.add_common_flags(parser)
+FLAGS: flags.Rows = {
+    "model [MODEL]": (str, "hub id (org/name); nothing: the default model"),
+    "--revision TEXT": (str, "branch, tag or commit of a hub id"),
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -79,18 +79,23 @@ METAVARS = {int: "N", float: "X", str: "TEXT"}
 REQUIRED = object()  # stands in place of the default of a flag that must be given
 
 Row: TypeAlias = tuple[Callable[[str], Any], str] | tuple[Callable[[str], Any], str, Any]
+Rows: TypeAlias = Mapping[str, Row]  # flags by name, as `add_rows` reads them
 
 
-def add_rows(group: argparse._ActionsContainer, rows: Mapping[str, Row]) -> None:
+def add_rows(group: argparse._ActionsContainer, rows: Rows) -> None:
     """Give `group` the flags of a table: "--name METAVAR": (reader, help), or (reader, help, default).
 
     Other spellings may follow a name: "--name/--other METAVAR". The help of a value with a default
     ends with it. A `bool` is a switch, which has a `--no-` form where it has a default; a `list` holds
-    the values of all uses of the flag.
+    the values of all uses of the flag. A name without dashes is an argument: "name METAVAR", or
+    "name [METAVAR]" if it may be left out.
     """
     for spelled, (reader, text, *rest) in rows.items():
         spellings, _, metavar = spelled.partition(" ")
         names = spellings.split("/")
+        if metavar.startswith("[") and metavar.endswith("]"):
+            group.add_argument(*names, metavar=metavar[1:-1], nargs="?", type=reader, help=text)
+            continue
         default = rest[0] if rest else None
         if reader is bool and rest:
             group.add_argument(*names, action=argparse.BooleanOptionalAction, default=default, help=text)

@@ -28,7 +28,7 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,8 @@ examples:
 """
 
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "prompt [PROMPT]": (str, "the text, and after it what is piped in; '-' or nothing: standard input alone"),
     "--prompts-file FILE": (Path, "answer each line of this file, all at once and printed in order"),
     "-n/--n N": (positive, "answers to each prompt, each drawn for itself", 1),
     "--raw": (bool, "continue the text as is, without a chat template"),
@@ -109,12 +110,6 @@ class AskedPrompt:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     prompt = parser.add_argument_group("prompt and output")
-    prompt.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="the text, and after it what is piped in; '-' or nothing: standard input alone",
-    )
     flags.add_rows(prompt, FLAGS)
     asking.add_asking_flags(parser, prompt)
 

@@ -22,19 +22,17 @@ examples:
   infer learn start 7 policy.py     a file to begin with
   infer learn check 7 policy.py
 """
+FLAGS: flags.Rows = {
+    "lesson [LESSON]": (str, "number or name of a lesson"),
+    "file [FILE]": (Path, "your Python file"),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument(
-        "what",
-        nargs="?",
-        metavar="ACTION",
-        choices=("start", "check"),
-        help="write a file, or check it",
-    )
-    parser.add_argument("lesson", nargs="?", metavar="LESSON", help="number or name of a lesson")
-    parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help="your Python file")
+    what = ("start", "check")
+    parser.add_argument("what", nargs="?", metavar="ACTION", choices=what, help="write a file, or check it")
+    flags.add_rows(parser, FLAGS)
     flags.add_common_flags(parser)
 
 

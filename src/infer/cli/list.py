@@ -20,13 +20,8 @@ examples:
   infer list --json
 """
 
+FLAGS: flags.Rows = {"--json": (bool, "print one JSON object per model")}
 HEADER = ("NAME", "REVISION", "SIZE", "LAST USED", "PATH")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the command its flags."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object per model")
-    flags.add_common_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

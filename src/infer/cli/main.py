@@ -9,8 +9,9 @@
     130   interrupted with Ctrl-C
     141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
 
-Each subcommand is a module: its help text (HELP, DESCRIPTION, USAGE, EXAMPLES), `add_flags` and `run`. None
-of them imports torch before it has a model to load, so that `--help` and a mistyped flag answer at once.
+Each subcommand is a module: its help text (HELP, DESCRIPTION, USAGE, EXAMPLES), its flags (the table FLAGS,
+or `add_flags` where that does not say it all) and `run`. None of them imports torch before it has a model to
+load, so that `--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         about = {"help": module.HELP, "description": module.DESCRIPTION, "epilog": module.EXAMPLES}
         command = parsers.add_parser(name, usage=usage, **about)
         command.set_defaults(run=module.run)
-        module.add_flags(command)
+        if hasattr(module, "add_flags"):
+            module.add_flags(command)
+        else:
+            flags.add_rows(command, module.FLAGS)
+            flags.add_common_flags(command)
     return parser
 
 

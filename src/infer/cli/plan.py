@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,38 +39,20 @@ examples:
 
 # Knobs that change no memory: they have no flag here, and a --config file that sets them is taken.
 NO_MEMORY = {
-    "tokenizer",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "num_threads",
-    "attention_backend",
-    "decode_attention_backend",
-    "mlp_backend",
-    "use_prefix_caching",
-    "batching_mode",
-    "scheduler_policy",
-    "prefill_chunk_size",
-    "max_prefill_chunks_per_step",
-    "preemption",
-    "max_wait_steps",
-    "max_decode_gap",
-    "max_queue",
-    "seed",
-    "use_cuda_graphs",
-    "use_overlap",
-    "record_cpu_step",
-    "cpu_products",
-    "deterministic",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
-    "suffix_max_answers",
-    "adaptive_speculation",
+    "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser", "num_threads", "attention_backend",
+    "decode_attention_backend", "mlp_backend", "use_prefix_caching", "batching_mode", "scheduler_policy",
+    "prefill_chunk_size", "max_prefill_chunks_per_step", "preemption", "max_wait_steps", "max_decode_gap",
+    "max_queue", "seed", "use_cuda_graphs", "use_overlap", "record_cpu_step", "cpu_products", "deterministic",
+    "prompt_lookup_max", "prompt_lookup_min", "suffix_max_answers", "adaptive_speculation",
     "synthetic_acceptance",
-}
+}  # fmt: skip
 
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "model [MODEL]": (
+        str,
+        "directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
+    ),
     "--gpu-memory SIZE": (
         str,
         "plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
@@ -87,12 +68,6 @@ FLAGS: Mapping[str, flags.Row] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
-    )
     flags.add_rows(parser, FLAGS)
     flags.add_knob_flags(parser, without=NO_MEMORY)
     flags.add_common_flags(parser)

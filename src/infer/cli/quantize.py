@@ -31,31 +31,30 @@ OPTIONS = {  # options, and the schemes that have them
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),
 }
+FILES: flags.Rows = {
+    "model MODEL": (str, "model directory or hub id of plain safetensors"),
+    "out OUT": (Path, "directory to write; new, or empty"),
+}
+FLAGS: flags.Rows = {
+    "--bits N": (int, "2, 3, 4 or 8, of gptq; default: 4"),
+    "--group-size N": (int, "columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128"),
+    "--asymmetric": (bool, "a zero for each group, of gptq and ct-w4a16; awq has them"),
+    "--revision TEXT": (str, "branch, tag or commit of a hub id"),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument("model", metavar="MODEL", help="model directory or hub id of plain safetensors")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; new, or empty")
+    flags.add_rows(parser, FILES)
     parser.add_argument("--scheme", required=True, choices=SCHEMES, metavar="NAME", help=", ".join(SCHEMES))
-    parser.add_argument("--bits", type=int, metavar="N", help="2, 3, 4 or 8, of gptq; default: 4")
-    parser.add_argument(
-        "--group-size", type=int, metavar="N",
-        help="columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128",
-    )  # fmt: skip
-    parser.add_argument(
-        "--asymmetric",
-        action="store_true",
-        default=None,
-        help="a zero for each group, of gptq and ct-w4a16; awq has them",
-    )
-    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    flags.add_rows(parser, FLAGS)
     flags.add_common_flags(parser)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options of a recipe that flags choose; a flag that the scheme does not have is refused."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    values = {name: getattr(args, name) for name in OPTIONS}
+    given = {name: value for name, value in values.items() if value is not None and value is not False}
     for name in given:
         if args.scheme not in OPTIONS[name]:
             if (args.scheme, name) == ("awq", "asymmetric"):

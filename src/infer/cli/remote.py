@@ -108,10 +108,7 @@ class RemoteModel:
                 raise ConfigError(f"{self._base}/models does not list models; {is_it}") from None
 
     def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
-        **options: Unpack[ChatOptions],
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Unpack[ChatOptions]
     ) -> RemoteStream:
         """Answer a conversation, piece by piece; closing the iterator hangs up, which ends the request."""
         body = {"messages": list(messages), **self._body(params)}
@@ -137,11 +134,7 @@ class RemoteModel:
         return body
 
     def open(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        says: str = "the server answered {status}",
+        self, path: str, body: Mapping[str, Any] | None = None, *, says: str = "the server answered {status}"
     ) -> http.client.HTTPResponse:
         """Send a request and wait for the head of its answer; a refusal is raised.
 

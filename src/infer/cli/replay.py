@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +40,11 @@ examples:
 """
 
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
+    "record RECORD": (
+        Path,
+        "file written by 'infer generate --record' or 'infer serve --record --record-text'",
+    ),
     "--model TEXT": (str, "the model that was recorded, if it is not the default one"),
     "--draft-model TEXT": (str, "the draft model that was recorded, if there was one"),
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
@@ -54,12 +57,6 @@ FLAGS: Mapping[str, flags.Row] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
-    parser.add_argument(
-        "record",
-        metavar="RECORD",
-        type=Path,
-        help="file written by 'infer generate --record' or 'infer serve --record --record-text'",
-    )
     flags.add_rows(parser, FLAGS)
     stepping.add_watch(parser)
     flags.add_common_flags(parser)

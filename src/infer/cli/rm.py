@@ -18,14 +18,11 @@ examples:
   infer rm org/name
   infer rm org/name --revision main --yes
 """
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the command its flags."""
-    parser.add_argument("name", metavar="NAME", help="the name of a model, as 'infer list' shows it")
-    parser.add_argument("--revision", metavar="TEXT", help="only this branch, tag or commit of it")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    flags.add_common_flags(parser)
+FLAGS: flags.Rows = {
+    "name NAME": (str, "the name of a model, as 'infer list' shows it"),
+    "--revision TEXT": (str, "only this branch, tag or commit of it"),
+    "--yes": (bool, "do not ask"),
+}
 
 
 def run(args: argparse.Namespace) -> int:

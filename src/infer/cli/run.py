@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from infer.cli import asking, chat
+from infer.cli import asking, chat, flags
 from infer.errors import ConfigError
 
 HELP = "chat with a model, or answer one prompt and leave, as 'ollama run' does"
@@ -17,14 +17,13 @@ examples:
   infer run path/to/model "Why is the sky blue?"
   cat letter.txt | infer run path/to/model "Summarise in one sentence:"
 """
+FLAGS: flags.Rows = {"prompt [PROMPT]": (str, "answer this, and after it what is piped in, and leave")}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     chat.add_flags(parser)
-    parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="answer this, and after it what is piped in, and leave"
-    )
+    flags.add_rows(parser, FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

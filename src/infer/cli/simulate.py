@@ -76,7 +76,7 @@ COLUMNS = {
 }
 
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
     "--trace FILE": (Path, "requests to simulate, as JSON lines, or a record of 'infer serve --record'"),
     "--workload NAME": (str, "built-in load: mixed, shared_prefix, long_prompts, bursty or newcomers"),
     "--num-requests N": (positive, "requests of a built-in load (default: 300)"),
@@ -106,10 +106,7 @@ FLAGS: Mapping[str, flags.Row] = {
         above_zero,
         "microseconds until the first of it is there: some 6 over NVLink, 15 over PCIe",
     ),
-    "--model MODEL": (
-        str,
-        "model whose layers the ranks share: a folder, a config.json or a hub id",
-    ),
+    "--model MODEL": (str, "model whose layers the ranks share: a folder, a config.json or a hub id"),
     "--json": (bool, "print one JSON object instead of a table"),
 }
 

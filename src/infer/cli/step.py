@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 from infer.cli import asking, flags, generate, stepping
@@ -37,7 +36,7 @@ examples:
   infer step "Invent a name." -n 3 --temperature 0.8 --watch 2
 """
 
-FLAGS: Mapping[str, flags.Row] = {
+FLAGS: flags.Rows = {
     "-n/--n N": (positive, "answers to each prompt; they share its blocks", 1),
     "--raw": (bool, "continue the texts as they are, without a chat template"),
     "--top N": (positive, "candidates shown for each token", 5),

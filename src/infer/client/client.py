@@ -45,54 +45,42 @@ class EngineClient(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
-        ...
 
     def has_taken(self, request_id: str) -> bool:
         """Return True if the engine has taken a request that is being read, and did not refuse it."""
-        ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step."""
-        ...
 
     def stats(self) -> EngineStats:
         """Return the engine's last snapshot of itself, without asking it."""
-        ...
 
     @property
     def prefixes(self) -> AbstractSet[int]:
         """The hashes (`chain_hashes`) of its cached prefixes; empty where it has no replicas."""
-        ...
 
     @property
     def failure(self) -> EngineError | None:
         """Why it cannot serve: `EngineStopped` if it is dead, `EngineError` if it is stuck; None: it can."""
-        ...
 
     @property
     def silent_s(self) -> float:
         """Seconds for which it has owed a sign of progress; 0: it owes none."""
-        ...
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
-        ...
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
-        ...
 
     async def explain(self, request_id: str) -> EngineStory | None:
         """The story of a request that is or was served; None: it is not known, or not any more."""
-        ...
 
     async def look(self) -> LiveSnapshot:
         """The engine as a page shows it: its last steps, its blocks and its queue."""
-        ...
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the engine; open requests get `EngineStopped` with the reason."""
-        ...
 
 
 async def embed(client: EngineClient, request: Request) -> list[float]:

@@ -102,45 +102,42 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int | None
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A command that is answered under its ticket, with what it asks for or with the error that it met."""
+
+    ticket: int
+
+
+class ResetPrefixCache(Call, frozen=True):
     """Forget all cached prefixes; answer with the number of blocks."""
 
-    ticket: int
 
-
-class Explain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Explain(Call, frozen=True):
     """Answer with the story of a request, or with None."""
 
-    ticket: int
     request_id: str
 
 
-class SetAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class SetAdapter(Call, frozen=True):
     """Load the LoRA adapter in a directory under a name, or unload it; the answer says that it is done."""
 
-    ticket: int
     name: str
     path: str | None  # None: unload it
     replaces: bool = False  # another one may have the name
 
 
-class Watch(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Watch(Call, frozen=True):
     """Send a `LiveReport`, and write steps down for the next one."""
 
-    ticket: int
 
-
-class Sleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Sleep(Call, frozen=True):
     """Let go of the engine; answer with the bytes of its weights, which stay in host memory if they fit."""
 
-    ticket: int
     max_bytes: int
 
 
-class Wake(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Wake(Call, frozen=True):
     """Build the engine again; the answer says that it is there."""
-
-    ticket: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -151,9 +148,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the process."""
 
 
-Command: TypeAlias = (
-    Add | Unsubscribe | Abort | ResetPrefixCache | Explain | SetAdapter | Watch | Sleep | Wake | Ping | Stop
-)
+CallCommand: TypeAlias = ResetPrefixCache | Explain | SetAdapter | Watch | Sleep | Wake
+Command: TypeAlias = Add | Unsubscribe | Abort | CallCommand | Ping | Stop
 
 # -- from the engine ------------------------------------------------------------------------------
 

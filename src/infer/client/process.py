@@ -235,34 +235,26 @@ class EngineServer:
             self._subscribers.unsubscribe(command.request_id, (link, command.ticket))
         elif isinstance(command, messages.Abort):
             self._keep(self._subscribers.abort(command.request_id, command.index))
-        elif isinstance(command, messages.ResetPrefixCache):
+        elif isinstance(command, messages.Call):
             try:
-                link.answers.append(messages.Answer(command.ticket, engine.reset_prefix_cache(), None))
-            except Exception as error:  # it belongs to this call alone
-                logger.exception("prefix cache not reset")
-                self._answer_error(link, command.ticket, error)
-        elif isinstance(command, messages.SetAdapter):
-            try:
-                engine.set_adapter(command.name, command.path, replaces=command.replaces)
-                link.answers.append(messages.Answer(command.ticket, None, None))
-            except Exception as error:  # it belongs to this call alone
+                self._answer(link, engine, command)
+            except Exception as error:  # it belongs to this call alone, and must not stop any request
                 if not isinstance(error, InferError):
-                    logger.exception("adapter not set name=%s", command.name)
+                    logger.exception("call failed call=%s", type(command).__name__)
                 self._answer_error(link, command.ticket, error)
-        elif isinstance(command, messages.Explain):
-            try:
-                story = engine.explain(command.request_id)
-                link.answers.append(messages.Answer(command.ticket, None, None, story))
-            except Exception as error:  # a story that cannot be told must not stop any request
-                logger.exception("no story of %s", command.request_id)
-                self._answer_error(link, command.ticket, error)
-        elif isinstance(command, messages.Watch):
-            try:
-                report = messages.LiveReport(command.ticket, engine.look())
-                link.socket.send(messages.encode(report))
-            except Exception as error:  # a picture that cannot be drawn must not stop any request
-                logger.exception("no live snapshot")
-                self._answer_error(link, command.ticket, error)
+
+    def _answer(self, link: Link, engine: Engine, call: messages.CallCommand) -> None:
+        answer = messages.Answer(call.ticket, None, None)
+        if isinstance(call, messages.ResetPrefixCache):
+            answer = messages.Answer(call.ticket, engine.reset_prefix_cache(), None)
+        elif isinstance(call, messages.SetAdapter):
+            engine.set_adapter(call.name, call.path, replaces=call.replaces)
+        elif isinstance(call, messages.Explain):
+            answer = messages.Answer(call.ticket, None, None, engine.explain(call.request_id))
+        elif isinstance(call, messages.Watch):
+            link.socket.send(messages.encode(messages.LiveReport(call.ticket, engine.look())))
+            return
+        link.answers.append(answer)
 
     def _answer_error(self, link: Link, ticket: int, error: Exception) -> None:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))

@@ -173,15 +173,7 @@ class ProcessClient:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def _call(
-        self,
-        command: messages.ResetPrefixCache
-        | messages.Explain
-        | messages.SetAdapter
-        | messages.Watch
-        | messages.Sleep
-        | messages.Wake,
-    ) -> Any:
+    async def _call(self, command: messages.CallCommand) -> Any:
         """Send a command and wait for its answer; raises what went wrong."""
         self._send(command)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

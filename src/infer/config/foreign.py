@@ -73,15 +73,9 @@ FOREIGN: Mapping[str, tuple[object, str]] = {
 }
 
 SHORT_FLAGS: Mapping[str, str] = {
-    "n_gpu_layers": "-ngl",
-    "model_draft": "-md",
-    "ctx_size_draft": "-cd",
-    "gpu_layers_draft": "-ngld",
-    "device_draft": "-devd",
-    "parallel": "-np",
-    "tp": "-tp",
-    "pp": "-pp",
-}
+    "n_gpu_layers": "-ngl", "model_draft": "-md", "ctx_size_draft": "-cd", "gpu_layers_draft": "-ngld",
+    "device_draft": "-devd", "parallel": "-np", "tp": "-tp", "pp": "-pp",
+}  # fmt: skip
 """Settings that other engines also have a short flag for."""
 
 SCHEMES = (

@@ -237,16 +237,8 @@ def _say_own_name(given: str, own: str, *, is_old: bool) -> None:
 LEAST_BARE = 2**20  # bytes that may be written without their unit
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
-_UNITS |= {
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "pb": 10**15,
-}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 
 
 def parse_bytes(text: str, name: str = "a size") -> int:

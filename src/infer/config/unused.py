@@ -24,6 +24,13 @@ class UnusedKnob(NamedTuple):
     reason: str
 
 
+SWITCHES = (
+    "speculative_decoding",
+    "speculative_config",
+)  # they turn drafts on, and all others are about them
+ABOUT_DRAFTS = [field.name for field in fields(SpeculationConfig) if field.name not in SWITCHES]
+
+
 def _serves_all(knobs: dict[str, Any]) -> bool:
     """Return True if every sequence that decodes has room in every step."""
     return bool(knobs["max_batch_size"] <= knobs["max_num_batched_tokens"])
@@ -87,19 +94,7 @@ UNUSED = (
         lambda k: k["scheduler_policy"] == "prefill_first" and k["batching_mode"] == "static",
         "batching_mode is static, which puts prompts first under every policy",
     ),
-    *(
-        UnusedKnob(name, _has_no_drafts, "speculative decoding is off")
-        for name in (
-            "speculative_method",
-            "num_speculative_tokens",
-            "draft_model",
-            "prompt_lookup_max",
-            "prompt_lookup_min",
-            "suffix_max_answers",
-            "adaptive_speculation",
-            "synthetic_acceptance",
-        )
-    ),
+    *(UnusedKnob(name, _has_no_drafts, "speculative decoding is off") for name in ABOUT_DRAFTS),
     UnusedKnob("prompt_lookup_max", _not_by("ngram"), "the speculative method is not ngram"),
     UnusedKnob("prompt_lookup_min", _not_by("ngram"), "the speculative method is not ngram"),
     UnusedKnob("suffix_max_answers", _not_by("suffix"), "the speculative method is not suffix"),

@@ -118,20 +118,9 @@ def build_app(
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
     app.state.live = live.LiveFeeds()
     parts = (
-        completions,
-        chat,
-        messages,
-        responses,
-        response_memory,
-        models,
-        tokens,
-        embeddings,
-        scoring,
-        ollama,
-        llama_cpp,
-        health,
-        explain,
-    )
+        completions, chat, messages, responses, response_memory, models, tokens, embeddings, scoring, ollama,
+        llama_cpp, health, explain,
+    )  # fmt: skip
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers += [admin.router, admin.vllm_router]

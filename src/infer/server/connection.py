@@ -96,9 +96,7 @@ class GuardedConnection(HttpToolsProtocol):
         self.parser = RequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn does so too: pipelining
         self._timer: asyncio.TimerHandle | None = None  # the time limit of a head, the lingering or a probe
-        self._send_timer: asyncio.TimerHandle | None = (
-            None  # runs while the transport holds part of an answer
-        )
+        self._send_timer: asyncio.TimerHandle | None = None  # set while the transport holds part of an answer
         self._num_sent = 0  # bytes of answers that the transport was given
         self._is_open = False  # a request has begun and is not whole
         self._is_body_open = False  # its head is whole

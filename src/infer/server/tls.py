@@ -33,9 +33,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         except OSError as error:
             raise ConfigError(f"cannot read {knob} {file!r}: {error.strerror}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.options |= (
-        ssl.OP_NO_RENEGOTIATION
-    )  # a handshake costs us far more than the client that asks for it
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs us far more than the client that asks
     try:
         _read_certificate(cert)
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)  # checks the rest of the chain

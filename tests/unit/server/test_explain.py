@@ -19,7 +19,7 @@ from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
-from infer.server.explain.served import MAX_PARTS, ServedRequests
+from infer.server.explain.served import MAX_PARTS, ServedRequest, ServedRequests
 from infer.server.routes.explain import wants_text
 from tests.support.wire import ScriptedClient, make_state, outputs_of
 from tests.unit.server.conftest import KNOBS
@@ -258,7 +258,14 @@ def test_a_negative_number_of_stories_is_refused() -> None:
 
 def test_open_requests_are_kept_whatever_the_limit() -> None:
     kept = ServedRequests(1)
-    opened = [kept.open(f"r{number}", "", "/", 0.0, 0.0, [], f"r{number}/x-{number}") for number in range(3)]
+    opened = [
+        ServedRequest(
+            request_id=f"r{n}", owner="", path="/", arrived_at=0.0, arrived=0.0, key=f"x-{n}", marks=[]
+        )
+        for n in range(3)
+    ]
+    for served in opened:
+        kept.open(served)
     assert all(kept.find(f"r{number}", "") for number in range(3))
     for served in opened:
         kept.end(served)

@@ -13,7 +13,7 @@ from infer.constraints.description import Structured
 from infer.engine.stories import MAX_EVENTS, EngineStory
 from infer.finish_reason import FinishReason
 from infer.scheduling.preemption import PreemptionCost
-from infer.server.explain.advice import NOTHING, advise
+from infer.server.explain.advice import NOTHING, Case, advise
 from infer.server.explain.served import ServedPart, ServedRequest
 from infer.server.explain.words import bar, sentences, spell_s, stages, state_of
 from tests.support.guided import GuidedWorld
@@ -53,7 +53,7 @@ class Lives(OracleWorld):
 
     def advice(self, request_id: str, alike: tuple[int, ...] = ()) -> str:
         story = self.story(request_id)
-        return " | ".join(advise(story, stages(story), alike))
+        return " | ".join(advise(Case(story, stages(story), alike)))
 
 
 def test_a_request_that_met_an_idle_engine_did_not_wait() -> None:
@@ -233,7 +233,7 @@ def test_drafts_that_were_refused_are_advised_against() -> None:
     world.run()
     poor = msgspec.structs.replace(world.story("a"), num_drafts=40, num_accepted=4, num_draft_steps=10)
     assert "4 of 40 drafts were accepted (10%), in 10 steps." in sentences(poor)
-    assert "only 10% of its drafts were accepted" in " ".join(advise(poor, stages(poor)))
+    assert "only 10% of its drafts were accepted" in " ".join(advise(Case(poor, stages(poor))))
 
 
 def test_a_request_that_was_aborted_while_it_waited() -> None:
@@ -297,7 +297,7 @@ def test_constraints_are_compiled_masked_and_jumped() -> None:
     assert re.search(r"Its steps waited [\d.]+ m?s for masks", said)
     assert story.finish_reason == "stop"
     slow = msgspec.structs.replace(story, added_at=story.accepted_at - 9.0)
-    assert "its constraint took 9.0 s to compile" in " ".join(advise(slow, stages(slow)))
+    assert "its constraint took 9.0 s to compile" in " ".join(advise(Case(slow, stages(slow))))
 
 
 def test_a_constraint_is_being_compiled_and_fails() -> None:
@@ -364,7 +364,7 @@ def test_a_step_that_was_under_way_is_no_fault_of_the_server() -> None:
     assert seconds == {
         "API": 2.0, "compile": 0.0, "queue": 3.0, "prefill": 0.0, "decode": 8.0, "blocked": 0.0, "out": 2.0,
     }  # fmt: skip
-    said = " | ".join(advise(story, seconds, taken_s=3.0))
+    said = " | ".join(advise(Case(story, seconds, taken_s=3.0)))
     assert "waited 3.0 s for a step of others to end" in said
     assert "the server took 2.0 s before it went to the engine" in said
     assert "its last bytes left 2.0 s after its last token: the client reads slowly" in said

@@ -17,7 +17,6 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from time import time
 
 import msgspec
 
@@ -73,28 +72,9 @@ class ServedRequests:
         self._open: dict[int, ServedRequest] = {}  # open requests by identity
         self._ended: OrderedDict[int, ServedRequest] = OrderedDict()
 
-    def open(
-        self,
-        request_id: str,
-        owner: str,
-        path: str,
-        arrived_at: float,
-        now: float,
-        marks: list[tuple[str, float]],
-        engine_id: str,
-    ) -> ServedRequest:
+    def open(self, served: ServedRequest) -> None:
         """Begin to keep a request, whose first prompt is about to go to an engine."""
-        served = ServedRequest(
-            request_id=request_id,
-            owner=owner,
-            path=path,
-            arrived_at=arrived_at,
-            arrived=time() - (now - arrived_at),
-            key=_key_of(engine_id.rpartition("/")[2]),
-            marks=marks,
-        )
         self._open[id(served)] = served
-        return served
 
     def end(self, served: ServedRequest) -> None:
         """Keep a request that has ended until `limit` others have."""
@@ -107,7 +87,7 @@ class ServedRequests:
 
     def find(self, name: str, owner: str | None) -> list[ServedRequest]:
         """The requests of an owner that have this id, the newest first; None: of every owner."""
-        key = _key_of(name.rpartition("/")[2])
+        key = answer_key(name)
         return [
             served
             for served in self._newest_first()
@@ -149,7 +129,8 @@ def add_part(served: ServedRequest, request: Request, labels: tuple[str, str], n
     return part
 
 
-def _key_of(name: str) -> str:
-    """The 32 digits by which the ids of one answer are known; a name without them stands for itself."""
-    found = _KEY.search(name)
-    return name if found is None else found[0]
+def answer_key(name: str) -> str:
+    """The 32 digits by which the ids of one answer are known; an id without them is its last part."""
+    last = name.rpartition("/")[2]
+    found = _KEY.search(last)
+    return last if found is None else found[0]

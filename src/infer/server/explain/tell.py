@@ -17,7 +17,7 @@ import msgspec
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.server.explain import words
-from infer.server.explain.advice import advise
+from infer.server.explain.advice import Case, advise
 from infer.server.explain.served import PREFIX_TOKENS, ServedPart, ServedRequest
 from infer.server.fleet.fleet import Fleet
 
@@ -99,10 +99,6 @@ async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) ->
     return counts
 
 
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 3)
-
-
 def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
     """The story of a request as the server alone knows it."""
     first = part.first_at or part.last_at or served.ended_at or part.submitted_at
@@ -122,8 +118,8 @@ def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
         "state": "ended" if part.finish_reason is not None else "unknown",
         "finish_reason": part.finish_reason,
         "output_tokens": part.num_tokens,
-        "total_ms": _ms(sum(seconds.values())),
-        "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
+        "total_ms": words.to_ms(sum(seconds.values())),
+        "milliseconds": {stage: words.to_ms(value) for stage, value in seconds.items()},
         "sentences": said,
         "advice": [],
     }
@@ -133,6 +129,11 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
     """The numbers of one prompt, and what they mean."""
     seconds = words.stages(story, served, part)
     saved = words.saved_s(story)
+    constraint = {
+        "compile_ms": words.to_ms(seconds["compile"]),
+        "mask_ms": words.to_ms(story.mask_s),
+        "jumped_tokens": story.num_jumped,
+    }
     return {
         "engine_id": part.engine_id,
         "engine": part.engine,
@@ -141,12 +142,12 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
         "error": story.error,
         "prompt_tokens": story.num_prompt,
         "output_tokens": story.num_output,
-        "first_token_ms": _ms(story.first_at - served.arrived_at) if story.first_at else None,
-        "longest_gap_ms": _ms(part.longest_gap_s),
-        "total_ms": _ms(sum(seconds.values())),
-        "milliseconds": {stage: _ms(value) for stage, value in seconds.items()},
+        "first_token_ms": words.to_ms(story.first_at - served.arrived_at) if story.first_at else None,
+        "longest_gap_ms": words.to_ms(part.longest_gap_s),
+        "total_ms": words.to_ms(sum(seconds.values())),
+        "milliseconds": {stage: words.to_ms(value) for stage, value in seconds.items()},
         "sentences": words.sentences(story, served, part),
-        "advice": advise(story, seconds, alike, words.taken_s(story, part), words.load_s(served)),
+        "advice": advise(Case(story, seconds, alike, words.taken_s(story, part), words.load_s(served))),
         "queue": {
             "steps": story.waited_steps,
             "by_reason_ms": words.held_ms(story),
@@ -157,7 +158,7 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
         "cache": {
             "tokens": story.num_cached,
             "from_host": story.num_from_host,
-            "saved_ms": None if saved is None else _ms(saved),
+            "saved_ms": None if saved is None else words.to_ms(saved),
         },
         "chunks": {"count": story.num_chunks, "tokens": story.num_computed, "beside": story.most_beside},
         "preemptions": {
@@ -165,20 +166,14 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
             "swaps": story.num_swaps,
             "blocks_moved": story.num_moved,
             "tokens_recomputed": story.num_recomputed,
-            "ms": _ms(story.away_s),
+            "ms": words.to_ms(story.away_s),
         },
         "drafts": {
             "proposed": story.num_drafts,
             "accepted": story.num_accepted,
             "steps": story.num_draft_steps,
         },
-        "constraint": {
-            "compile_ms": _ms(seconds["compile"]),
-            "mask_ms": _ms(story.mask_s),
-            "jumped_tokens": story.num_jumped,
-        }
-        if story.is_structured
-        else None,
+        "constraint": constraint if story.is_structured else None,
         "events": words.event_lines(story),
         "events_omitted": story.num_omitted,
     }

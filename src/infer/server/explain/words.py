@@ -38,6 +38,11 @@ def spell_s(seconds: float) -> str:
     return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.1f} ms"
 
 
+def to_ms(seconds: float) -> float:
+    """Seconds as milliseconds, for JSON."""
+    return round(1000 * seconds, 3)
+
+
 def spell_count(count: int, noun: str) -> str:
     """A number and its noun."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -288,7 +293,7 @@ def event_lines(story: EngineStory) -> list[dict[str, Any]]:
         {
             "event": EVENT_NAMES[event.kind],
             "step": event.step,
-            "ms": round(1000 * (event.at - story.added_at), 3),
+            "ms": to_ms(event.at - story.added_at),
             "tokens": event.num_tokens,
             "running": event.num_running,
         }
@@ -299,7 +304,7 @@ def event_lines(story: EngineStory) -> list[dict[str, Any]]:
 def held_ms(story: EngineStory) -> dict[str, float]:
     """Milliseconds of the first wait by reason."""
     return {
-        name.replace(" ", "_"): round(1000 * held_s, 3)
+        name.replace(" ", "_"): to_ms(held_s)
         for name, held_s in zip(HOLDS, story.held_s, strict=False)
         if held_s > 0
     }

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from infer.client.client import EngineClient
@@ -32,7 +32,7 @@ from infer.engine.stories import EngineStory
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
-from infer.server.explain.served import ServedPart, add_part
+from infer.server.explain.served import ServedPart, ServedRequest, add_part, answer_key
 from infer.server.state import RequestRecord, Span, current_record
 
 FIRST_TOKEN_S = (
@@ -245,15 +245,16 @@ class _RequestTimes:
         if record.stories is None:
             return None
         if record.story is None:
-            record.story = record.stories.open(
-                record.request_id,
-                record.owner or "",
-                record.path,
-                record.arrived_at,
-                self._submitted_at,
-                [] if record.marks is None else record.marks,
-                request.request_id,
+            record.story = ServedRequest(
+                request_id=record.request_id,
+                owner=record.owner or "",
+                path=record.path,
+                arrived_at=record.arrived_at,
+                arrived=time() - (self._submitted_at - record.arrived_at),
+                key=answer_key(request.request_id),
+                marks=[] if record.marks is None else record.marks,
             )
+            record.stories.open(record.story)
         return add_part(record.story, request, labels, self._submitted_at)
 
     def _begin(self, now: float, output: StepOutput) -> None:

@@ -118,51 +118,16 @@ MAX_FORMS = 100  # errors that are looked at: each value of a long list may have
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is not a path
-ROUTES = frozenset(  # routes that a hint may send a client to
-    {
-        "/api/chat",
-        "/api/copy",
-        "/api/create",
-        "/api/delete",
-        "/api/embed",
-        "/api/embeddings",
-        "/api/generate",
-        "/api/ps",
-        "/api/pull",
-        "/api/push",
-        "/api/show",
-        "/api/tags",
-        "/api/version",
-        "/completion",
-        "/completions",
-        "/detokenize",
-        "/health",
-        "/metrics",
-        "/props",
-        "/rerank",
-        "/score",
-        "/slots",
-        "/tokenize",
-        "/tokenizer_info",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/completions/stream",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/v1/score",
-        "/v2/rerank",
-        "/version",
-    }
-)
+ROUTES = frozenset({  # routes that a hint may send a client to
+    "/api/chat", "/api/copy", "/api/create", "/api/delete", "/api/embed", "/api/embeddings",
+    "/api/generate", "/api/ps", "/api/pull", "/api/push", "/api/show", "/api/tags", "/api/version",
+    "/completion", "/completions", "/detokenize", "/health", "/metrics", "/props", "/rerank", "/score",
+    "/slots", "/tokenize", "/tokenizer_info", "/v1/chat/completions", "/v1/completions",
+    "/v1/completions/stream", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/models",
+    "/v1/rerank", "/v1/responses", "/v1/responses/input_tokens", "/v1/score", "/v2/rerank", "/version",
+})  # fmt: skip
 
-FOREIGN_ROUTES = {  # routes of another API: the route that does the same here
-    "/v1/complete": "/v1/messages",
-}
+FOREIGN_ROUTES = {"/v1/complete": "/v1/messages"}  # routes of another API: the one that does the same here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

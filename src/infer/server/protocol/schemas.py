@@ -65,19 +65,10 @@ class Neutral(NamedTuple):
 
 _NO_TRANSFER = Neutral((), "this server has no such extension")
 
-ABOUT_THE_CLIENT = frozenset(
-    {
-        "cache_control",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+ABOUT_THE_CLIENT = frozenset({
+    "cache_control", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
 
 SAMPLING_NEUTRAL: dict[str, Neutral] = {
     "early_stopping": Neutral((False,), "beam search runs until its result is certain"),
@@ -121,20 +112,11 @@ MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "function_call": Neutral((), "use tool_calls"),
 }
 PART_IGNORED = frozenset({"annotations", "cache_control"})  # keys of a text in a list
-MESSAGE_IGNORED = frozenset(
-    {
-        "annotations",
-        "cache_control",
-        "created_at",
-        "id",
-        "parsed",  # an object that the openai package made of the content
-        "provider_specific_fields",
-        "reasoning_details",
-        "refusal",  # given along with a content
-        "thinking_blocks",
-        "timestamp",
-    }
-)
+# `parsed` is an object that the openai package made of the content, `refusal` is given along with one
+MESSAGE_IGNORED = frozenset({
+    "annotations", "cache_control", "created_at", "id", "parsed", "provider_specific_fields",
+    "reasoning_details", "refusal", "thinking_blocks", "timestamp",
+})  # fmt: skip
 
 
 class Body(BaseModel):
@@ -534,9 +516,7 @@ class DetokenizeRequest(Body):
 class EmbeddingRequest(Body):
     """`POST /v1/embeddings`."""
 
-    neutral = {
-        "request_id": SAMPLING_NEUTRAL["request_id"],
-    }
+    neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
     ignored = ABOUT_THE_CLIENT
     elsewhere = {"prompt": "this route takes input"}
 

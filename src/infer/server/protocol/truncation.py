@@ -26,9 +26,8 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     while begin and is_user[begin - 1]:
         begin -= 1
     whole = _whole_cuts(items)
-    turns = [
-        i for i in range(begin + 1) if i in (0, begin) or (is_user[i] and not is_user[i - 1])
-    ]  # indexes at which a turn of the user begins
+    # the places at which a turn of the user begins, and those at which a step after the last turn does
+    turns = [i for i in range(begin + 1) if i in (0, begin) or (is_user[i] and not is_user[i - 1])]
     steps = [i for i in range(end, num_items) if i == end or (is_output[i - 1] and not is_output[i])]
     units = [
         [i for i in range(first, last) if roles[i] not in ("system", "developer")]

@@ -60,19 +60,10 @@ MAX_FIELD_BYTES = {  # JSON bytes of fields that hold schemas
     ),
     "tools": 4 * MAX_CONSTRAINT_BYTES,
 }
-LARGE_FIELDS = (
-    "context",
-    "documents",
-    "input",
-    "instructions",
-    "messages",
-    "prompt",
-    "queries",
-    "system",
-    "text_1",
-    "text_2",
-    "tokens",
-)  # may fill the body
+LARGE_FIELDS = (  # may fill the body
+    "context", "documents", "input", "instructions", "messages", "prompt", "queries", "system", "text_1",
+    "text_2", "tokens",
+)  # fmt: skip
 MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # bytes of all other fields together
 MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
 MAX_COMMAS = 1_000_000  # commas between values: token ids have nothing else

@@ -172,9 +172,7 @@ async def look(http: HttpRequest, model: str | None = None, replica: int = Query
     state: ServerState = http.app.state.server
     feeds: LiveFeeds = http.app.state.live
     wanted = model or state.default_model or ""
-    served = next(
-        iter(state.models_of(wanted)), None
-    )  # not held: a page must not keep a model from unloading
+    served = next(iter(state.models_of(wanted)), None)  # not held: a page keeps no model from unloading
     if served is None:
         raise UnknownModel(f"model {wanted!r} is not loaded; it is when it is asked for", param="model")
     if replica >= len(served.clients):

@@ -53,42 +53,35 @@ CHAT_NAMES = {  # fields of a completion, as this body calls them
     "guided_json": "json_schema",
 }
 _SAMPLERS = "samplers are penalties, temperature, top_k, top_p and min_p, in this order"
+_NO_GAPS = "this server continues a text, it cannot fill a gap"
 
 
 class LlamaCompletion(AskingBody):
     """`POST /completion`."""
 
     neutral = {
-        "dry_multiplier": Neutral((0.0,), _SAMPLERS),
-        "dynatemp_range": Neutral((0.0,), _SAMPLERS),
+        **dict.fromkeys(("dry_multiplier", "dynatemp_range", "xtc_probability"), Neutral((0.0,), _SAMPLERS)),
+        **dict.fromkeys(("min_keep", "mirostat", "n_indent"), Neutral((0,), _SAMPLERS)),
+        **dict.fromkeys(("tfs_z", "typical_p"), Neutral((1.0,), _SAMPLERS)),
         "image_data": Neutral(([],), "this server reads and writes text"),
-        "input_extra": Neutral(([],), "this server continues a text, it cannot fill a gap"),
-        "input_prefix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
-        "input_suffix": Neutral(("",), "this server continues a text, it cannot fill a gap"),
+        "input_extra": Neutral(([],), _NO_GAPS),
+        **dict.fromkeys(("input_prefix", "input_suffix"), Neutral(("",), _NO_GAPS)),
         "lora": Neutral(([],), "an adapter is chosen by the name of the model"),
-        "min_keep": Neutral((0,), _SAMPLERS),
-        "mirostat": Neutral((0,), _SAMPLERS),
         "n_cmpl": Neutral((1,), "send several requests, or n to /v1/completions"),
-        "n_indent": Neutral((0,), _SAMPLERS),
         "post_sampling_probs": Neutral((False,), "logprobs are those of the model"),
         "response_fields": Neutral(([],), "all fields are sent"),
         "samplers": Neutral((), _SAMPLERS),
         "t_max_predict_ms": Neutral((0,), "limit n_predict"),
-        "tfs_z": Neutral((1.0,), _SAMPLERS),
         "top_n_sigma": Neutral((-1, -1.0), _SAMPLERS),
-        "typical_p": Neutral((1.0,), _SAMPLERS),
-        "xtc_probability": Neutral((0.0,), _SAMPLERS),
     }
     # penalties see the whole text, not repeat_last_n tokens
-    ignored = frozenset(
-        {
-            "api_key", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
-            "dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
-            "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "speculative.n_max",
-            "speculative.n_min", "speculative.p_min", "sse_ping_interval", "timings_per_token",
-            "xtc_threshold",
-        }
-    )  # fmt: skip
+    ignored = frozenset({
+        "api_key", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+        "dynatemp_exponent", "id_slot", "mirostat_eta", "mirostat_tau", "n_cache_reuse", "n_discard",
+        "n_keep", "penalize_nl", "repeat_last_n", "return_progress", "slot_id", "speculative.n_max",
+        "speculative.n_min", "speculative.p_min", "sse_ping_interval", "timings_per_token",
+        "xtc_threshold",
+    })  # fmt: skip
     elsewhere = {
         "max_tokens": "this route takes n_predict",
         "messages": "conversations go to /v1/chat/completions, this route takes prompt",
@@ -119,11 +112,6 @@ class LlamaCompletion(AskingBody):
 
 async def open_llama(body: LlamaCompletion, http: Request) -> Job:
     """The job of a body, read as the completion that it stands for."""
-    return fill_context(await open_completion(llama_to_completion(body), server_state(http)))
-
-
-def llama_to_completion(body: LlamaCompletion) -> CompletionRequest:
-    """The completion that a body stands for."""
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         raise RequestError.about(
             "prompt", "is a list of prompts; send one per request, or several to /v1/completions"
@@ -139,16 +127,14 @@ def llama_to_completion(body: LlamaCompletion) -> CompletionRequest:
         "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
         "logprobs": body.n_probs or None,
         "guided_grammar": body.grammar or None,
-        "cache_salt": uuid.uuid4().hex
-        if body.cache_prompt is False
-        else None,  # shared with no other request
+        "cache_salt": uuid.uuid4().hex if body.cache_prompt is False else None,  # shared with no other
         "seed": None if body.seed == RANDOM_SEED else body.seed,
     }
     if fields["max_tokens"] == 0:
         raise RequestError.about("n_predict", "is 0; set it to -1 for no limit, or to at least 1")
-    return CompletionRequest.model_validate(
-        {name: value for name, value in fields.items() if value is not None}
-    )
+    given = {name: value for name, value in fields.items() if value is not None}
+    completion = CompletionRequest.model_validate(given)
+    return fill_context(await open_completion(completion, server_state(http)))
 
 
 def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:

@@ -155,18 +155,11 @@ class CountTokensRequest(Body):
         "speed": Neutral(("standard",), "there is one speed"),
         "thread": _NOT_KEPT,
     }
-    ignored = frozenset(
-        {
-            "cache_control",
-            "context_management",  # parts that may be left out of a prompt: none are
-            "diagnostics",
-            "inference_geo",
-            "metadata",
-            "service_tier",
-            "user_profile_id",
-            "workspace_id",
-        }
-    )
+    # context_management says which parts may be left out of a prompt: none are
+    ignored = frozenset({
+        "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
+        "user_profile_id", "workspace_id",
+    })  # fmt: skip
     elsewhere = {
         "max_completion_tokens": "this route takes max_tokens",
         "prompt": "plain prompts go to /v1/completions, this route takes messages",

@@ -94,13 +94,11 @@ class OllamaOptions(Body):
         "typical_p": Neutral((1.0,), _FILTERS),
     }
     # num_ctx is the operator's choice (max_seq_len); penalties see the whole text, not repeat_last_n tokens
-    ignored = frozenset(
-        {
-            "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
-            "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
-            "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
-        }
-    )  # fmt: skip
+    ignored = frozenset({
+        "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
+        "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
+        "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
+    })  # fmt: skip
 
     num_predict: Int | None = None
     temperature: float | None = None

@@ -6,9 +6,7 @@ page may put this one into a frame. Even text that a model wrote as markup would
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
 
 from fastapi import APIRouter, Response
 from fastapi.responses import RedirectResponse
@@ -16,7 +14,6 @@ from starlette.exceptions import HTTPException
 
 DIRECTORY = Path(__file__).parents[1] / "ui"
 DOCS_DIRECTORY = Path(__file__).parents[1] / "api_docs"
-Files: TypeAlias = Mapping[str, tuple[bytes, str]]  # content and media type by name
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -36,55 +33,40 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """Routes of the playground; the files that exist now are all that are ever served."""
-    files = _read_files(DIRECTORY)
-    router = APIRouter(include_in_schema=False)
-
-    @router.head("/")
-    @router.get("/")
-    @router.head("/ui")
-    @router.get("/ui")
-    async def get_page() -> Response:
-        return _send(files, "index.html")
+    """Routes of the playground."""
+    router = _make_router(DIRECTORY, "/ui", "/")
 
     @router.get("/ui/")
     async def get_page_by_its_directory() -> Response:
         return RedirectResponse("../ui")  # relative: right behind any proxy, whatever Host it sends
-
-    @router.get("/ui/{name}")
-    async def get_file(name: str) -> Response:
-        return _send(files, name)
 
     return router
 
 
 def make_docs_router() -> APIRouter:
     """Routes of the page that lists the API, which reads /openapi.json."""
-    files = _read_files(DOCS_DIRECTORY)
+    return _make_router(DOCS_DIRECTORY, "/docs")
+
+
+def _make_router(directory: Path, path: str, *other_paths: str) -> APIRouter:
+    """Routes of a page and its files; the files that exist now are all that are ever served."""
+    files = {
+        file.name: (file.read_bytes(), MEDIA_TYPES[file.suffix])
+        for file in sorted(directory.iterdir())
+        if file.suffix in MEDIA_TYPES
+    }
     router = APIRouter(include_in_schema=False)
 
-    @router.head("/docs")
-    @router.get("/docs")
-    async def get_docs() -> Response:
-        return _send(files, "index.html")
+    @router.get(path + "/{name}")
+    async def get_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        content, media_type = files[name]
+        return Response(content, headers=HEADERS | {"content-type": media_type})
 
-    @router.get("/docs/{name}")
-    async def get_docs_file(name: str) -> Response:
-        return _send(files, name)
+    async def get_page() -> Response:
+        return await get_file("index.html")
 
+    for each in (path, *other_paths):
+        router.add_api_route(each, get_page, methods=["GET", "HEAD"])
     return router
-
-
-def _read_files(directory: Path) -> Files:
-    return {
-        path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix])
-        for path in sorted(directory.iterdir())
-        if path.suffix in MEDIA_TYPES
-    }
-
-
-def _send(files: Files, name: str) -> Response:
-    if name not in files:
-        raise HTTPException(404)
-    content, media_type = files[name]
-    return Response(content, headers=HEADERS | {"content-type": media_type})

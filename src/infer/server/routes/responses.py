@@ -190,17 +190,11 @@ HOSTED_TOOL = re.compile(  # types of tools that OpenAI defines; some end in a d
 )
 ROLES = ("user", "assistant", "system", "developer")
 WITH_LOGPROBS = "message.output_text.logprobs"
-INCLUDED_ANYWAY = frozenset(  # parts of answers that `include` may name: shown always, or of hosted tools
-    {
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "reasoning.encrypted_content",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
-)
+INCLUDED_ANYWAY = frozenset({  # parts of answers that `include` may name: shown always, or of hosted tools
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
+    "web_search_call.results",
+})  # fmt: skip
 
 
 class ResponseStreamOptions(Body):
@@ -299,9 +293,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
             _add_item(turns, item, ("input", i))
     fields: dict[str, Any] = {"messages": turns.messages(), "max_tokens": body.max_output_tokens}
     for value in (body.items, body.tools, body.tool_choice):
-        map_strings(
-            value, str
-        )  # bounds the depth of what is stored or sent back, also if no template sees it
+        map_strings(value, str)  # bounds the depth of what is stored or sent back, seen by a template or not
     if body.tools:
         fields["tools"] = list(_functions(turns, body, body.tools, ("tools",)))
     if isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools":
