@@ -108,6 +108,11 @@ class Fleet:
                 state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving.keys()
             )
 
+    def make_records(self, models: Mapping[str, EngineConfig]) -> None:
+        """Make the files that the runs of the first models are written to, or refuse them."""
+        for name, config in models.items():
+            self._order_records(name, config)
+
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
         """Load the first models, one after the other; the first of them is the default.
 
@@ -115,8 +120,6 @@ class Fleet:
         """
         started = time.perf_counter()
         self.state.board.is_starting = True
-        for name, config in models.items():  # all before the first is loaded
-            self._order_records(name, config)
         if self._on_demand is None:
             for name, config in models.items():
                 await self.load(name, config)
