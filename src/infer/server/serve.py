@@ -123,7 +123,7 @@ async def serve(
     http = uvicorn_config(state, fleet)  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
     try:
-        fleet.make_records(models)
+        fleet.check(models)
     except ConfigError:
         listener.close()
         if config.uds is not None:
