@@ -63,7 +63,7 @@ def test_host_memory_without_a_use_is_not_taken(given: dict[str, Any]) -> None:
         ({"preemption": "recompute", "use_prefix_caching": False}, 0),
         ({"kv_cache_backend": "naive"}, 0),
     ):
-        config = EngineConfig.from_knobs(max_batch_size=4, num_blocks=7, **given, **knobs)  # type: ignore[arg-type]
+        config = EngineConfig.from_knobs(max_batch_size=4, num_blocks=7, **given, **knobs)
         scheduler = resolve_scheduler(config, 100)
         found = size_cache(config.cache, scheduler, max_seq_len=100, bytes_per_token=10, free_bytes=0)
         assert found.num_host_blocks == number, knobs
