@@ -13,6 +13,7 @@ import pytest
 
 from tests.browser.chatting import IS_IDLE, IS_READY, answer, ask
 from tests.browser.fake_api import FakeApi
+from tests.browser.test_live_view import ADMIN_KEY, sight
 
 if TYPE_CHECKING:
     from tests.browser.chromium import Page
@@ -75,6 +76,32 @@ def test_axe_finds_nothing_serious(
     found["deleted"] = run_axe(browser)
     browser.evaluate("document.querySelector('#completion-tab').click()")
     found["completion"] = run_axe(browser)
+    assert {state: findings for state, findings in found.items() if findings} == {}
+
+
+@pytest.mark.skipif(not AXE, reason="AXE_CORE does not name an axe.min.js")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_axe_finds_nothing_serious_in_the_live_view(
+    browser: Page, api: FakeApi, server: tuple[FakeApi, str], scheme: str, width: int
+) -> None:
+    api.admin_key = ADMIN_KEY
+    api.stories["req-a"] = "req-a came in at step 1"
+    api.sights.append(sight(models={"tiny": 2, "large": 1}))
+    browser.open(server[1] + "/", width=width, height=850, scheme=scheme)
+    browser.wait_for(IS_READY)
+    browser.click("#live-tab")
+    browser.wait_for("!document.querySelector('#live-key-form').hidden")
+    found = {"key": run_axe(browser)}
+    browser.type("#live-key", ADMIN_KEY)
+    browser.press("Enter")
+    browser.wait_for("!document.querySelector('#live-body').hidden")
+    found["drawn"] = run_axe(browser)
+    browser.evaluate("document.querySelector('#live-requests button').click()")
+    browser.wait_for("document.querySelector('#live-story-text').innerText.includes('step 1')")
+    found["story"] = run_axe(browser)
+    browser.evaluate("document.querySelector('#live-pause').click()")
+    found["paused"] = run_axe(browser)
     assert {state: findings for state, findings in found.items() if findings} == {}
 
 

@@ -48,6 +48,14 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
         assert engines(server) == both
         log = server.log.read_text()
         assert log.count("weights=kept") == 4 and log.count("model loaded model=a") == 3
+        again = [line for line in log.splitlines() if "model loaded" in line and "from=host_memory" in line]
+        assert len(again) == 3 and not any("load_weights_s" in line for line in again)
+        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert {card["id"]: card["state"] for card in cards} == {"a": "loaded", "b": "asleep"}
+        page = httpx.get(f"{server.url}/metrics").text
+        assert 'infer_model_state{model_name="b",state="asleep"} 1.0' in page
+        assert 'infer_model_state{model_name="a",state="asleep"} 0.0' in page
+        assert 'infer_model_host_bytes{model_name="b"}' in page
         # one that ends in its sleep is not started again, and the model is loaded anew
         (sleeping,) = both - {pid}
         os.kill(sleeping, signal.SIGKILL)
@@ -63,22 +71,12 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
     wait_until(lambda: not Path(f"/proc/{last}").exists())
 
 
-def test_what_does_not_fit_is_not_kept(checkpoint: str, tmp_path: Path) -> None:
-    models = ("--model", f"a={checkpoint}", "--model", f"b={checkpoint}")
-    with start_server(
-        tmp_path, *models, "--on-demand", "--model-memory", "1024B", "--num-blocks", "256"
-    ) as server:
-        assert ask(server, "a") == ask(server, "b")
-        assert len(engines(server)) == 1
-        log = server.log.read_text()
-        assert "weights not kept model=a bytes=" in log and "weights=kept" not in log
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
         ({"model_memory": "1GiB"}, "set on_demand"),
         ({"model_memory": "much", "on_demand": True}, "model_memory must be a size"),
+        ({"model_memory": "1KiB", "on_demand": True}, "must be at least 1MiB, got 1KiB"),
         ({"model_memory": "1GiB", "on_demand": True, "in_process": True}, "leave out in_process"),
         ({"model_memory": "1GiB", "on_demand": True, "api_processes": 2}, "leave out api_processes"),
     ],

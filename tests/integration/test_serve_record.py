@@ -68,6 +68,24 @@ def test_a_whole_run_of_a_server_comes_out_again_bit_for_bit(checkpoint: str, tm
     assert report.num_steps == record.num_steps > 24
 
 
+def test_a_full_record_with_text_is_set_aside_by_an_idle_engine_and_both_replay(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    knobs = ("--num-blocks", "64", "--record", str(path), "--record-bytes", "1MiB", "--record-text")
+    bias = {str(token_id): 0.123456789012345 for token_id in range(200)}  # a long line
+    with start_server(tmp_path, f"tiny={checkpoint}", *knobs) as server:
+        while path.stat().st_size <= 384 << 10:
+            assert ask(server, max_tokens=2, logit_bias=bias).status_code == 200
+        wait_until(lambda: aside(path).exists() and num_lines(path) == 1, timeout_s=60)
+        assert ask(server).status_code == 200
+        assert server.stop() == 0
+    for each in (path, aside(path)):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600 and each.stat().st_size <= 512 << 10
+        report = replay_model(Record(each), checkpoint, device=None, show_progress=False).run()
+        assert (report.difference, report.is_whole) == (None, True) and report.num_steps
+
+
 def test_a_record_without_text_is_a_trace_and_is_set_aside_by_the_next_engine(
     checkpoint: str, tmp_path: Path
 ) -> None:
@@ -116,5 +134,5 @@ def test_what_cannot_be_recorded_is_an_error_before_a_model_is_loaded(
     )
     assert run.returncode == 2
     assert re.search(message, run.stderr), run.stderr
-    assert "model loaded" not in run.stderr
+    assert "model loaded" not in run.stderr and "listening" not in run.stderr
     assert json.loads((tmp_path / "there.jsonl").read_text()) == {"old": True}

@@ -295,9 +295,12 @@ def size_cache(
             + (", or lower max_seq_len" if is_contiguous else "")
             + "; 'infer plan' shows what fits"
         )
-    size = CacheSize(num_blocks, block_size, bytes_per_token, num_tables, cache.swap_blocks * num_tables)
+    size = CacheSize(num_blocks, block_size, bytes_per_token, num_tables)
+    keeps_prefixes = cache.use_prefix_caching and cache.kv_cache_backend == "paged"
+    if not cache.keeps_cache or (scheduler.preemption == "recompute" and not keeps_prefixes):
+        return size  # nothing would go to host memory, so none is taken
     if cache.swap_space is None:
-        return size
+        return replace(size, num_host_blocks=cache.swap_blocks * num_tables)
     num_host_blocks = parse_bytes(cache.swap_space) // size.bytes_per_block
     if num_host_blocks < num_tables:
         raise ConfigError(

@@ -31,8 +31,8 @@ examples:
 
 # Knobs that a choice of kernels depends on.
 CHOOSING = {
-    "dtype", "quantization", "tensor_parallel_size", "kv_cache_dtype", "block_size", "attention_backend",
-    "decode_attention_backend",
+    "dtype", "quantization", "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "block_size",
+    "attention_backend", "decode_attention_backend",
 }  # fmt: skip
 
 
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.kernels is not None:
         return _explain_kernels(args)
     if args.profile is not None or flags.knobs_from(args):
-        raise ConfigError("--profile and knobs are for --kernels MODEL; name a model with it")
+        raise ConfigError(
+            "--profile and knobs choose among the kernels of a model; add --kernels MODEL, or leave them out"
+        )
     with importing():
         from infer.tools.doctor import examine_machine
 
@@ -82,7 +84,9 @@ def _explain_kernels(args: argparse.Namespace) -> int:
 
     if args.profile is None and not torch.cuda.device_count():
         names = ", ".join(sorted(KNOWN_GPUS))
-        raise ConfigError(f"--kernels explains the kernels of a GPU, and none is here; name one: {names}")
+        raise ConfigError(
+            f"--kernels explains the kernels of a GPU, and none is here; add --profile with one of {names}"
+        )
     gpu = KNOWN_GPUS[args.profile] if args.profile else gpu_of(torch.device("cuda", 0))
     operations = explain_kernels(config, find_headers(args.kernels, revision=None, show_progress=True), gpu)
     if args.json:

@@ -37,7 +37,8 @@ ELSEWHERE = {
     "version": "--version",
 }
 
-EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100"}  # values by metavar, where the help of a flag names no default
+# values by metavar, where the help of a flag names no default
+EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100", "GB/S": "450", "US": "6"}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

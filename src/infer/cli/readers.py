@@ -42,6 +42,8 @@ positive = _number(int, 1, "a whole number of 1 or more")
 natural = _number(int, 0, "a whole number of 0 or more")
 zero_or_more = _number(float, 0.0, "a number of 0 or more")
 above_zero = _number(float, math.ulp(0.0), "a number above 0")
+gigabytes_per_s = _number(float, math.ulp(0.0), "gigabytes per second above 0")
+microseconds = _number(float, math.ulp(0.0), "microseconds above 0")
 
 
 def rate(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
-from infer.cli.readers import above_zero, numbers, positive
+from infer.cli.readers import gigabytes_per_s, microseconds, numbers, positive
 from infer.config.own_code import names_code
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
@@ -94,16 +94,17 @@ FLAGS: flags.Rows = {
         "seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
         "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
     ),
-    "--tensor-parallel-size NUMBERS": (
+    "-tp/--tensor-parallel-size NUMBERS": (
         numbers,
         "numbers of ranks to compare, with commas; --cost is that of one (default: 1)",
     ),
+    "-pp/--pipeline-parallel-size N": (positive, "stages of a pipeline are not simulated: 1", 1),
     "--link-bandwidth GB/S": (
-        above_zero,
+        gigabytes_per_s,
         "what a rank reads from the others, in 10^9 bytes per second: some 450 over NVLink, 50 over PCIe 5",
     ),
     "--link-latency US": (
-        above_zero,
+        microseconds,
         "microseconds until the first of it is there: some 6 over NVLink, 15 over PCIe",
     ),
     "--model MODEL": (str, "model whose layers the ranks share: a folder, a config.json or a hub id"),
@@ -169,6 +170,11 @@ def read_load(args: argparse.Namespace) -> Workload:
 
 def read_ranks(args: argparse.Namespace) -> list[Ranks | None]:
     """Return the groups of ranks to compare; None: one rank, which needs no links."""
+    if args.pipeline_parallel_size != 1:
+        raise ConfigError(
+            f"--pipeline-parallel-size {args.pipeline_parallel_size}: stages of a pipeline are not "
+            "simulated; leave it out, or compare ranks with --tensor-parallel-size"
+        )
     sizes = args.tensor_parallel_size or [1]
     needed = ("link_bandwidth", "link_latency", "model")
     given = [name for name in needed if getattr(args, name) is not None]

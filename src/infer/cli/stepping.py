@@ -2,6 +2,7 @@
 
     space, enter   the next step            b   back: an earlier frame, as it was shown
     n 12, enter    to step 12               ?   help
+    d, u           down and up in a frame that is taller than the terminal
     q              leave
 
 Frames are kept, so going back costs nothing and shows exactly what was there. Going forward from the newest
@@ -42,10 +43,12 @@ WATCH_S = 1.0  # seconds between steps of `--watch`, where no number is given
 OVERLAP = KNOB + "use_overlap"
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 KEYS = "space next, b back, n N jump to step N, q quit, ? help"
+TALL = "lines {first} to {last} of {of} (d down, u up), "
 HELP = """\
 space, enter   make the next step, or show the next frame
 b              show the step before
 n 12, enter    go to step 12: an earlier frame, or steps are made until then
+d, u           down and up in a frame that is taller than the terminal
 q, Ctrl-C      leave
 ?              this help
 
@@ -102,8 +105,11 @@ class StepScreen:
 
     def _browse(self, *, is_last: bool) -> None:
         place, newest, shown = len(self.frames) - 1, len(self.frames) - 1, ""
+        top, drawn = 0, place  # the first line shown, and the frame that it is a line of
         while True:
-            self._draw(self.frames[place], shown, is_last=is_last)
+            if place != drawn:
+                top, drawn = 0, place
+            page = self._draw(self.frames[place], top, shown, is_last=is_last)
             shown = ""
             key = self._read_key(waits=place < newest or is_last)
             if key in (" ", "\r", "\n", ""):
@@ -112,6 +118,10 @@ class StepScreen:
                 place += 1
             elif key == "b":
                 place = max(place - 1, 0)
+            elif key == "d":
+                top += page if top + page < self.frames[place].text.count("\n") else 0
+            elif key == "u":
+                top = max(top - page, 0)
             elif key == "n":
                 step = self._read_number()
                 if step is None or (is_last and step > self.frames[newest].step):
@@ -127,12 +137,16 @@ class StepScreen:
             elif key == "q":
                 raise LeaveSteps
 
-    def _draw(self, frame: Frame, shown: str, *, is_last: bool) -> None:
-        columns = shutil.get_terminal_size().columns
+    def _draw(self, frame: Frame, top: int, shown: str, *, is_last: bool) -> int:
+        """Draw a frame from line `top` on, as far as the terminal has lines; returns that many."""
+        columns, rows = shutil.get_terminal_size()
         lines = [line[: columns - 1] for line in frame.text.splitlines()]
-        newest = self.frames[-1].step
-        status = f"step {frame.step} of {newest}" + (", the last one" if is_last else "")
-        write_out(f"{CLEAR}" + "\n".join(lines) + f"\n\n{shown}\n[{status}] {KEYS} ")
+        status = f"[step {frame.step} of {self.frames[-1].step}" + (", the last one] " if is_last else "] ")
+        page = max(rows - 2 - shown.count("\n") - len(status + KEYS + TALL) // columns - 1, 1)
+        if len(lines) > page:
+            status += TALL.format(first=top + 1, last=min(top + page, len(lines)), of=len(lines))
+        write_out(f"{CLEAR}" + "\n".join(lines[top : top + page]) + f"\n\n{shown}\n{status}{KEYS} ")
+        return page
 
     def _read_key(self, *, waits: bool) -> str:
         """The next key; empty if `--watch` has waited long enough for one."""

@@ -88,7 +88,7 @@ class SleepingEngine:
 
     def __init__(self, engine: Engine) -> None:
         if engine.remake is None or engine.has_work:
-            raise EngineError("an engine with ranks, adapters, a record or requests cannot sleep; close it")
+            raise EngineError("an engine with ranks, adapters or requests cannot sleep; close it")
         self._stats = engine.stats()
         self._remake = engine.remake
         self._weights: WeightsAside | None = None
@@ -136,8 +136,9 @@ class EngineServer:
         engine: Engine,
         sockets: Sequence[zmq.Socket[bytes]],
         set_up: Callable[[Engine], None] = lambda engine: None,
+        recorder: RecordFile | None = None,
     ) -> None:
-        self._set_up = set_up
+        self._set_up, self._recorder = set_up, recorder
         self._links = [Link(socket) for socket in sockets]
         self._bell, self._ringer = os.pipe()  # rung by other threads, which must not touch zmq's sockets
         os.set_blocking(self._bell, False)
@@ -180,7 +181,12 @@ class EngineServer:
         """Return every command that has arrived; an idle engine waits for one."""
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
+            if self._patience_ms is None and self._wants_new_engine():
+                self._patience_ms = round(IDLE_S * 1000)
             while not self._poll(self._patience_ms):
+                if self._wants_new_engine():
+                    self._renew()
+                    continue
                 # an engine that woke has yet to prepare what its steps have not needed so far
                 wait_s = 0.0 if self._engine.prepare() else self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
@@ -195,6 +201,30 @@ class EngineServer:
                 while True:
                     frames.append((link, link.socket.recv(zmq.NOBLOCK)))
         return frames
+
+    def _wants_new_engine(self) -> bool:
+        """Return True if a record is so full that an idle engine should begin the next."""
+        engine, recorder = self._engine, self._recorder
+        if not isinstance(recorder, Recorder) or not isinstance(engine, Engine):
+            return False
+        return recorder.wants_new_engine and engine.remake is not None and not engine.num_requests
+
+    def _renew(self) -> None:
+        """Build an idle engine again, on the same weights: a record begins with one that was just started."""
+        assert isinstance(self._engine, Engine), "a sleeping one is built when it wakes"
+        started = time.monotonic()
+        self._engine.reset_prefix_cache()
+        self._report()  # other engines' routers hear that nothing is cached here
+        self._engine = SleepingEngine(self._engine)
+        del self._subscribers
+        self._wake(self._engine)
+        logger.info("engine built again for the next record seconds=%.2f", time.monotonic() - started)
+
+    def _wake(self, sleeping: SleepingEngine) -> None:
+        engine = sleeping.wake()
+        self._set_up(engine)
+        freeze()
+        self._adopt(engine)
 
     def _keep(self, made: Sequence[tuple[Address, StepOutput]]) -> None:
         """Put outputs into the reports of their API processes."""
@@ -212,10 +242,7 @@ class EngineServer:
                     del self._subscribers  # they know the engine
                 num_bytes = self._engine.keep_weights(command.max_bytes)
             elif isinstance(self._engine, SleepingEngine):
-                engine = self._engine.wake()
-                self._set_up(engine)
-                freeze()
-                self._adopt(engine)
+                self._wake(self._engine)
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
         except Exception as error:  # the asking process closes this one
             if not isinstance(error, InferError):
@@ -333,8 +360,8 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
         threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
         loaded = load_weights(config, headers, on_idle_loss=lambda: os._exit(EXIT_FAILED))
     engine = build_engine(config, loaded, observer=observer, phases=phases, token_bytes=token_bytes)
-    if loaded.ranks is None and observer is None and not config.adapters.is_on:
-        engine.remake = partial(build_engine, config, loaded, token_bytes=token_bytes)
+    if loaded.ranks is None and not config.adapters.is_on:
+        engine.remake = partial(build_engine, config, loaded, observer=observer, token_bytes=token_bytes)
     return engine
 
 
@@ -351,8 +378,9 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             socket.connect(endpoint)
         kind: type[InferError] = ConfigError  # error if the system runs short during loading
         try:
+            recorder = None if launch.record is None else open_recorder(launch.record)
             if launch.record is not None:
-                make_engine = partial(make_engine, observer=open_recorder(launch.record))
+                make_engine = partial(make_engine, observer=recorder)
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
             set_up = partial(_set_up, launch)
             set_up(engine)
@@ -367,7 +395,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             for socket in sockets:
                 socket.send(ready)
             kind = EngineError
-            server = EngineServer(engine, sockets, set_up)
+            server = EngineServer(engine, sockets, set_up, recorder)
             del engine  # it may sleep
             server.run()
         except BaseException as error:

@@ -256,6 +256,19 @@ def parse_bytes(text: str, name: str = "a size") -> int:
     return int(size)
 
 
+def host_size(text: str, name: str) -> str | None:
+    """A size of host memory with its unit; a small number alone is GiB, and zero of any unit is None."""
+    size = text.strip()
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-zA-Z]*)", size)
+    if match is not None and match[2].lower() in _UNITS:
+        if float(match[1]) == 0:
+            return None
+        if not match[2] and float(match[1]) < LEAST_BARE:
+            size += "GiB"
+    parse_bytes(size, name)
+    return size
+
+
 def parse_memory(text: str, total: int, name: str) -> int:
     """Return the bytes of a size such as 12GiB, or of a share of `total` such as 0.9."""
     if re.fullmatch(r"\s*(0?\.\d+|1(\.0*)?)\s*", text) and float(text) > 0:

@@ -32,6 +32,7 @@ from infer.config.knobs import (
     check_choice,
     check_positive,
     given_names,
+    host_size,
     knob,
     knob_rows,
     own_names,
@@ -196,7 +197,7 @@ class CacheConfig:
     )
     swap_space: str | None = knob(
         None,
-        "the same as a size, such as 16GiB, of each rank; a number alone is GiB",
+        "the same as a size, such as 16GiB, of each rank; a number alone is GiB; 0: none",
         aliases=("kv_offloading_size", "hicache_size"),
         is_size=True,
     )
@@ -244,12 +245,7 @@ class CacheConfig:
         if self.swap_space is not None:
             if self.swap_blocks:
                 raise ConfigError("swap_blocks and swap_space both size the host memory; give one of them")
-            space = self.swap_space.strip()
-            if space.replace(".", "", 1).isdigit():
-                space = f"{space}GiB"
-            object.__setattr__(self, "swap_space", None if space == "0GiB" else space)
-        if self.swap_space is not None:
-            parse_bytes(self.swap_space, "swap_space")
+            object.__setattr__(self, "swap_space", host_size(self.swap_space, "swap_space"))
         if self.kv_cache_share is not None and not 0 < self.kv_cache_share <= 1:
             raise ConfigError(f"kv_cache_share must be above 0 and at most 1, got {self.kv_cache_share!r}")
         if self.device_memory is not None:
@@ -473,6 +469,7 @@ class EngineConfig:
 
 
 MAX_API_PROCESSES = 64
+MIN_MODEL_MEMORY = 2**20
 MIN_RECORD_BYTES = 1 << 20
 
 
@@ -501,7 +498,8 @@ class ServerConfig:
     model_memory: str | None = knob(
         None,
         "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
-        "they are back in seconds; the model that was unloaded first makes room; default: none is kept",
+        "they are back in seconds; the model that was unloaded first makes room; a number alone is GiB; "
+        "default, or 0: none is kept",
         is_size=True,
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
@@ -594,7 +592,11 @@ class ServerConfig:
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
 
     def _check_model_memory(self, size: str) -> None:
-        parse_bytes(size, "model_memory")
+        if parse_bytes(size) < MIN_MODEL_MEMORY:
+            least = f"{MIN_MODEL_MEMORY >> 20}MiB"
+            raise ConfigError(
+                f"model_memory must be at least {least}, got {size}, which no model's weights fit into"
+            )
         if not self.on_demand:
             raise ConfigError("model_memory is for models on demand; set on_demand")
         for name in ("in_process", "record"):
@@ -649,6 +651,8 @@ class ServerConfig:
         check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
         if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
             raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
+        if self.model_memory is not None:
+            object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
         if self.model_memory is not None:
             self._check_model_memory(self.model_memory)
         check_choice(self, "cluster")

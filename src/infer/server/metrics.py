@@ -28,6 +28,7 @@ from infer.config.settings import CacheConfig
 from infer.engine.stats import GRAMMAR_SECONDS, RANK_WAITS, STEP_TOKENS, EngineStats, Histogram
 from infer.finish_reason import FinishReason
 from infer.server.fleet.metered_client import COUNTED, MEASURED, MeteredClient
+from infer.server.state import STAGES
 from infer.tools.nvml import GpuReading, read_gpu
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -47,46 +48,50 @@ def _cache_use(client: EngineClient) -> float:
 
 # What an engine says of itself, read at a scrape.
 GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
-    "num_requests_running": ("sequences being computed", lambda c: c.stats().num_running),
-    "num_requests_waiting": ("sequences waiting for room", lambda c: c.stats().num_waiting),
-    "kv_cache_usage_perc": ("share of KV-cache blocks in use, 0 to 1", _cache_use),
-    "kv_host_blocks": ("blocks kept in host memory", lambda c: c.stats().num_used_host_blocks),
+    "num_requests_running": ("Sequences that run.", lambda c: c.stats().num_running),
+    "num_requests_waiting": ("Sequences that wait to run.", lambda c: c.stats().num_waiting),
+    "kv_cache_usage_perc": ("Share of KV-cache blocks that sequences hold, 0 to 1.", _cache_use),
+    "kv_host_blocks": ("KV-cache blocks in host memory.", lambda c: c.stats().num_used_host_blocks),
     "spec_decode_seconds_saved": (
-        "by drafts, estimated; falls where they are wrong",
+        "Seconds that drafts have saved, estimated; it falls where they are wrong.",
         lambda c: c.stats().draft_saved_s,
     ),
-    "engine_up": ("1 if the engine is alive and makes progress", lambda c: c.failure is None),
+    "engine_up": ("1 if the engine is alive and makes progress.", lambda c: c.failure is None),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "prefix_cache_queries": ("prompt tokens looked up", lambda s: s.num_queried_tokens),
-    "prefix_cache_hits": ("of these, found", lambda s: s.num_hit_tokens),
-    "prefix_cache_host_hits": ("of these, in host memory", lambda s: s.num_host_hit_tokens),
-    "kv_host_bytes_out": ("of blocks that went to host memory", lambda s: s.host_bytes_out),
-    "kv_host_bytes_in": ("of blocks that came from host memory", lambda s: s.host_bytes_in),
-    "num_preemptions": ("sequences that gave back blocks", lambda s: s.num_preemptions),
-    "engine_restarts": ("times the engine was started again", lambda s: s.num_restarts),
-    "spec_decode_num_drafts": ("steps of a sequence with drafts", lambda s: s.num_draft_windows),
-    "spec_decode_num_draft_tokens": ("drafts judged", lambda s: s.num_draft_tokens),
-    "spec_decode_num_accepted_tokens": ("of these, kept", lambda s: s.num_accepted_tokens),
-    "grammar_failures": ("constraints not compiled", lambda s: s.num_grammar_failures),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.num_hit_tokens),
+    "prefix_cache_host_hits": ("Prompt tokens found cached in host memory.", lambda s: s.num_host_hit_tokens),
+    "kv_host_bytes_out": ("Bytes of blocks that went to host memory.", lambda s: s.host_bytes_out),
+    "kv_host_bytes_in": ("Bytes of blocks that came from host memory.", lambda s: s.host_bytes_in),
+    "num_preemptions": ("Times that a running sequence made room.", lambda s: s.num_preemptions),
+    "engine_restarts": ("Times that the engine was started again.", lambda s: s.num_restarts),
+    "spec_decode_num_drafts": ("Steps of sequences with drafts.", lambda s: s.num_draft_windows),
+    "spec_decode_num_draft_tokens": ("Draft tokens that were checked.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", lambda s: s.num_accepted_tokens),
+    "grammar_failures": ("Constraints that could not be compiled.", lambda s: s.num_grammar_failures),
 }
 HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
     "iteration_tokens": (
-        "tokens the model saw in a step",
+        "Tokens that the model computes in a step.",
         lambda s: _filled(STEP_TOKENS, s.step_sizes, s.num_step_tokens),
     ),
     "grammar_compile_seconds": (
-        "to compile the constraint of a request",
+        "Seconds to compile the constraint of a request.",
         lambda s: _filled(GRAMMAR_SECONDS, s.grammar_times, s.grammar_s),
     ),
 }
 GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = (
-    ("gpu_memory_used_bytes", "of the engine's GPU, by all processes", lambda r: r.memory_used),
-    ("gpu_memory_total_bytes", "of the engine's GPU", lambda r: r.memory_total),
-    ("gpu_utilization", "share of the last moments in which a kernel ran, 0 to 1", lambda r: r.busy_share),
-    ("gpu_memory_utilization", "in which its memory was read or written", lambda r: r.memory_busy_share),
-    ("gpu_power_watts", "what it draws", lambda r: r.power_watts),
-    ("gpu_temperature_celsius", "of the chip", lambda r: r.temperature_celsius),
+    ("gpu_memory_used_bytes", "Bytes in use on the engine's GPU.", lambda r: r.memory_used),
+    ("gpu_memory_total_bytes", "Bytes of memory of the engine's GPU.", lambda r: r.memory_total),
+    ("gpu_utilization", "Share of the last moments with a kernel running, 0 to 1.", lambda r: r.busy_share),
+    (
+        "gpu_memory_utilization",
+        "Share of the last moments with memory traffic, 0 to 1.",
+        lambda r: r.memory_busy_share,
+    ),
+    ("gpu_power_watts", "Watts that the GPU draws.", lambda r: r.power_watts),
+    ("gpu_temperature_celsius", "Temperature of the GPU.", lambda r: r.temperature_celsius),
 )
 OWN_PREFIX = "infer"
 VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that are not the same in vLLM
@@ -105,6 +110,8 @@ class ServerMetrics(Collector):
         self.meters: list[MeteredClient] = []
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
+        self.stages: Mapping[str, str] = {}  # stages of all models by name, set for a page
+        self.asleep: Mapping[str, int] = {}  # bytes of the weights of models that sleep, likewise
         self._http: Counter[tuple[str, str, str]] = Counter()
         self._errors: Counter[str] = Counter()  # errors by the code in the body
         self._num_gone = 0
@@ -179,7 +186,7 @@ class ServerMetrics(Collector):
             yield self._counter(name, text, [(meter.labels, counter(stats)) for meter, stats in meters])
         yield self._counter(
             "spec_decode_num_accepted_tokens_per_pos",
-            "drafts kept, by their position in a window",
+            "Draft tokens that were accepted, by their position in a window.",
             [
                 ((*meter.labels, str(position)), count)
                 for meter, stats in meters
@@ -195,6 +202,7 @@ class ServerMetrics(Collector):
         for name, (text, find) in HISTOGRAMS.items():
             yield self._histogram(name, text, [(meter.labels, find(stats)) for meter, stats in meters])
         yield from self._collect_gpus()
+        yield from self._collect_models()
         yield from self._collect_requests()
 
     def _gauge(self, name: str, text: str, rows: Rows, labels: Sequence[str] = LABELS) -> Metric:
@@ -221,12 +229,27 @@ class ServerMetrics(Collector):
             rows = [(labels, number) for labels, number in found if number is not None]
             yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
+    def _collect_models(self) -> Iterator[Metric]:
+        """Yield the stage of each model that has a name, and what those that sleep take."""
+        rows = [((name, each), each == stage) for name, stage in self.stages.items() for each in STAGES]
+        yield self._gauge(
+            "model_state",
+            "1 for the state of the model: loaded, asleep (weights in host memory) or unloaded.",
+            rows,
+            ("model_name", "state"),
+        )
+        asleep = [((name,), num_bytes) for name, num_bytes in self.asleep.items()]
+        text = "Bytes of host memory that the weights of a model that sleeps take."
+        yield self._gauge("model_host_bytes", text, asleep, ("model_name",))
+
     def _collect_ranks(self, meters: list[tuple[MeteredClient, EngineStats]]) -> Iterator[Metric]:
         """Yield the times of engines whose model several ranks compute."""
         shared = [(meter, stats) for meter, stats in meters if stats.rank_wait_s]
         if shared:
             steps = [(meter.labels, stats.rank_step_s) for meter, stats in shared]
-            yield self._counter("rank_step_seconds", "of steps that several ranks compute", steps)
+            yield self._counter(
+                "rank_step_seconds", "Seconds of steps that several ranks compute together.", steps
+            )
             kinds = len(RANK_WAITS)
             waits = [
                 ((*meter.labels, str(place // kinds), RANK_WAITS[place % kinds]), seconds)
@@ -234,7 +257,9 @@ class ServerMetrics(Collector):
                 for place, seconds in enumerate(stats.rank_wait_s)
             ]
             labels = (*LABELS, "rank", "wait")
-            yield self._counter("rank_wait_seconds", "that a rank has waited for others", waits, labels)
+            yield self._counter(
+                "rank_wait_seconds", "Seconds that a rank has waited for others.", waits, labels
+            )
 
     def _collect_requests(self) -> Iterator[Metric]:
         ends = [
@@ -242,19 +267,27 @@ class ServerMetrics(Collector):
             for meter in self.meters
             for reason in _SHOWN  # also those that never happened: a rate needs a start
         ]
-        yield self._counter("request_success", "requests that ended", ends, (*LABELS, "finished_reason"))
-        cache = Metric(f"{OWN_PREFIX}_cache_config_info", "the KV cache, in labels", "gauge")
+        yield self._counter(
+            "request_success", "Sequences that ended, by reason.", ends, (*LABELS, "finished_reason")
+        )
+        cache = Metric(
+            f"{OWN_PREFIX}_cache_config_info", "Settings of the KV cache, in labels; always 1.", "gauge"
+        )
         for meter in self.meters:
             labels = dict(zip(LABELS, meter.labels, strict=True)) | meter.cache_labels
             cache.add_sample(cache.name, labels, 1.0)
         yield cache
         route = ("method", "route", "status")
-        yield self._counter("http_requests", "HTTP requests", self._http.items(), route)
+        yield self._counter("http_requests", "HTTP requests that were answered.", self._http.items(), route)
         errors = [((code,), count) for code, count in self._errors.items()]
-        yield self._counter("http_errors", "errors told, in streams too", errors, ("code",))
-        yield self._counter("http_clients_gone", "left early", [((), self._num_gone)], ())
-        yield self._gauge("http_requests_active", "being served", [((), self.num_active)], ())
-        yield self._gauge("startup_time_seconds", "until ready", [((), self.startup_s)], ())
+        yield self._counter("http_errors", "Errors told to clients, by code.", errors, ("code",))
+        yield self._counter(
+            "http_clients_gone", "Clients that left before the end.", [((), self._num_gone)], ()
+        )
+        yield self._gauge("http_requests_active", "HTTP requests in progress.", [((), self.num_active)], ())
+        yield self._gauge(
+            "startup_time_seconds", "Seconds from start until ready.", [((), self.startup_s)], ()
+        )
 
 
 def _renamed(metric: Metric, prefix: str) -> Metric:

@@ -122,6 +122,13 @@ async def serve(
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares, workers)
     http = uvicorn_config(state, fleet)  # first: if it fails, nothing is to be cleaned up
     listener = bind(config)
+    try:
+        fleet.check(models)
+    except ConfigError:
+        listener.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+        raise
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
     warn_if_expired(config)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -224,6 +224,9 @@ def engine_id(own_id: str) -> str:
     return own_id if record is None else f"{record.request_id}/{own_id}"
 
 
+STAGES = ("loaded", "asleep", "unloaded")  # stages of a model that has a name here
+
+
 def salt_of(given: str | None) -> str:
     """The cache salt of the current HTTP request: its API key's, if there is one, then the client's own.
 
@@ -243,6 +246,7 @@ class ServerState:
     adapters: dict[str, str] = field(default_factory=dict)  # model that each LoRA adapter is for, by name
     default_model: str | None = None
     loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
+    asleep: Mapping[str, int] = field(default_factory=dict)  # host bytes of models that sleep, by name
     demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # set by a second signal: requests inside end with an error
@@ -257,6 +261,13 @@ class ServerState:
     def names(self) -> list[str]:
         """The names of all models, loaded or not, aliases aside."""
         return list(dict.fromkeys((*self.loadable, *self.models)))
+
+    def stage_of(self, name: str) -> str:
+        """One of STAGES; an asleep model has its weights in host memory."""
+        meant = self._weights(name).keys()
+        return (
+            "loaded" if meant & self.models.keys() else "asleep" if meant & self.asleep.keys() else "unloaded"
+        )
 
     @property
     def other_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -126,16 +127,36 @@ def _experts(name: str, mixture: MixtureOfExperts) -> Operation:
 def _attention(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, backends: Chosen, gpu: Gpu
 ) -> Iterator[Operation]:
-    """Rows that decode alone, rows with prompts, and fresh prompts."""
+    """Rows that decode alone, rows with prompts, and fresh prompts: for each size of heads."""
+    windows = {model.window(layer) for layer in range(model.num_layers) if not model.has_state(layer)}
+    unlike = "" if model.has_plain_scores else "scores have a soft cap or sinks"
+    if model.layer_specs:
+        unlike = "layers have heads of several sizes"
+    no_cudnn = unlike or ("" if windows == {None} else "for models without sliding windows")
+    no_cudnn = "for models without states" if model.delta is not None else no_cudnn
+    for num_kv_heads, head_dim in dict.fromkeys(model.kv_heads) or [(model.num_kv_heads, model.head_dim)]:
+        kind = replace(model, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        yield from _attention_of(config, kind, dtype, backends, gpu, unlike, no_cudnn)
+
+
+def _attention_of(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    backends: Chosen,
+    gpu: Gpu,
+    no_cuda: str,
+    no_cudnn: str,
+) -> Iterator[Operation]:
+    """The same for heads of one size; the last two: reasons why the model does not suit a library."""
     profile, cache = gpu.profile.attention, config.cache
     has_codes = cache.kv_cache_dtype not in (AUTO, "none")
     kept_as = None if not has_codes else torch.int8 if cache.kv_cache_dtype == "int8" else torch.float8_e4m3fn
     heads = CachedHeads(dtype, model.num_heads, model.num_kv_heads, model.head_dim, cache.block_size, kept_as)
-    backend, no_cuda = backends.decode_attention, ""
+    backend = backends.decode_attention
     if backend == AUTO:
         try:
             heads.check(gpu)
-            no_cuda = "" if model.has_plain_scores else "scores have a soft cap or sinks"
         except ConfigError as error:
             no_cuda = str(error).partition(" needs ")[2].partition(";")[0]
         backend = "triton" if no_cuda else backend
@@ -149,12 +170,10 @@ def _attention(
         )
         ask = lambda rows, problem=problem: explain(DECODE_WAYS, problem._replace(num_rows=rows))  # noqa: E731
         yield Operation(name, what, "rows", _choices(ask, ROWS))
-    windows = {model.window(layer) for layer in range(model.num_layers) if not model.has_state(layer)}
-    sees_all = windows == {None} and model.delta is None and model.has_plain_scores
 
     def ask_prompt(num_tokens: int) -> Explained:
         problem = PromptProblem(
-            num_tokens, model.num_heads, model.head_dim, dtype, backends.attention, profile, True, sees_all
+            num_tokens, model.num_heads, model.head_dim, dtype, backends.attention, profile, True, no_cudnn
         )
         return explain(PROMPT_WAYS, problem)
 

@@ -88,6 +88,7 @@ TOLD_PARAMS = (
     "top_k",
     "min_p",
 )  # parameters without text
+NEARLY_FULL = 0.75  # share of a whole record's bytes after which an idle engine begins the next
 MAX_TOLD = 1_000_000  # the largest priority that is written
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ logger = logging.getLogger(__name__)
 class RecordFile(EngineObserver):
     """The file of a record, which holds whole lines only; the first has the facts of the run.
 
-    A server's has `max_bytes`: it never grows beyond them, and no fault of it stops the engine.
+    A server's has `max_bytes`: it never grows beyond them, and no fault of it stops the engine. When it is
+    set aside, the next file begins with the same header.
     """
 
     has_text = True
@@ -111,17 +113,27 @@ class RecordFile(EngineObserver):
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror}") from None
         self._num_bytes = 0  # bytes written in whole lines
+        self._is_paused = False  # lines are dropped until another engine starts
         self._header = b""
 
     def on_start(self, facts: RunFacts) -> None:
-        """Begin the file with the facts of the run; whatever it held before is gone."""
-        assert self._file is not None, "a recorder records one engine"
+        """Begin the file with the facts of the run; whatever it held before this recorder is gone.
+
+        The engine that takes the place of another one has the next file of it, if there is a limit.
+        """
+        if self._file is None and self._header:
+            return  # the recording has ended with a warning
+        assert self._file is not None, "a recorder without max_bytes records one engine"
         self._started = perf_counter()
         form = {} if self.has_text else {"text": False}
+        is_first = not self._header
         self._header = _to_line({"kind": "header", "version": VERSION, **form, **_header(facts)})
         try:
-            os.ftruncate(self._file, 0)
-            self._append(self._header)
+            if is_first:
+                os.ftruncate(self._file, 0)
+                self._append(self._header)
+            else:
+                self._begin_next()
         except OSError as error:
             if self._max_bytes is not None:
                 self._end(error)
@@ -143,19 +155,32 @@ class RecordFile(EngineObserver):
 
     def _write(self, line: Mapping[str, object]) -> None:
         """Write a line whole, or end the recording with a warning."""
-        if self._file is None:
+        if self._file is None or self._is_paused:
             return
         text = _to_line(line)
         try:
             if self._max_bytes is not None and self._num_bytes + len(text) > self._max_bytes:
                 self._make_room()
+                if self._is_paused:
+                    return
             self._append(text)
         except OSError as error:
             self._end(error)
 
     def _make_room(self) -> None:
-        """End a file that is full: `OSError`, unless a subclass knows where to go on."""
-        raise OSError(errno.EFBIG, f"its {self._max_bytes} bytes are full")
+        """Set a full file aside."""
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Set the file aside and begin the next one; `OSError`: the file is not in its place any more."""
+        assert self._file is not None
+        if not self.path.exists() or not samestat(os.fstat(self._file), os.stat(self.path)):
+            raise OSError(errno.EEXIST, "another file is in its place")
+        set_aside(self.path)
+        file = open_record(self.path, is_new=True)
+        os.close(self._file)
+        self._file, self._num_bytes = file, 0
+        self._append(self._header)
 
     def _append(self, text: bytes) -> None:
         assert self._file is not None
@@ -176,12 +201,36 @@ class RecordFile(EngineObserver):
 
 
 class Recorder(RecordFile):
-    """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards."""
+    """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards.
+
+    A replay begins with an engine that was just started, and so does every file: a full one waits for the
+    next engine (`wants_new_engine`), and what happens until then is not written.
+    """
 
     def __init__(self, path: Path, *, orders: bool = False, max_bytes: int | None = None) -> None:
         super().__init__(path, max_bytes=max_bytes)
         self._has_orders = orders  # whether to write down what devices are told
         self.num_steps = 0
+
+    @property
+    def wants_new_engine(self) -> bool:
+        """True if the file is full or nearly so, and the next one may begin."""
+        is_open = self._file is not None and self._max_bytes is not None
+        return is_open and self._num_bytes > (self._max_bytes or 0) * NEARLY_FULL
+
+    def on_start(self, facts: RunFacts) -> None:
+        """Begin a file, in which lines are written again."""
+        super().on_start(facts)
+        self._is_paused = False
+
+    def _make_room(self) -> None:
+        logger.warning(
+            "record %s is full (%d bytes): the next begins when no request has been there for a second; "
+            "until then nothing is written",
+            self.path,
+            self._num_bytes,
+        )
+        self._is_paused = True
 
     def on_add(self, step: int, request: Request) -> None:
         """Write the whole request, its salt hashed; an adapter's weights are not in a record."""
@@ -237,10 +286,7 @@ class Recorder(RecordFile):
 
 
 class TraceRecorder(RecordFile):
-    """An observer that writes how much was asked and when, and nothing of what was said.
-
-    A file that is full is set aside, and the next one begins with the same header.
-    """
+    """An observer that writes how much was asked and when, and nothing of what was said."""
 
     has_text = False
 
@@ -267,16 +313,6 @@ class TraceRecorder(RecordFile):
             if seq.finish_reason != FinishReason.DROPPED:  # a beam that others took the place of
                 num_output = len(seq.tokens) - seq.num_prompt
                 self._write(line | {"output_len": max(1, num_output), "finish_reason": seq.finish_reason})
-
-    def _make_room(self) -> None:
-        assert self._file is not None
-        if not self.path.exists() or not samestat(os.fstat(self._file), os.stat(self.path)):
-            raise OSError(errno.EEXIST, "another file is in its place")
-        set_aside(self.path)
-        file = open_record(self.path, is_new=True)
-        os.close(self._file)
-        self._file, self._num_bytes = file, 0
-        self._append(self._header)
 
     def _hash_blocks(self, request: Request) -> list[str]:
         """Return a hash for each full block of a prompt, which stands for everything up to its end."""

@@ -55,6 +55,20 @@ def test_keys_and_values_of_all_layers_are_counted() -> None:
     assert kv_bytes_per_token(32, 8, 128, 2) == 128 << 10  # Llama 3.1 8B
 
 
+@pytest.mark.parametrize("given", [{"swap_blocks": 9}, {"swap_space": "1440B"}])
+def test_host_memory_without_a_use_is_not_taken(given: dict[str, Any]) -> None:
+    for knobs, number in (
+        ({}, 9),
+        ({"preemption": "recompute"}, 9),  # cached prefixes go there
+        ({"preemption": "recompute", "use_prefix_caching": False}, 0),
+        ({"kv_cache_backend": "naive"}, 0),
+    ):
+        config = EngineConfig.from_knobs(max_batch_size=4, num_blocks=7, **given, **knobs)
+        scheduler = resolve_scheduler(config, 100)
+        found = size_cache(config.cache, scheduler, max_seq_len=100, bytes_per_token=10, free_bytes=0)
+        assert found.num_host_blocks == number, knobs
+
+
 def test_the_cache_is_as_told_or_as_fits_and_never_more_than_can_be_used() -> None:
     assert size(CacheConfig(num_blocks=7)) == CacheSize(7, 16, 10)
     assert size(CacheConfig(), free_bytes=16 * 10 * 5 + 9) == CacheSize(5, 16, 10)

@@ -71,6 +71,12 @@ def test_ranks_are_compared_on_given_links(infer: Infer, trace: Path, tmp_path: 
         "needs --link-bandwidth, --link-latency, --model" in infer(*load, "--tensor-parallel-size", "2").err
     )
     assert "--link-bandwidth is for several ranks" in infer(*load, *links).err
+    assert (
+        "must be gigabytes per second above 0, for example 450" in infer(*load, "--link-bandwidth", "x").err
+    )
+    assert "must be microseconds above 0, for example 6" in infer(*load, "--link-latency", "0").err
+    assert "ranks" in infer(*load, "-tp", "2", *links).out
+    assert "stages of a pipeline are not simulated" in infer(*load, "-pp", "2").err
 
 
 def test_a_built_in_workload_is_the_same_every_time(infer: Infer) -> None:

@@ -118,6 +118,20 @@ def test_keys_move_between_the_steps_of_a_run(model: Path) -> None:
         assert terminal.is_as_before
 
 
+def test_a_frame_taller_than_the_terminal_is_shown_page_by_page(model: Path) -> None:
+    words = infer_command("step", "the river", "--top", "20", "--model", str(model), *FLAGS)
+    with Terminal(words, env={"HF_HUB_OFFLINE": "1"}, columns=200, timeout_s=180.0) as terminal:
+        first = terminal.wait_for("(d down, u up)")
+        assert "step 1: " in first and "blocks" not in first and "lines 1 to 21 of " in first
+        terminal.type("d")
+        second = terminal.wait_for("(d down, u up)")
+        assert "step 1: " not in second and "lines 22 to " in second
+        terminal.type("u")
+        assert "step 1: " in terminal.wait_for("lines 1 to 21 of ")
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
 def test_q_leaves_at_once(model: Path) -> None:
     words = infer_command("step", "the river", "--model", str(model), *FLAGS)
     with Terminal(words, env={"HF_HUB_OFFLINE": "1"}, timeout_s=180.0) as terminal:
@@ -129,7 +143,9 @@ def test_q_leaves_at_once(model: Path) -> None:
 
 
 def test_help_names_every_key() -> None:
-    assert all(re.search(rf"^{key}", HELP, re.MULTILINE) for key in ("space", "b ", "n 12", "q", r"\?"))
+    assert all(
+        re.search(rf"^{key}", HELP, re.MULTILINE) for key in ("space", "b ", "n 12", "d, u", "q", r"\?")
+    )
 
 
 def test_a_screen_that_is_no_terminal_waits_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import fnmatch
 import importlib
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,31 @@ from infer.loader.find.hub import UNWANTED, WANTED, check_file, fetch_file, fetc
 # The HTTP client of the installed hub library, whichever it is.
 http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
 RESPONSE = http.Response(404, request=http.Request("GET", "https://hub.test/x"))
+
+
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "is_reachable", lambda endpoint: True)
+
+
+@pytest.mark.parametrize("ask", [fetch_repository, fetch_file, check_file])
+def test_a_hub_out_of_reach_is_said_at_once_and_the_cache_is_all_that_is_asked(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        arguments = ("org/name",) if ask is fetch_repository else ("org/name", "config.json")
+        progress = {} if ask is check_file else {"show_progress": True}
+        with pytest.raises(
+            ModelSourceError, match="not in the local hub cache and the hub cannot be reached"
+        ):
+            ask(*arguments, revision=None, **progress)
+    assert capsys.readouterr().err == f"asking {endpoint} for org/name\n"
 
 
 def is_wanted(name: str) -> bool:
@@ -110,7 +136,8 @@ def test_progress_bars_are_switched_for_the_time_of_the_download(
 
     def download(repo: str, **knobs: Any) -> str:
         seen.append(not are_progress_bars_disabled())
-        assert knobs == {"revision": "v1", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+        patterns = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+        assert knobs == {"revision": "v1", "local_files_only": False, **patterns}
         return str(tmp_path)
 
     before = are_progress_bars_disabled()

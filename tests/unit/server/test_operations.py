@@ -122,6 +122,7 @@ def test_every_metric_family_with_a_meaning_for_operators_is_watched(page: Label
         "infer_kv_host_blocks",
         "infer_kv_host_bytes_in_total",
         "infer_kv_host_bytes_out_total",
+        "infer_model_state",
         "infer_prefix_cache_host_hits_total",
         "infer_rank_step_seconds_total",
         "infer_rank_wait_seconds_total",

@@ -13,7 +13,7 @@ from infer.client.process_client import ProcessClient
 from infer.client.subscribers import CLOSED
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.engine.stats import EngineStats
-from infer.errors import EngineError, EngineStopped
+from infer.errors import ConfigError, EngineError, EngineStopped
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.server.fleet.fleet import Fleet
@@ -22,7 +22,9 @@ from infer.server.state import ServerState
 
 
 class Sleeper(ProcessClient):
-    """An engine without a process, whose weights take 60 bytes; it turns over when it is allowed to."""
+    """An engine without a process, whose weights take 60 MiB; it turns over when it is allowed to."""
+
+    num_bytes = 60 << 20
 
     def __init__(self) -> None:
         self.ready, self.prefixes = Ready(EngineStats()), set()
@@ -46,7 +48,7 @@ class Sleeper(ProcessClient):
 
     async def sleep(self, max_bytes: int) -> int:
         await self._turn("sleep")
-        return 60
+        return self.num_bytes
 
     async def wake(self) -> None:
         await self._turn("wake")
@@ -60,7 +62,7 @@ class Stand:
     """A fleet of models on demand, with room for one that sleeps, and the engines that it has started."""
 
     def __init__(self) -> None:
-        server = ServerConfig(on_demand=True, model_memory="100B", max_loaded_models=4)
+        server = ServerConfig(on_demand=True, model_memory="100MiB", max_loaded_models=4)
         self.state = ServerState(config=server)
         self.fleet = Fleet(self.state, ServerMetrics("infer"))
         self.engines: dict[str, list[Sleeper]] = {"a": [], "b": []}
@@ -169,6 +171,36 @@ def test_models_that_leave_together_do_not_exceed_the_budget(
         assert stand.asleep == ["b"] and [engine.is_closed for engine in engines] == [True, False]
 
     play(monkeypatch, oracle, scene)
+
+
+def test_weights_that_do_not_fit_are_not_kept_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(stand: Stand) -> None:
+        engine = await stand.load("a")
+        engine.num_bytes = 101 << 20
+        await stand.retire("a")
+        assert stand.asleep == [] and engine.is_closed and stand.state.stage_of("a") == "unloaded"
+
+    play(monkeypatch, oracle, scene)
+    [line] = [entry.message for entry in caplog.records if "weights not kept" in entry.message]
+    assert line.endswith(f"bytes={101 << 20} model_memory=100MiB reason='they take more than that'")
+
+
+def test_a_budget_above_the_free_memory_is_refused_before_anything_starts() -> None:
+    fleet = Fleet(
+        ServerState(config=ServerConfig(on_demand=True, model_memory="999TiB")), ServerMetrics("infer")
+    )
+    with pytest.raises(ConfigError, match=r"model_memory=999TiB is more than there is: .* are free; set"):
+        fleet.check({})
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("64", "64GiB"), ("1.5", "1.5GiB"), ("0", None), ("0.0", None), ("0B", None)]
+)
+def test_both_sizes_of_host_memory_are_read_alike(given: str, kept: str | None) -> None:
+    assert ServerConfig(on_demand=True, model_memory=given).model_memory == kept
+    assert EngineConfig.from_knobs(swap_space=given).cache.swap_space == kept
 
 
 def test_a_model_that_wakes_does_not_make_room_for_others(

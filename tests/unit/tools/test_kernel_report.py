@@ -12,6 +12,7 @@ import torch
 from infer.cli.main import main
 from infer.config.profiles.find import KNOWN_GPUS
 from infer.kernels.runtime.choice import Declined, Way, choose, explain
+from scripts.make_checkpoint import make_checkpoint
 from tests.data.record_kernel_choices import COMMON, FILE, MODELS, lines
 
 WAYS: tuple[Way[int, str], ...] = (
@@ -61,12 +62,25 @@ def test_doctor_says_the_same_in_json(model: str, capsys: pytest.CaptureFixture[
     assert (first["first"], first["last"], first["kernel"]) == (1, 16, "CUDA C++, pdl.cu")
 
 
+def test_doctor_explains_the_heads_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint("gemma4", tmp_path)
+    assert main(["doctor", "--kernels", str(tmp_path), "--profile", "h200", "-pp", "1", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    names = [name for name in kernels if name.startswith("attention, fresh prompts")]
+    assert [name.partition("(")[2] for name in names] == [
+        "4 heads of 16, 2 of keys)",
+        "4 heads of 32, 2 of keys)",
+    ]
+    for name in names:
+        assert ["cuDNN", "layers have heads of several sizes"] in kernels[name][0]["declined"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--profile", "l4"], "--profile and knobs are for --kernels MODEL"),
-        (["--quantization", "fp8"], "--profile and knobs are for --kernels MODEL"),
-        (["--kernels", "MODEL"], "explains the kernels of a GPU, and none is here; name one: a100, "),
+        (["--profile", "l4"], "add --kernels MODEL, or leave them out"),
+        (["--quantization", "fp8"], "add --kernels MODEL, or leave them out"),
+        (["--kernels", "MODEL"], "of a GPU, and none is here; add --profile with one of a100, "),
         (["--kernels", "MODEL", "--profile", "h200", "--attention-backend", "c"], "needs a CPU"),
     ],
 )

@@ -20,6 +20,7 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.tools.record import Record, Recorder, TraceRecorder
 from infer.tools.record_files import RecordPaths, aside
+from infer.tools.replay import Replay
 from infer.tools.step_cost import StepCost
 from tests.unit.tools.recorded_runs import make_engine, make_facts, make_request
 
@@ -129,16 +130,24 @@ def test_a_file_that_took_its_place_is_left_alone(tmp_path: Path, caplog: pytest
     assert "another file is in its place; the engine goes on" in warning
 
 
-def test_a_full_record_of_a_whole_run_ends_with_one_warning(
+def test_a_full_record_of_a_whole_run_waits_for_the_next_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "r.jsonl"
     with Recorder(path, max_bytes=6000) as recorder:
+        assert not recorder.wants_new_engine
         record(recorder, *(make_request(number, random.Random(number)) for number in range(20)))
-    assert path.stat().st_size <= 6000 and not aside(path).exists()
-    assert Record(path).num_steps > 0  # whole lines
-    [warning] = [entry.message for entry in caplog.records if "recording" in entry.message]
-    assert "its 6000 bytes are full; the engine goes on" in warning
+        assert recorder.wants_new_engine
+        assert path.stat().st_size <= 6000 and not aside(path).exists()
+        assert Record(path).num_steps > 0  # whole lines
+        [warning] = [entry.message for entry in caplog.records if "record" in entry.message]
+        assert "r.jsonl is full (" in warning and "until then nothing is written" in warning
+        record(recorder, make_request(0, random.Random(0)))
+        assert not recorder.wants_new_engine
+    for each in (path, aside(path)):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600
+        replay = Replay(Record(each), make_engine)
+        assert replay.run().difference is None and replay.num_steps
 
 
 def test_a_full_disk_at_a_later_start_stops_no_engine(

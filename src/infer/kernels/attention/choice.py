@@ -99,7 +99,7 @@ class PromptProblem(NamedTuple):
     backend: str  # resolved `attention_backend`
     profile: AttentionProfile
     is_fresh: bool = True  # it starts its sequence: nothing of it is cached
-    sees_all: bool = True  # no layer has a window, a state, a soft cap or sinks
+    no_cudnn: str = ""  # reason why cuDNN does not suit the layers of the model
 
 
 def least_for_cudnn(
@@ -115,9 +115,11 @@ def least_for_cudnn(
 
 
 def _covers_cudnn(problem: PromptProblem) -> str | Declined:
-    num_tokens, num_heads, head_dim, dtype, backend, profile, is_fresh, sees_all = problem
-    if backend != "auto" or not is_fresh or not sees_all:
-        return Declined("for backend auto, prompts without a cached part, and layers that see all positions")
+    num_tokens, num_heads, head_dim, dtype, backend, profile, is_fresh, no_cudnn = problem
+    if backend != "auto" or not is_fresh:
+        return Declined("for backend auto and prompts without a cached part")
+    if no_cudnn:
+        return Declined(no_cudnn)
     least = least_for_cudnn(profile, num_heads, head_dim, dtype)
     if isinstance(least, Declined):
         return least

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from infer.errors import ModelSourceError
@@ -21,6 +26,7 @@ from infer.loader.find.default_model import is_offline
 # except 1_Pooling and 1_LogitScore, which say how a model made for embeddings or scores is used.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # consolidated.safetensors: the same weights again, in another layout
+REACH_S = 5.0  # seconds in which a hub that can be reached answers
 UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!PL]*/*", "consolidated*"]
 
 
@@ -29,8 +35,15 @@ def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) ->
     from huggingface_hub import snapshot_download
 
     with _sentences(repo, revision), _progress_bars(show_progress):
+        is_local = _is_out_of_reach(repo, says_so=show_progress)
         return Path(
-            snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=WANTED,
+                ignore_patterns=UNWANTED,
+                local_files_only=is_local,
+            )
         )
 
 
@@ -39,16 +52,49 @@ def fetch_file(repo: str, name: str, *, revision: str | None, show_progress: boo
     from huggingface_hub import hf_hub_download
 
     with _sentences(repo, revision, name), _progress_bars(show_progress):
-        return Path(hf_hub_download(repo, name, revision=revision))
+        is_local = _is_out_of_reach(repo, says_so=show_progress)
+        return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_local))
 
 
 def check_file(repo: str, name: str, *, revision: str | None) -> None:
     """Refuse what `fetch_file` would: one question to the hub, or none if the file is in the cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     with _sentences(repo, revision, name):
         if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str):
+            if _is_out_of_reach(repo, says_so=True):
+                raise LocalEntryNotFoundError(repo)
             get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
+
+
+def _is_out_of_reach(repo: str, *, says_so: bool) -> bool:
+    """Return True if the hub does not answer; its library would try for half a minute."""
+    from huggingface_hub.constants import ENDPOINT
+
+    if is_offline():
+        return False  # the library knows that, and says so
+    if says_so:
+        print(f"asking {ENDPOINT} for {repo}", file=sys.stderr, flush=True)
+    return not is_reachable(ENDPOINT)
+
+
+def is_reachable(endpoint: str) -> bool:
+    """Return True if a server answers, whatever it says, within seconds; proxies are used as always."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=REACH_S).close()
+        except (OSError, HTTPException) as error:
+            answers.append(isinstance(error, urllib.error.HTTPError))
+        else:
+            answers.append(True)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name server may take longer than any timeout
+    asking.start()
+    asking.join(REACH_S)
+    return answers == [True]
 
 
 @contextmanager

@@ -67,6 +67,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
 from infer.server.state import ModelUse, ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
+from infer.tools.host_memory import check_host_memory
 from infer.tools.record_files import RecordPaths
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,13 @@ class Fleet:
                 state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving.keys()
             )
 
+    def check(self, models: Mapping[str, EngineConfig]) -> None:
+        """Refuse what this machine cannot do; make the files that the runs of the first models go to."""
+        if (budget := self.state.config.model_memory) is not None:
+            check_host_memory(budget, "model_memory")
+        for name, config in models.items():
+            self._order_records(name, config)
+
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
         """Load the first models, one after the other; the first of them is the default.
 
@@ -115,8 +123,6 @@ class Fleet:
         """
         started = time.perf_counter()
         self.state.board.is_starting = True
-        for name, config in models.items():  # all before the first is loaded
-            self._order_records(name, config)
         if self._on_demand is None:
             for name, config in models.items():
                 await self.load(name, config)
@@ -277,13 +283,17 @@ class Fleet:
                     assert isinstance(client, MeteredClient) and isinstance(client.client, ProcessClient)
                     taken += await client.client.sleep(max(room - taken, 0))
             except EngineError as error:
-                logger.info("weights not kept model=%s reason=%r", model.name, str(error))
+                told = "weights not kept model=%s reason=%r, so the next request loads it from its files"
+                logger.warning(told, model.name, str(error))
                 return False
             if taken <= room and not self._is_closing:
                 break
             if not self._asleep or self._is_closing:
-                told = model.name, taken, budget
-                logger.info("weights not kept model=%s bytes=%d model_memory=%s", *told)
+                if not self._is_closing:
+                    fits = (
+                        "weights not kept model=%s bytes=%d model_memory=%s reason='they take more than that'"
+                    )
+                    logger.warning(fits, model.name, taken, budget)
                 return False
             await self._forget_asleep(next(iter(self._asleep)))
         name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
@@ -293,11 +303,16 @@ class Fleet:
         for client in model.clients:
             self.metrics.remove(client)
         self._asleep[model.name] = model, taken
+        self._note_asleep()
         return True
+
+    def _note_asleep(self) -> None:
+        self.state.asleep = {name: num_bytes for name, (_, num_bytes) in self._asleep.items()}
 
     async def _forget_asleep(self, name: str) -> None:
         """End the engines of a model that sleeps, if there is one of this name."""
         if (found := self._asleep.pop(name, None)) is not None:
+            self._note_asleep()
             await self._close(found[0])
             logger.info("weights forgotten model=%s", name)
 
@@ -306,6 +321,7 @@ class Fleet:
         model, _ = self._asleep.pop(name, (None, 0))  # a model that wakes is closed by no one else
         if model is None:
             return None
+        self._note_asleep()
         clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
         try:
             if model.config != config:
@@ -433,7 +449,10 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
-        return self.metrics.sum_with(await self._workers.scrape()).text()
+        total = self.metrics.sum_with(await self._workers.scrape())
+        total.stages = {name: self.state.stage_of(name) for name in self.state.names}
+        total.asleep = self.state.asleep
+        return total.text()
 
     async def ask_processes(self, message: str, **body: Any) -> list[Any]:
         """The answers of the other API processes to a message; worker.py lists the messages."""
@@ -505,7 +524,8 @@ class Fleet:
         number = self.state.config.replicas
         shared = self._workers.new_engines(number)
         try:
-            encoder, engines = await self._wake(name, config) or await (
+            woken = await self._wake(name, config)
+            encoder, engines = woken or await (
                 self._start_threads(config)
                 if self.state.config.in_process
                 else self._start_processes(config, shared, self._order_records(name, config))
@@ -527,17 +547,20 @@ class Fleet:
                 self._check_name(model.name)
                 self._check_adapters(model.name, config)
                 self._loading[model.name] = self._loading[name]
-            await self._serve(name, model, config, time.perf_counter() - started)
+            took = time.perf_counter() - started
+            await self._serve(name, model, config, took, is_woken=woken is not None)
         except BaseException:
             await self._close(model)
             raise
         return model
 
-    async def _serve(self, name: str, model: ServedModel, config: EngineConfig, seconds: float) -> None:
+    async def _serve(
+        self, name: str, model: ServedModel, config: EngineConfig, seconds: float, *, is_woken: bool
+    ) -> None:
         """Meter the engines of a model that took `seconds` to start, and let the other processes serve it."""
-        first = model.clients[0]
-        phases = first.ready.phases if isinstance(first, ProcessClient) else {}
-        told = "".join(f" {text}" for text in [spell_phases(phases)] if text)
+        first, told = model.clients[0], " from=host_memory" if is_woken else ""
+        if isinstance(first, ProcessClient) and not is_woken and (phases := spell_phases(first.ready.phases)):
+            told = f" {phases}"
         labels = []
         for number, engine in enumerate(model.clients):
             model.clients[number] = client = self.metrics.add(model.name, engine, cache=config.cache)

@@ -52,24 +52,24 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 # The counts and measures here, for each request: a row makes the count, its help and its page.
 COUNTED = {
-    "prompt_tokens": "prompt tokens of requests that began to answer",
-    "prompt_tokens_cached": "of these, found in the prefix cache",
-    "generation_tokens": "tokens made",
+    "prompt_tokens": "Prompt tokens of requests that began to answer.",
+    "prompt_tokens_cached": "Prompt tokens of these that were found in the prefix cache.",
+    "generation_tokens": "Tokens that were generated.",
 }
 MEASURED = {
-    "time_to_first_token_seconds": ("from arrival to the first token", FIRST_TOKEN_S),
-    "inter_token_latency_seconds": ("from one token to the next", TOKEN_S),
-    "request_time_per_output_token_seconds": ("mean of a request, after its first", TOKEN_S),
-    "e2e_request_latency_seconds": ("from arrival to the last token", REQUEST_S),
-    "request_queue_time_seconds": ("waiting for the first step", REQUEST_S),
-    "request_prefill_time_seconds": ("from the first step to the first token", REQUEST_S),
-    "request_decode_time_seconds": ("from the first token to the last", REQUEST_S),
-    "request_inference_time_seconds": ("from the first step to the last token", REQUEST_S),
-    "request_prompt_tokens": ("prompt length", TOKENS),
-    "request_generation_tokens": ("output length, all choices together", TOKENS),
-    "request_max_num_generation_tokens": ("its longest choice", TOKENS),
-    "request_params_n": ("outputs asked for", CHOICES),
-    "request_params_max_tokens": ("max_tokens, where it was given", TOKENS),
+    "time_to_first_token_seconds": ("Seconds from arrival to the first token.", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Seconds from one token to the next.", TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean seconds per token after the first.", TOKEN_S),
+    "e2e_request_latency_seconds": ("Seconds from arrival to the last token.", REQUEST_S),
+    "request_queue_time_seconds": ("Seconds of waiting for the first step.", REQUEST_S),
+    "request_prefill_time_seconds": ("Seconds from the first step to the first token.", REQUEST_S),
+    "request_decode_time_seconds": ("Seconds from the first token to the last.", REQUEST_S),
+    "request_inference_time_seconds": ("Seconds from the first step to the last token.", REQUEST_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_generation_tokens": ("Tokens of all choices of a request.", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of the longest choice of a request.", TOKENS),
+    "request_params_n": ("Choices that a request asked for (n).", CHOICES),
+    "request_params_max_tokens": ("max_tokens of a request, where it was given.", TOKENS),
 }
 
 

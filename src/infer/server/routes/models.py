@@ -53,6 +53,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
     shares = {"models": weights} if len(weights) > 1 else {}
     if not models:
         never = {"created": 0, "created_at": datetime.fromtimestamp(0, UTC).isoformat(), "loaded": False}
+        never["state"] = state.stage_of(name)
         return {**_NAMED, "id": name, "display_name": name, **never, "max_model_len": None, **shares}
     model = models[0]
     stats = model.clients[0].stats()  # all engines of a model are alike
@@ -63,6 +64,7 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
         "created": model.created,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "loaded": True,
+        "state": "loaded",
         "root": model.name,
         "parent": None if name == model.name else model.name,
         "revision": model.encoder.revision,
