@@ -30,6 +30,7 @@ OPTIONS = {  # options, and the schemes that have them
     "bits": ("gptq",),
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),
+    "act_order": ("gptq",),
 }
 
 
@@ -48,6 +49,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="a zero for each group, of gptq and ct-w4a16; awq has them",
+    )
+    parser.add_argument(
+        "--act-order",
+        action="store_true",
+        default=None,
+        help="sort the columns by their size before they are grouped, of gptq",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     flags.add_common_flags(parser)
