@@ -39,8 +39,15 @@ RECIPES = {
     "gptq-actorder": Recipe(scheme="gptq", group_size=32, act_order=True),
     "ct-w4a16-asym": Recipe(scheme="ct-w4a16", group_size=64, symmetric=False),
 }
-UNPACKED = ("nf4", "gptq-actorder")
-GENERATED = ("gptq", "awq", "ct-int8", "fp8-block", "nf4")  # with engines, one for each kind of codes
+UNPACKED = ("nf4",)
+GENERATED = (
+    "gptq",
+    "gptq-actorder",
+    "awq",
+    "ct-int8",
+    "fp8-block",
+    "nf4",
+)  # with engines, one for each kind of codes
 
 
 class TestCodedExperts(CodedMoeContract):
@@ -113,7 +120,7 @@ def test_codes_of_a_file_stay_packed(recipe: str, family: str, root: Path) -> No
     assert said == "" if recipe in UNPACKED else said.startswith("kept as ")
 
 
-@pytest.mark.parametrize("recipe", ["awq", "gptq-8-asym", "fp8-block"])
+@pytest.mark.parametrize("recipe", ["awq", "gptq-8-asym", "gptq-actorder", "fp8-block"])
 def test_codes_of_a_file_in_the_kernels_of_an_engine(recipe: str, root: Path) -> None:
     path = quantized(root, "llama", recipe)
     launched = answers(path, FULL_STEP, device="cuda", use_cuda_graphs=False)

@@ -143,7 +143,7 @@ def projections(loaded: LoadedModel) -> dict[str, Any]:
         ("gptq-8", "int8", 0.0),
         ("ct-w8a16", "int8", 0.0),
         ("ct-int8", "int8", 1e-3),  # scales of float32, kept as float16
-        ("gptq-actorder", "int8", 0.01),
+        ("gptq-actorder", "int4", 0.0),
         ("fp8-block", "int8", 0.01),
         ("fp8-tensor", "int8", 0.01),
         ("nf4", "int8", 0.01),
@@ -152,6 +152,8 @@ def projections(loaded: LoadedModel) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_on_a_cpu_it_stays_packed(family: str, recipe: str, form: str, error: float, root: Path) -> None:
     """The same integers where they fit; rounded to 8 bits in groups of 32 where they do not."""
+    if (family, recipe) == ("mixtral", "gptq-actorder"):  # each expert has its own order of columns
+        form, error = "int4+int8", 0.01
     check_packed(*quantized_pair(root, family, recipe), form, error)
 
 

@@ -222,6 +222,19 @@ def test_the_product_of_whole_activations_is_exact_but_for_the_sum_of_groups(
     assert ((y - exact).abs() <= size * 2.0**-21).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", [(1, 96), (9, 80)])
+def test_columns_may_be_kept_in_another_order(c: Library, shape: tuple[int, int], bits: int) -> None:
+    num_rows, size = shape
+    weight, x, order = torch.randn(19, size), torch.randn(num_rows, size), torch.randperm(size)
+    matrix, plain = PackedMatrix(c, 19, size, bits), PackedMatrix(c, 19, size, bits)
+    for each in (matrix, plain):
+        each.fill(weight[:, order].contiguous(), 0)
+    matrix.order = order.int()
+    assert torch.equal(matrix.multiply(x, None), plain.multiply(x[:, order], None))
+    assert torch.equal(matrix.dequantized()[:, order], plain.dequantized())
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_activation_breaks_its_row_and_no_other(c: Library, broken: float) -> None:
     x = torch.randn(3, 64)

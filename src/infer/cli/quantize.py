@@ -30,6 +30,7 @@ OPTIONS = {  # options, and the schemes that have them
     "bits": ("gptq",),
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),
+    "act_order": ("gptq",),
 }
 FILES: flags.Rows = {
     "model MODEL": (str, "model directory or hub id of plain safetensors"),
@@ -39,6 +40,7 @@ FLAGS: flags.Rows = {
     "--bits N": (int, "2, 3, 4 or 8, of gptq; default: 4"),
     "--group-size N": (int, "columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128"),
     "--asymmetric": (bool, "a zero for each group, of gptq and ct-w4a16; awq has them"),
+    "--act-order": (bool, "sort the columns by their size before they are grouped, of gptq"),
     "--revision TEXT": (str, "branch, tag or commit of a hub id"),
 }
 

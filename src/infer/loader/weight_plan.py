@@ -73,6 +73,7 @@ class Kept:
     scheme: Scheme = SCHEMES[DENSE]
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens are meant to be rounded to 8 bits, too
+    has_order: bool = False  # its columns are kept in the order of their groups: act-order
     sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
     slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
     spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
@@ -94,7 +95,7 @@ class Kept:
 
     def make(self, spec: WeightSpec) -> Projection:
         """An empty projection for the weights."""
-        spec = replace(spec, form=self.form, int8_tokens=self.int8_tokens)
+        spec = replace(spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order)
         return self.scheme.make(spec) if self.form is None else GPUWeights(spec)
 
 
@@ -328,13 +329,19 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     assert spec is not None, dense
     if rule.is_dense:
         return dense
+    orders = _orders(tensors) or {"desc_act" if settings.raw.get("desc_act") else ""}
+    has_order = len(orders) == 1 and orders != {""} and not is_head
+    is_cut = has_order and any(tensor.codes and tensor.codes.size != spec.size for tensor in tensors)
     if rule.home == "cpu":
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
             return replace(dense, scheme=SCHEMES["int8"])
         is_announced = not tensors and _is_mxfp4_stack(spec, settings) and _multiplies_mxfp4()
         if rule.scheme is None and (is_announced or _is_mxfp4(tensors)):
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
-        return replace(dense, scheme=rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"])
+        if is_cut:  # a rank has no whole groups
+            return replace(dense, scheme=SCHEMES["int8"])
+        scheme = rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"]
+        return replace(dense, scheme=scheme, has_order=has_order)
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
         codes = settings.codes(spec.size)
@@ -342,6 +349,9 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
             codes = StoredCodes("mxfp4", spec.size, 32)
         forms = [codes and stored_form(codes)]
     form = joined_form(forms, spec.size, spec.row_counts)
+    if len(orders) > 1 or is_cut or (has_order and spec.num_experts is not None):
+        form = None  # no one order of x serves all rows
+    stored = form
     if rule.scheme is not None:
         asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
         if asked not in FORMS:
@@ -352,7 +362,11 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     is_int8 = form == CodedForm("int8") and all(form_of(tensor) == form for tensor in tensors)
     int8_tokens = is_int8 and settings.has_int8_tokens
     return replace(
-        dense, scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes], form=form, int8_tokens=int8_tokens
+        dense,
+        scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes],
+        form=form,
+        int8_tokens=int8_tokens,
+        has_order=has_order and form is stored,
     )
 
 
@@ -394,11 +408,15 @@ def form_of(tensor: StoredTensor) -> CodedForm | None:
 
 
 def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if 4 bits keep all of these tensors."""
+    """Return True if 4 bits keep all of these tensors; those of act-order must share their order."""
     forms = [form_of(tensor) for tensor in tensors]
-    return (
-        bool(forms) and all(form is not None and form.codes == "int4" for form in forms) or _is_mxfp4(tensors)
-    )
+    is_int4 = bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
+    return (is_int4 and len(_orders(tensors)) == 1) or _is_mxfp4(tensors)
+
+
+def _orders(tensors: Sequence[StoredTensor]) -> set[str]:
+    """The orders of columns that these tensors have (`StoredCodes.order`)."""
+    return {"" if tensor.codes is None else tensor.codes.order for tensor in tensors}
 
 
 def _is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
@@ -418,8 +436,8 @@ def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
 
 
 def stored_form(stored: StoredCodes) -> CodedForm | None:
-    """The form of a file's own groups; None where columns name theirs, or groups are not whole 32s."""
-    kind, size, group, has_minima, scale_rows = stored
+    """The form of a file's own groups; None where their sizes differ or are not whole 32s."""
+    kind, size, group, has_minima, scale_rows, _ = stored
     is_shared = (
         scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
     )

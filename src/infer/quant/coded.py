@@ -21,9 +21,10 @@ class StoredCodes(NamedTuple):
 
     kind: str  # the narrowest codes that hold them: fp8, int8 or int4
     size: int  # columns
-    group: int  # columns that share a scale; 0: each column names its group
+    group: int  # columns that share a scale; 0: groups of different sizes
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale
+    order: str = ""  # a digest of `in_order`'s columns, where those of a group are not neighbours
 
 
 class CodedRows(NamedTuple):
@@ -49,6 +50,15 @@ class CodedRows(NamedTuple):
             return grouped.view(numbers.shape)
         numbers.mul_(self.by_column(self.scales))
         return numbers if self.minima is None else numbers.add_(self.by_column(self.minima))
+
+    def in_order(self) -> tuple[CodedRows, torch.Tensor]:
+        """The rows with the columns of a group side by side, and the columns of the file in that order.
+
+        Groups must be of one size, but for the last one.
+        """
+        assert isinstance(self.groups, torch.Tensor)
+        order = self.groups.sort(stable=True).indices
+        return self._replace(codes=self.codes[:, order], groups=int((self.groups == 0).sum())), order
 
     def by_column(self, parts: torch.Tensor) -> torch.Tensor:
         """The part of each column's group, [R, K]."""

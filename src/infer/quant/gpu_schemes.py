@@ -43,11 +43,13 @@ class GPUWeights(Projection):
         spec: WeightSpec,
         matrices: list[CodedWeights] | None = None,
         stack: CodedWeights | None = None,
+        order: torch.Tensor | None = None,
     ) -> None:
         assert spec.form is not None, spec
         self.form: CodedForm = spec.form
         self.scheme = spec.form.codes
         self.matrices, self.stack = matrices or [], stack  # one for each expert, and all of them
+        self.order = order  # act-order: the column of x for each column that is kept
         super().__init__(spec)
 
     # -- what it stores ---------------------------------------------------------------------------------
@@ -57,8 +59,11 @@ class GPUWeights(Projection):
         spec, count = self.spec, self.spec.num_experts
         if not self.matrices and count is None:
             self.matrices = [CodedWeights.empty(spec.num_rows, spec.size, *self.form, device=spec.device)]
+        if spec.has_order and self.order is None:
+            self.order = torch.arange(spec.size, dtype=torch.int32, device=spec.device)
         if self.matrices or count is None:
-            return (self.stack or self.weights).tensors()
+            kept = (self.stack or self.weights).tensors()
+            return kept if self.order is None else {**kept, "order": self.order}
         one = CodedWeights.empty(spec.num_rows, spec.size, *self.form, device="meta")
         stacks = {
             name: torch.zeros((count, *tensor.shape), dtype=tensor.dtype, device=spec.device)
@@ -75,6 +80,9 @@ class GPUWeights(Projection):
         """Put a file's codes into place where they fit the form; else round what they stand for."""
         device = self.spec.device
         begin = moment(device)
+        if self.order is not None and isinstance(rows, CodedRows):
+            rows, order = rows.in_order()
+            self.order.copy_(order)
         fitted = fit_rows(rows, self.form) if isinstance(rows, CodedRows) else None
         if fitted is None:
             fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
@@ -108,7 +116,7 @@ class GPUWeights(Projection):
 
     def invariant(self) -> Projection | None:
         """A projection with these codes that gives a row the same bits whatever the other rows are."""
-        projection = InvariantGPUWeights(self.spec, self.matrices, self.stack)
+        projection = InvariantGPUWeights(self.spec, self.matrices, self.stack, self.order)
         projection.bias = self.bias
         return projection
 
@@ -123,6 +131,7 @@ class GPUWeights(Projection):
             has_bias = self.bias is not None
             activation = "" if has_bias else activation
             N, form = spec.num_rows // 2 if activation else spec.num_rows, self.weights.form
+            reads = reads and self.order is None
             compiled.want(Matrix(N, spec.size, activation, has_bias, reads, writes, form), is_head=is_head)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,12 +140,19 @@ class GPUWeights(Projection):
 
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """Multiply, with the gate in the same launch where one kernel does both."""
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        rows = self._ordered(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
         y = coded_linear(
             rows, self.weights, self.bias, activation=activation, compiled=self.compiled,
             int8_tokens=self.spec.int8_tokens,
         )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else x.index_select(-1, self.order)
+
+    def _restored(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of W with the columns in the order of x."""
+        return rows if self.order is None else rows[..., self.order.argsort()]
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
         """Finish the norm and multiply in one launch."""
@@ -146,7 +162,7 @@ class GPUWeights(Projection):
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
         """Return True if this matrix's kernel can finish the norm of a sum for as many tokens as `x` has."""
-        if activation and self.bias is not None:
+        if self.order is not None or (activation and self.bias is not None):
             return False
         return plan_of(x, self.weights, gated=bool(activation), compiled=self.compiled) is not None
 
@@ -157,18 +173,18 @@ class GPUWeights(Projection):
         plan = plan_of(x, self.weights, gated=False, compiled=self.compiled)
         if plan is not None and reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
             stream = ResidualInput(residual, norm.weight, norm.offset)
-            return launch_add(plan, stream, x, self.weights, self.bias)
+            return launch_add(plan, stream, self._ordered(x), self.weights, self.bias)
         return self.multiply(x)
 
     def dequantized(self) -> torch.Tensor:
         """W as float32."""
         if use_triton(self.weights.cells):
-            return expand(self.weights, torch.float32)
-        return self.weights.dequantized()
+            return self._restored(expand(self.weights, torch.float32))
+        return self._restored(self.weights.dequantized())
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of W for a tied embedding."""
-        return look_up(self.weights, ids_T, self.spec.dtype)
+        return self._restored(look_up(self.weights, ids_T, self.spec.dtype))
 
     # -- experts ----------------------------------------------------------------------------------------
 
@@ -219,4 +235,4 @@ class InvariantGPUWeights(GPUWeights):
         """Return x Wᵀ + b, each row as if it were alone."""
         codes = self.weights
         weight = expand(codes, x.dtype) if use_triton(x) else codes.dequantized().to(x.dtype)
-        return linear_invariant(x, weight, self.bias)
+        return linear_invariant(self._ordered(x), weight, self.bias)

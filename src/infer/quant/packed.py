@@ -77,6 +77,7 @@ class PackedMatrix:
         self.num_rows, self.size, self.bits = num_rows, size, bits
         self.kind = bits  # kind of products and of row lookups: the bits, or `MXFP4`
         self.digits = operations.EXACT_DIGITS  # digits that activations are rounded to
+        self.order: torch.Tensor | None = None  # act-order: the column of x for each column that is kept
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
         # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
@@ -104,16 +105,17 @@ class PackedMatrix:
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
             self._library, rows, self.data, self.scales, bias,
-            num_rows=self.num_rows, bits=self.kind, digits=self.digits,
+            num_rows=self.num_rows, bits=self.kind, digits=self.digits, order=self.order,
         )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows as float32: the matrix as an embedding."""
-        return operations.embed(
+        rows = operations.embed(
             self._library, ids_T, self.data, self.scales,
             num_rows=self.num_rows, size=self.size, kind=self.kind,
         )  # fmt: skip
+        return rows if self.order is None else rows[:, self.order.argsort()]
 
     def dequantized(self) -> torch.Tensor:
         """The whole matrix as float32: what it stands for."""
@@ -136,6 +138,7 @@ class Packed(Projection):
         num_matrices = spec.num_experts or 1
         if device_kind(spec.device) == "meta":
             num_bytes = sum(operations.packed_bytes(spec.num_rows, spec.size, self.bits)) * num_matrices
+            num_bytes += spec.has_order * spec.size * 4 * num_matrices
             return {"packed": torch.empty(num_bytes, dtype=torch.uint8, device="meta")}
         if not self.matrices:
             c = library()
@@ -143,10 +146,15 @@ class Packed(Projection):
             self.matrices = [
                 PackedMatrix(c, spec.num_rows, spec.size, self.bits, spec.memory) for _ in range(num_matrices)
             ]
+        for matrix in self.matrices if spec.has_order else ():
+            matrix.order = (
+                torch.arange(spec.size, dtype=torch.int32) if matrix.order is None else matrix.order
+            )
         return {
             f"{name}_{number}": tensor
             for number, matrix in enumerate(self.matrices)
-            for name, tensor in (("data", matrix.data), ("scales", matrix.scales))
+            for name, tensor in (("data", matrix.data), ("scales", matrix.scales), ("order", matrix.order))
+            if tensor is not None
         }
 
     def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
@@ -157,6 +165,9 @@ class Packed(Projection):
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
         """Put a file's integers into place where these kernels have the same; else quantise numbers."""
         matrix = self.matrices[expert]
+        if matrix.order is not None and isinstance(rows, CodedRows):
+            rows, order = rows.in_order()
+            matrix.order.copy_(order)
         integers = quantized_rows(rows, matrix.bits) if isinstance(rows, CodedRows) else None
         if integers is not None:
             matrix.fill_integers(*integers, first)

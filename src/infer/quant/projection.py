@@ -78,6 +78,7 @@ class WeightSpec:
     memory: WeightMemory | None = None  # large pages of a CPU, shared by the matrices of a model
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
+    has_order: bool = False  # columns are kept in the order of their groups: act-order
 
     @property
     def row_counts(self) -> list[int]:

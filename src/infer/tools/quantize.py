@@ -40,7 +40,7 @@ from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.formats.quantized import published_as
 from infer.loader.load import ModelHeaders, read_headers
 from infer.log import progress
-from infer.models.weight_map import find_target
+from infer.models.weight_map import Target, find_target
 
 SHARD_BYTES = 4 << 30
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Recipe:
     group_size: int = 128  # columns that share a scale; -1: all
     symmetric: bool = True  # gptq and ct-w4a16 only; awq always has zeros
     version: int = 1  # gptq only: how zeros are stored
-    act_order: bool = False  # gptq only: columns are sorted before they are grouped
+    act_order: bool = False  # gptq only: columns are sorted by their sizes before they are grouped
     nested: bool = True  # nf4 only: scales are quantized as well
 
     def groups_of(self, size: int) -> int:
@@ -105,9 +105,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (stream.view(*codes.shape[:-1], -1, 8) * values).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
-def _gptq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+def _gptq(weight: torch.Tensor, recipe: Recipe, sizes_K: torch.Tensor | None = None) -> Leaves:
     size, group_size = weight.shape[1], recipe.groups_of(weight.shape[1])
-    order = weight.float().norm(dim=0).argsort(descending=True) if recipe.act_order else torch.arange(size)
+    sizes_K = _column_sizes(weight) if sizes_K is None else sizes_K
+    order = sizes_K.argsort(descending=True, stable=True) if recipe.act_order else torch.arange(size)
     codes, scales, zeros = round_to_groups(
         weight[:, order], recipe.bits, group_size, symmetric=recipe.symmetric
     )
@@ -119,6 +120,10 @@ def _gptq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
         "scales": scales.T.contiguous(),
         "g_idx": (place // group_size).int(),
     }
+
+
+def _column_sizes(weight_NK: torch.Tensor) -> torch.Tensor:
+    return weight_NK.float().square().sum(0)
 
 
 def _awq(weight: torch.Tensor, recipe: Recipe) -> Leaves:
@@ -208,8 +213,13 @@ _WRITERS: Mapping[str, Callable[[torch.Tensor, Recipe], Leaves]] = {
 SCHEME_NAMES = tuple(_WRITERS)
 
 
-def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe) -> Leaves:
-    """The tensors of one matrix in the format of a recipe, by their leaf."""
+def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe, sizes_K: torch.Tensor | None = None) -> Leaves:
+    """The tensors of one matrix in the format of a recipe, by their leaf.
+
+    Act-order sorts columns by `sizes_K`, or by the sizes that they have in this matrix.
+    """
+    if recipe.act_order:
+        return _gptq(weight_NK, recipe, sizes_K)
     return _WRITERS[recipe.scheme](weight_NK, recipe)
 
 
@@ -264,6 +274,8 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError(f"scheme must be one of {', '.join(SCHEME_NAMES)}, got {recipe.scheme!r}")
     if recipe.bits not in (2, 3, 4, 8):
         raise ConfigError(f"bits must be 2, 3, 4 or 8, got {recipe.bits}")
+    if recipe.act_order and recipe.scheme != "gptq":
+        raise ConfigError(f"act_order is of gptq; {recipe.scheme} has groups of neighbours")
     if recipe.group_size != -1 and recipe.group_size < 8:
         raise ConfigError(f"group_size must be -1 (all columns) or at least 8, got {recipe.group_size}")
 
@@ -338,19 +350,32 @@ def _is_chosen(headers: ModelHeaders, name: str, tensor: StoredTensor) -> bool:
 def _tensors(
     headers: ModelHeaders, chosen: set[str], recipe: Recipe, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    targets = {name: find_target(name, headers.family.weight_map)[0] for name in chosen}
+    sizes: dict[
+        tuple[str, int | None], torch.Tensor
+    ] = {}  # sizes of columns, of all that read the same input
+    for name, place in targets.items() if recipe.act_order else ():
+        key = (place.module, place.expert)
+        sizes[key] = sizes.get(key, 0) + _column_sizes(_matrix(headers.tensors[name], place))
     for name, stored in headers.tensors.items():
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        stored.copy_to(tensor)
-        if name in chosen:
-            if find_target(name, headers.family.weight_map)[0].transposed:
-                tensor = tensor.T.contiguous()
+        target = targets.get(name)
+        tensor = _matrix(stored, target)
+        if target is not None:
             if recipe.scheme in ("gptq", "awq") and any(size % 32 for size in tensor.shape):
                 raise ConfigError(f"{name} is {list(tensor.shape)}; {recipe.scheme} packs multiples of 32")
-            for leaf, value in quantize_matrix(tensor, recipe).items():
+            known = sizes.get((target.module, target.expert))
+            for leaf, value in quantize_matrix(tensor, recipe, known).items():
                 yield f"{name.removesuffix('weight')}{leaf}", value
         else:
             yield name, tensor
         advance(stored.num_bytes)
+
+
+def _matrix(stored: StoredTensor, target: Target | None) -> torch.Tensor:
+    """A tensor as it is stored; a chosen one as [out, in]."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    stored.copy_to(tensor)
+    return tensor.T.contiguous() if target is not None and target.transposed else tensor
 
 
 def _write_shards(out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from infer.errors import CheckpointError
+from infer.kernels.linear.coded import CodedForm
 from infer.loader.formats import quantized
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
@@ -28,6 +29,7 @@ from infer.loader.formats.stored_module import Settings, StoredModule
 from infer.loader.weight_plan import form_of, is_four_bit, stored_form
 from infer.quant.coded import CodedRows
 from infer.quant.packed import QuantizedRows, quantized_rows
+from infer.quant.rounding import fit_rows
 from scripts.unpickle import main as unpickle
 
 Leaves = dict[str, torch.Tensor]
@@ -184,9 +186,31 @@ def test_gptq_with_columns_that_name_their_groups(bits: int, tmp_path: Path) -> 
     leaves["g_idx"] = torch.from_numpy(order.astype(np.int32))
     tensor = opened(tmp_path, leaves, settings)
     assert torch.equal(numbers(tensor).double(), meant(codes, scales, np.maximum(zeros, 1), order))
-    assert tensor.layout.group_size == 0 and not is_four_bit([tensor])
+    assert tensor.layout.group_size == 0 and is_four_bit([tensor])
     assert "int" in tensor.type_name and tensor.type_name.endswith("-actorder")
     assert all(isinstance(rows, torch.Tensor) for rows in as_kept(tensor, 4))
+    ((_, rows),) = tensor.rows(N, torch.device("cpu"))
+    assert isinstance(rows, CodedRows)
+    ordered, columns = rows.in_order()
+    assert ordered.groups == G and torch.equal(ordered.numbers(), rows.numbers()[:, columns])
+    assert fit_rows(ordered, CodedForm("int4", 32, has_minima=True)) is not None
+
+
+def test_columns_that_name_groups_of_different_sizes_have_no_order(tmp_path: Path) -> None:
+    leaves, _, settings = gptq(4)
+    leaves["g_idx"][0] = 1
+    tensor = opened(tmp_path, leaves, settings)
+    assert tensor.codes is not None and not tensor.codes.order and form_of(tensor) is None
+
+
+def test_matrices_in_different_orders_do_not_stay_4_bits_together(tmp_path: Path) -> None:
+    leaves, _, settings = gptq(4)
+    tensors = []
+    for seed in (0, 1, 1):
+        order = np.random.default_rng(seed).permutation(K) // G
+        leaves["g_idx"] = torch.from_numpy(order.astype(np.int32))
+        tensors.append(opened(tmp_path / str(len(tensors)), leaves, settings))
+    assert is_four_bit(tensors[1:]) and not is_four_bit(tensors)
 
 
 def test_gptq_without_g_idx(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _CHUNKS_PER_THREAD = 4  # chunks of a matrix, at least: more of them balance bet
 _CHUNK_NUMBERS = 1 << 13  # numbers in one chunk of elementwise work
 
 # The arguments of the operations in csrc, each in the order of its struct there, which has the names.
-_LINEAR = struct.Struct("qqqqqqqqqqqqqqq")
+_LINEAR = struct.Struct("qqqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
 _NORM = struct.Struct("qqqqqqqqqqqqddq")
@@ -87,10 +87,12 @@ def linear(
     num_rows: int,
     bits: int,
     digits: int = EXACT_DIGITS,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation.
 
-    `bits` are 8, 4, or `MXFP4` for floats of 4 bits.
+    `bits` are 8, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs to
+    column order[k] of x.
     """
     kernel, bits, (M, K) = library.linear[bits], 4 if bits == MXFP4 else bits, x_MK.shape
     if x_MK.stride(1) != 1:
@@ -104,7 +106,7 @@ def linear(
     rows_per_chunk = _rows_per_chunk(K)
     args = _fill(
         _LINEAR, M, x_MK, x_MK.stride(0), y_MN, num_rows, data, scales, bias_N, scratch, num_rows, K, bits,
-        digits, tiles_per_chunk, rows_per_chunk,
+        digits, tiles_per_chunk, rows_per_chunk, order,
     )  # fmt: skip
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     run_or_record(library, kernel, args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))

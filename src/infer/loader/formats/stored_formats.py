@@ -68,8 +68,8 @@ def _measure_gptq(module: StoredModule) -> Layout:
         module.fail(
             f"checkpoint_format is {version!r}; supported: gptq, gptq_v2, and gptq_p in 2, 4 or 8 bits"
         )
-    group_size = module.group_size(size, num_groups, "g_idx")
-    return _integers(num_rows, size, bits, group_size, has_minima=module.settings.has_minima(bits))
+    order = module.order("g_idx", module.group_size(size, num_groups, "g_idx"))
+    return _integers(num_rows, size, bits, order, has_minima=module.settings.has_minima(bits))
 
 
 def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -110,7 +110,7 @@ def _measure_awq(module: StoredModule) -> Layout:
     num_words = module.words(num_rows, 4, "rows")
     module.check("qweight", (size, num_words))
     module.check("qzeros", (num_groups, num_words))
-    return _integers(num_rows, size, 4, module.group_size(size, num_groups, ""))
+    return _integers(num_rows, size, 4, (module.group_size(size, num_groups, ""), ""))
 
 
 def _open_awq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -155,9 +155,9 @@ def _measure_packed(module: StoredModule) -> Layout:
     module.check("weight_scale", (num_rows, scales[1]))
     counts = {(count, scales[1]) for count in (*_word_counts(num_rows, bits), num_rows)}
     module.check("weight_zero_point", *sorted(counts))
-    group_size = module.group_size(size, scales[1], "weight_g_idx")
+    order = module.order("weight_g_idx", module.group_size(size, scales[1], "weight_g_idx"))
     has_minima = bits == 8 and "weight_zero_point" in module.leaves
-    return _integers(num_rows, size, bits, group_size, has_minima=has_minima)
+    return _integers(num_rows, size, bits, order, has_minima=has_minima)
 
 
 def _word_counts(size: int, bits: int) -> tuple[int, int]:
@@ -458,9 +458,13 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
     return rows
 
 
-def _integers(num_rows: int, size: int, bits: int, group_size: int, *, has_minima: bool = False) -> Layout:
-    """The layout of integers of `bits` bits, which share a scale in groups."""
-    codes = StoredCodes("int4" if bits <= 4 else "int8", size, group_size, has_minima)
+def _integers(
+    num_rows: int, size: int, bits: int, order: tuple[int, str], *, has_minima: bool = False
+) -> Layout:
+    """The layout of integers of `bits` bits, which share a scale in groups (`StoredModule.order`)."""
+    group, digest = order
+    codes = StoredCodes("int4" if bits <= 4 else "int8", size, group, has_minima, order=digest)
+    group_size = 0 if digest else group
     return Layout(num_rows, size, bits, group_size, _label(f"int{bits}", group_size, size), codes)
 
 

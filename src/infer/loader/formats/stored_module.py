@@ -7,6 +7,7 @@ from their headers what the matrix is (`Layout`), and one that opens it for read
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -86,7 +87,7 @@ class Settings:
             blocks = self.hints("weight_block_size") or [1, size]
             return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
         bits, group = self.bits, (self.hints("group_size", "q_group_size") or [size])[0]
-        if not bits or self.method not in _INTEGERS or self.raw.get("desc_act"):
+        if not bits or self.method not in _INTEGERS:
             return None
         kind = "int4" if bits <= 4 else "fp8" if "float" in str(self.raw.get("format")) else "int8"
         return StoredCodes(kind, size, group, has_minima=kind == "int8" and self.has_minima(bits))
@@ -177,6 +178,19 @@ class StoredModule:
         changes = (order != order[0]).nonzero()
         step = int(changes[0]) if len(changes) else size
         return step if torch.equal(order, torch.arange(size, dtype=order.dtype) // step) else 0
+
+    def order(self, leaf: str, group_size: int) -> tuple[int, str]:
+        """The size of the groups that `leaf` names for each column, and a digest of the columns by group.
+
+        (`group_size`, "") where neighbours are a group; (0, "") where groups have different sizes.
+        """
+        if group_size:
+            return group_size, ""
+        groups, order = self.read(leaf).sort(stable=True)
+        step = int((groups == 0).sum())
+        if not step or not torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // step):
+            return 0, ""
+        return step, hashlib.sha256(order.numpy().tobytes()).hexdigest()
 
     def finite(self, leaf: str, scales: torch.Tensor) -> torch.Tensor:
         """Scales as float32; refused unless all are finite."""

@@ -134,9 +134,11 @@ ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, in
         const float *x = a->x + m * a->x_stride + g * GROUP;
         int64_t left = a->K - g * GROUP;
         float some[GROUP];
-        if (left < GROUP) { /* zeros after them: never reads past the end of a row */
+        if (left < GROUP || a->order) { /* zeros after them: never reads past the end of a row */
+            const int64_t count = left < GROUP ? left : GROUP;
             memset(some, 0, sizeof some);
-            memcpy(some, x, (size_t)left * sizeof(float));
+            for (int64_t k = 0; k < count; k++)
+                some[k] = a->order ? a->x[m * a->x_stride + a->order[g * GROUP + k]] : x[k];
             x = some;
         }
         float peak = peak_of(x), inverse = peak > 0.0f ? largest / peak : 0.0f;

@@ -48,6 +48,7 @@ typedef struct {
     int64_t bits;                            /* bits of a weight; 4 for mxfp4 */
     int64_t digits;                          /* digits of an activation: 2 or 1 */
     int64_t tiles_per_chunk, rows_per_chunk; /* chunks of the product, and of infer_linear_quantize */
+    const int32_t *order;                    /* the column of x for each column of W; NULL: the same */
 } linear_args;
 
 /* Quantised rows. A *line* is one digit of one row; 16 lines are a block, which has all their first groups,
