@@ -197,6 +197,10 @@ def build_engine(
         told, is_more = True, warm_up.prepare()
         if ranks is not None and not (is_more or ready):
             ranks.wait()
+            ranks.send(RankMessage.AGREE, b"")
+            with suppress(DeviceLost):  # `check` knows the reason
+                warm_up.device.agree()
+            ranks.check()
             ready = True
         return is_more
 
@@ -276,7 +280,6 @@ def _bind(
         mlp_backend=config.backends.mlp,
         cpu_products=config.settings.run.cpu_products,
         communicator=communicator,
-        pipe=pipe,
         vocab_size=loaded.config.vocab_size,
         adapters=adapters,
     )

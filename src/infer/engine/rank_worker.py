@@ -4,6 +4,7 @@
                       told ──► probe       a prompt of made-up tokens, which rank 0 measures
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
                       told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
+                      told ──► agree       the captured graphs that all ranks have: no others are used
                       told ──► order       its part of a step
                       told ──► ids         what was drawn, where the next order has come before
 
@@ -17,20 +18,26 @@ import json
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Final, NoReturn
+
+import torch
 
 from infer.cache.memory import CacheSize, StepBytes
 from infer.config.settings import EngineConfig
 from infer.engine.build import bind_rank, build_rank, join_ranks, probe_rank
-from infer.errors import ConfigError
+from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
+
+LOOK_S: Final = 0.25  # seconds between two looks at the GPU of a rank
 
 
 def make_memory(size: int) -> int:
@@ -81,6 +88,9 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             while warm_up is not None and warm_up.prepare():
                 pass
             on_done()
+        elif kind == RankMessage.AGREE:
+            assert isinstance(device, GpuDevice)
+            device.agree()
         else:
             assert kind == RankMessage.BUILD and config is not None and communicator is not None, kind
             size, shape, step = json.loads(body)
@@ -89,6 +99,22 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
                 config, loaded, CacheSize(*size), StateShape(*shape), step, communicator
             )
             on_done()
+
+
+def watch_device(device: torch.device, on_lost: Callable[[DeviceLost], None]) -> None:
+    """Ask a GPU for faults until there is one, and say so; runs in a thread of its own.
+
+    A rank launches steps and waits for none of them, while kernels of other ranks wait for its sums. A stream
+    on which nothing runs is asked: after a fault, every call says so.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    while True:
+        try:
+            stream.query()
+        except torch.AcceleratorError as error:
+            on_lost(DeviceLost.of("in a step", error))
+            return
+        time.sleep(LOOK_S)
 
 
 def _receive_ids(link: RankLink, device: TorchDevice) -> None:
