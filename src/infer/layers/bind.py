@@ -76,10 +76,10 @@ def bind(
         _use_references(modules.values())
     if deterministic:
         _check_places(layers)
+    if adapters is not None:  # before ranks are joined: low-rank products are part of their sums
+        adapters.wrap(model)
     if communicator is not None:
         join_ranks(model, communicator, vocab_size)
-    if adapters is not None:
-        adapters.wrap(model)
     ask_for_kernels(model, compiled, is_alone=communicator is None)
     if not compiled.is_wanted:
         return lambda: True

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.errors import DeviceLost
+from infer.errors import RanksEnded
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
 from infer.kernels.runtime.communicator import Communicator, RankLine
@@ -101,7 +101,7 @@ class SharedCommunicator(Communicator):
         numbers_1N = torch.tensor([[*mine.ljust(width, b"\0")]], dtype=torch.float32)
         rows = self.all_gather(numbers_1N, width * self.size).view(self.size, width)
         if self.is_aborted:
-            raise DeviceLost("a rank of the model is gone")
+            raise RanksEnded("a rank of the model is gone")
         return [bytes(row) for row in rows.to(torch.uint8).tolist()]
 
     def _exchange(self, run: int, num_rows: int, *fields: int) -> None:
