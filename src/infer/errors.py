@@ -182,6 +182,11 @@ class OutOfBlocks(EngineError):
 class DeviceLost(EngineError):
     """The GPU is in an error state that only a new process can leave."""
 
+    @classmethod
+    def of(cls, when: str, error: Exception) -> DeviceLost:
+        """Return the error of a device that failed at some time, with the driver's reason in one line."""
+        return cls(f"the device failed {when}: {str(error).partition(chr(10))[0]}")
+
 
 class RanksEnded(DeviceLost):
     """Another rank of the model is gone, and rank 0 has said why."""

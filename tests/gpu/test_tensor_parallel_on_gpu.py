@@ -22,6 +22,7 @@ from infer.loader.find.source import resolve_model
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import capture
+from tests.support.adapters import make_adapter
 from tests.support.gpu_ranks import mps, run_cases, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -196,3 +197,38 @@ def test_sixteen_bits_and_codes_are_cut_right(tmp_path: Path, env: dict[str, str
     torch.testing.assert_close(together, alone, rtol=0, atol=0.2)
     pairs = [(row[:3], other[:3]) for row, other in zip(found[0][0], found[1][0], strict=True)]
     assert sum(row == other for row, other in pairs) >= len(pairs) / 2, pairs
+
+
+def test_a_gpu_that_fails_on_another_rank_ends_the_group_in_time(tmp_path: Path) -> None:
+    """Its kernels never come to the sums that rank 0's wait for; without MPS, which would end rank 0, too."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
+    make_checkpoint("llama", tmp_path / "llama", sizes=SIZES, seed=3, max_position_embeddings=32_768)
+    case = FEW | {"path": str(tmp_path / "llama"), "dtype": "float32", "size": 2, "fault": "poke"}
+    ((_, _, reason, seconds),) = run_cases([case], env)
+    assert "rank 1 failed: the device failed" in reason and "illegal memory access" in reason
+    assert seconds < 10  # most of it for compiling the kernel that goes astray
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_with_the_same_steps(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    make_checkpoint("llama", tmp_path / "llama", sizes=SIZES, seed=3, max_position_embeddings=32_768)
+    case: dict[str, Any] = FEW | {"path": str(tmp_path / "llama"), "dtype": "float32", "fault": "capture"}
+    case |= {"max_num_batched_tokens": 2048}
+    alone, together = run_cases([case | {"size": 1}, case | {"size": 2}], env)
+    assert together[0] == alone[0]
+
+
+def test_ranks_have_parts_of_adapters(tmp_path: Path, env: dict[str, str]) -> None:
+    """In bfloat16 few rows multiply an adapter in the kernel of a matrix, and the sums go through Triton."""
+    sizes = Sizes(hidden_size=512, vocab_size=300, num_layers=2)
+    make_checkpoint("llama", tmp_path / "llama", sizes=sizes, seed=3)
+    adapter = make_adapter(tmp_path / "adapter", tmp_path / "llama", seed=5, rank=16)
+    case: dict[str, Any] = FEW | {"path": str(tmp_path / "llama"), "lora_modules": {"x": str(adapter)}}
+    exact, rounded = ([case | {"dtype": dtype, "size": size, "adapter": "x"} for size in (1, 2)]
+                      for dtype in ("float32", "bfloat16"))  # fmt: skip
+    plain = case | {"dtype": "float32", "size": 2}
+    alone, together, base, *found = run_cases([*exact, plain, *rounded], env)
+    assert together[0] == alone[0] != base[0]
+    few, many = (torch.tensor(logprobs) for _, logprobs in found)
+    torch.testing.assert_close(many, few, rtol=0, atol=0.2)

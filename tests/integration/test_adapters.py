@@ -428,7 +428,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         ({"lora_modules": ("a=x", "b=y"), "max_loras": 1}, "max_loras must be from 2"),
         ({"enable_lora": True, "max_lora_rank": 512}, "at most 256"),
         ({"max_loras": 4}, "need enable_lora"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"enable_lora": True, "deterministic": True}, "deterministic"),
     ],

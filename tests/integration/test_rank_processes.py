@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from infer import LLM, SamplingParams
 from infer.client import rank_group
+from infer.engine import rank_worker
 from infer.errors import DeviceLost, EngineError
 from infer.kernels.runtime.communicator import RankLine
 from infer.tools.record import Record, Recorder
@@ -150,6 +152,35 @@ def test_a_rank_that_others_wait_for_is_silent_if_nothing_moves(
     rank_group._watch(group)
     wanted = "the test has ended" if silent is None else f"rank {silent} has not answered for 0 s"
     assert group.lost == wanted
+
+
+def test_a_step_of_gpus_that_never_ends_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for good for a rank that lives and does not come."""
+    monkeypatch.setattr(rank_group, "LOOK_S", 0.001)
+    monkeypatch.setattr(rank_group, "SILENT_S", 0.01)
+    idle = [RankLine(7, 0, 0.0, 0.0, 0.0)]
+    group = rank_group._Group(lambda: None, lambda: idle, lambda: None)
+    group.is_waited_for, group.expected_since = True, time.monotonic()
+    rank_group._watch(group)
+    assert group.lost == "a step of the ranks has not ended for 0 s"
+
+
+def test_a_gpu_that_fails_is_noticed_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False, torch.AcceleratorError("CUDA error: an illegal address\nmore lines")])
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def query(self) -> bool:
+            if isinstance(answer := next(answers), Exception):
+                raise answer
+            return bool(answer)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(rank_worker, "LOOK_S", 0.001)
+    lost: list[DeviceLost] = []
+    rank_worker.watch_device(torch.device("cpu"), lost.append)
+    assert [str(error) for error in lost] == ["the device failed in a step: CUDA error: an illegal address"]
 
 
 # -- failures while they start -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from infer.errors import DeviceLost
 from infer.execution.rank_ring import RankLink, link_bytes
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
@@ -108,24 +110,47 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def _answer(path: str, size: int, lose: int = 0, **knobs: Any) -> list[Any]:
-    """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal."""
+def _answer(
+    path: str, size: int, lose: int = 0, fault: str = "", adapter: str = "", **knobs: Any
+) -> list[Any]:
+    """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal.
+
+    `fault`: that of the other ranks (faulty_gpu_rank.py); `poke` gives the error and the seconds, too, and
+    `capture` prepares all steps first and has a longer prompt. `adapter` is the name of one.
+    """
     from infer import LLM, SamplingParams
-    from tests.integration.test_rank_processes import lose_rank, rank_pids, wait_for
+    from infer.client import rank_group
+    from tests.integration.test_rank_processes import LONG, lose_rank, rank_pids, wait_for
+
+    if fault:
+        rank_group.RANK_MODULE = "tests.support.faulty_gpu_rank"
+        os.environ["INFER_TEST_FAULT"] = fault
 
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
     defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
                                 "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
     prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
+    if fault == "capture":
+        prompts.append([3 + i * i % 200 for i in range(700)])
     with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
-        made = llm.generate(prompts, params)
-        longer = llm.generate(prompts * 3, replace(params, max_tokens=10, prompt_logprobs=None))
+        while fault == "capture" and llm.engine.prepare():
+            pass
+        made = llm.generate(prompts, params, adapter=adapter)
+        params = replace(params, max_tokens=10, prompt_logprobs=None)
+        longer = llm.generate(prompts * 3, params, adapter=adapter)
         logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
         answer = [[list(each.token_ids) for each in (*made, *longer)], logprobs]
         if lose:
             error, seconds = lose_rank(llm, signal.Signals(lose))
             wait_for(lambda: not rank_pids())
             answer += [str(error), seconds]
+        if fault == "poke":
+            last = time.monotonic()
+            try:
+                for _ in llm.stream(prompts[0], LONG):
+                    last = time.monotonic()
+            except DeviceLost as error:
+                answer += [str(error), time.monotonic() - last]
     return answer
 
 

@@ -363,8 +363,12 @@ class PrefixTree:
             node = parent
 
     def reset(self) -> int:
-        """Forget everything; blocks that sequences hold stay theirs. Returns how many were forgotten."""
-        num_blocks = 0
+        """Forget everything; blocks that sequences hold stay theirs.
+
+        Returns the number of blocks that were forgotten; one with a copy in the host counts once.
+        """
+        pairs = (pair for node in self._nodes.values() for pair in zip(node.blocks, node.host, strict=True))
+        num_blocks = sum(max(pair) >= 0 for pair in pairs)
         self._root.children.clear()
         self._nodes = {ROOT: self._root}
         for tier in (self._device, self._host):
@@ -373,7 +377,6 @@ class PrefixTree:
             blocks = list(tier.nodes)
             tier.nodes.clear()
             tier.allocator.drop(blocks, PREFIX_TREE)
-            num_blocks += len(blocks)
         return num_blocks
 
     def record(self, num_queried: int, path: Sequence[PrefixNode], num_hit: int, num_host: int = 0) -> None:

@@ -31,7 +31,7 @@ from infer.engine.live import LiveSnapshot
 from infer.engine.prefixes import update_prefixes
 from infer.engine.stats import EngineStats, is_progress
 from infer.engine.stories import EngineStory
-from infer.errors import EngineError, EngineLost, EngineStopped
+from infer.errors import EngineError, EngineLost, EngineStopped, InferError
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 
@@ -233,7 +233,8 @@ class InProcessClient:
                 self._stats = stats
         except BaseException as error:
             logger.exception("engine loop died")
-            stopped = EngineLost(f"the engine loop died: {type(error).__name__}")
+            said = str(error) if isinstance(error, InferError) else type(error).__name__
+            stopped = EngineLost(f"the engine loop died: {said}")
         stopped = stopped or EngineStopped(self._close_reason)
         with self._wake:
             self._stopped = stopped

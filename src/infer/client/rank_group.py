@@ -57,6 +57,7 @@ class _Group:
     error: InferError | None = None  # the error of a rank that failed to start
     is_closing: bool = False
     is_waited_for: bool = False  # rank 0 waits for the others
+    expected_since: float | None = None  # time since when rank 0 waits for a step of GPUs; None: it does not
 
     def lose(self, reason: str, error: InferError | None = None) -> None:
         """End the group, for the first reason that is given."""
@@ -145,11 +146,19 @@ class RankProcesses:
             raise group.error
         self.check()
 
+    def expect(self) -> None:
+        """Let a step of GPUs that takes longer than SILENT_S, until the next `check`, end the group.
+
+        Sums of their own have this limit (exchange.cu), those of NCCL have none.
+        """
+        self._group.expected_since = time.monotonic()
+
     def check(self, *, is_idle: bool | None = None) -> None:
         """Raise `DeviceLost` if a rank is gone.
 
         Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
         """
+        self._group.expected_since = None
         if self._link.communicator.is_aborted:
             with self._group.changed:  # wait for the reason from the thread that aborted
                 raise DeviceLost(self._group.lost or "a rank of the model is gone, or did not come to a sum")
@@ -224,6 +233,9 @@ def _watch(group: _Group) -> None:
                 stopped_since.pop(rank, None)
             elif now - stopped_since.setdefault(rank, now) >= STOPPED_S:
                 group.lose(f"rank {rank} was stopped by a signal")
+        since = group.expected_since
+        if since is not None and now - since > SILENT_S:
+            group.lose(f"a step of the ranks has not ended for {SILENT_S:.0f} s")
         lines = group.lines()
         found = tuple(line.progress for line in lines)
         if found != seen or not any(line.needs_others for line in lines):

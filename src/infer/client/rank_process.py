@@ -2,7 +2,7 @@
 
 It loads its part of the weights and then does what rank 0 says (engine/rank_worker.py). Its standard error
 is that of the engine, so a failure is logged here, once, with its traceback; a pipe tells rank 0 in one
-line.
+line. A GPU that has failed ends the process at once, whatever it does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+from functools import partial
 
 import msgspec
 
@@ -41,7 +43,7 @@ def main() -> int:
             return EXIT_FAILED
         if isinstance(error, DeviceLost) or not isinstance(error, InferError):
             logger.exception("rank %d failed", launch.rank)
-        os.write(launch.report, msgspec.json.encode(to_failure(error)) + b"\n")
+        _report_failure(launch.report, error)
         return EXIT_FAILED
     return 0
 
@@ -49,7 +51,8 @@ def main() -> int:
 def _serve(launch: RankLaunch) -> None:
     with quick_imports():
         from infer.client.load import load_part, rank_of, use_threads
-        from infer.engine.rank_worker import open_link, serve_rank
+        from infer.engine.rank_worker import open_link, serve_rank, watch_device
+        from infer.kernels.runtime.dispatch import is_gpu
         from infer.loader.find.source import resolve_model
         from infer.loader.load import read_headers
 
@@ -58,7 +61,21 @@ def _serve(launch: RankLaunch) -> None:
     link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     loaded = load_part(config, read_headers(source), rank_of(config, launch.rank))
+    if is_gpu(loaded.device):
+        watched = loaded.device, partial(_end_at_once, launch)
+        threading.Thread(target=watch_device, args=watched, name="infer-device-watch", daemon=True).start()
     serve_rank(loaded, link, lambda: _report_done(launch.report))
+
+
+def _end_at_once(launch: RankLaunch, error: DeviceLost) -> None:
+    """End this process with the reason: its other threads may wait for the GPU for good."""
+    logger.error("rank %d failed: %s", launch.rank, error)
+    _report_failure(launch.report, error)
+    os._exit(EXIT_FAILED)
+
+
+def _report_failure(pipe: int, error: BaseException) -> None:
+    os.write(pipe, msgspec.json.encode(to_failure(error)) + b"\n")
 
 
 def _report_done(pipe: int) -> None:

@@ -146,7 +146,7 @@ class EngineProcess(EngineLink):
     def exit_reason(self) -> str:
         """The way the process ended, for the clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
-        if self.last_words is not None and self.last_words.kind == EngineError.__name__:
+        if self.last_words is not None and isinstance(to_error(self.last_words), EngineError):
             return f"the engine process died: {self.last_words.message}"
         if self._exit_code < 0:
             number = -self._exit_code

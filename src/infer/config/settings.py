@@ -434,9 +434,8 @@ class EngineConfig:
                 "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
                 "none; leave speculative decoding out, or use kv_cache_backend=paged"
             )
-        if self.adapters.is_on and (self.load.num_ranks > 1 or self.run.deterministic):
-            other = "tensor_parallel_size" if self.load.tensor_parallel_size > 1 else "pipeline_parallel_size"
-            other = "deterministic" if self.run.deterministic else other
+        if self.adapters.is_on and (self.load.pipeline_parallel_size > 1 or self.run.deterministic):
+            other = "deterministic" if self.run.deterministic else "pipeline_parallel_size"
             raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
         if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:
             raise ConfigError(

@@ -6,10 +6,14 @@
 
 Keys and values depend on the adapter that computed them, so each load has a salt of its own: two adapters, or
 the same name loaded again with other weights, never share a cached prefix.
+
+Where ranks share the model, rank 0 has the names and tells the others which directory goes into which slot
+(rank_worker.py). Each rank reads its part of it, and none fills a slot that another one cannot.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -21,15 +25,20 @@ from typing import NamedTuple
 import torch
 
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
-from infer.errors import ConfigError, NameTaken, UnknownModel, closest
+from infer.errors import CheckpointError, ConfigError, NameTaken, UnknownModel, closest
+from infer.execution.rank_ring import RankMessage
+from infer.kernels.runtime.communicator import Communicator
 from infer.layers.adapted import OUTER, AdapterBank, AdapterRoom
-from infer.loader.adapter import LowRankPair, check_whole, read_adapter
+from infer.loader.adapter import LowRankPair, check_whole, cut_pair, read_adapter, whole_network
+from infer.loader.load import LoadChoice, LoadedModel, RankGroup
+from infer.loader.slices import ALONE, Rank
 from infer.models.model import Model
-from infer.models.weight_map import WeightMap
+from infer.models.registry import get_family
 from infer.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
 
+FAULT_BYTES = 960  # bytes of a rank's reason that others are told
 LEAST_RANK = 16  # kept where no adapter asks for more: what others keep
 
 
@@ -41,11 +50,67 @@ class LoadedAdapter(NamedTuple):
     salt: str  # nobody can guess it, so no request reaches its prefixes under another name
 
 
+class AdapterSlots:
+    """The slots of a model, or of the part of it that one rank has, and what fills them."""
+
+    def __init__(
+        self, bank: AdapterBank, loaded: LoadedModel, communicator: Communicator | None = None
+    ) -> None:
+        self.bank, self._model, self._dtype = bank, loaded.model, loaded.dtype
+        self._weight_map = get_family(loaded.config.family).weight_map
+        self._network, self._communicator, self._rank = network_of(loaded), communicator, ALONE
+        if communicator is not None:
+            self._rank = Rank(communicator.rank, communicator.size)
+
+    def read(self, directory: Path) -> list[LowRankPair]:
+        """The pairs of an adapter, checked against the whole model."""
+        return read_adapter(directory, self._network, self._weight_map)
+
+    def fill(self, slot: int, directory: Path, pairs: list[LowRankPair] | None = None) -> Exception | None:
+        """Put an adapter into a slot, on all ranks or on none; returns why it cannot be.
+
+        `pairs`: what `read` has found there already.
+        """
+        fault, found = None, list[tuple[torch.Tensor, torch.Tensor]]()
+        try:
+            pairs = self.read(directory) if pairs is None else pairs
+            check_whole(directory, self._model, self._weight_map, self._rank)
+            cut = (cut_pair(pair, self._network, self._rank) for pair in pairs)
+            found = [pair.read(self._dtype) for pair in cut]  # before the slot's adapter, if any, is gone
+        except Exception as error:
+            fault = error
+        if self._communicator is not None:
+            said = "" if fault is None else str(fault) or type(fault).__name__
+            texts = self._communicator.gather_bytes(said.encode()[:FAULT_BYTES].ljust(FAULT_BYTES, b"\0"))
+            said_by = {rank: text.rstrip(b"\0").decode(errors="replace") for rank, text in enumerate(texts)}
+            faults = (CheckpointError(f"rank {rank}: {text}") for rank, text in said_by.items() if text)
+            fault = fault or next(faults, None)
+        if fault is None and pairs is not None:
+            self._fill(slot, pairs, found)
+        return fault
+
+    @torch.inference_mode()
+    def _fill(
+        self, slot: int, pairs: list[LowRankPair], found: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        stacks = self.bank.stacks
+        for stack in stacks.values():
+            stack.clear(slot)
+        for pair, (a_RK, b_NR) in zip(pairs, found, strict=True):
+            stack = stacks[pair.module]
+            if pair.part is not None:
+                stack.fill(slot, pair.part, a_RK, b_NR)
+                continue
+            for part, b_PR in enumerate(torch.split(b_NR, stack.parts)):  # one A for all parts
+                stack.fill(slot, part, a_RK, b_PR)
+
+
 class Adapters:
     """The adapters of one model. The engine's thread owns it."""
 
-    def __init__(self, bank: AdapterBank, model: Model, weight_map: WeightMap, dtype: torch.dtype) -> None:
-        self._bank, self._model, self._weight_map, self._dtype = bank, model, weight_map, dtype
+    def __init__(self, slots: AdapterSlots, ranks: RankGroup | None = None) -> None:
+        """`ranks` are the other ranks, which fill the same slots with their parts."""
+        self._slots, self._bank, self._ranks = slots, slots.bank, ranks
         self.loaded: dict[str, LoadedAdapter] = {}
 
     def enter(self, request: Request) -> tuple[Request, int]:
@@ -60,8 +125,8 @@ class Adapters:
 
         With `replaces` another adapter may have the name: it is served until this one is, if that fails too.
         """
-        if fault := adapter_name_fault(name):
-            raise ConfigError(fault)
+        if wrong := adapter_name_fault(name):
+            raise ConfigError(wrong)
         if name in self.loaded and not replaces:
             raise NameTaken(f"an adapter {name!r} is loaded already; unload it first, or use another name")
         taken = {each.slot for other, each in self.loaded.items() if other != name} | set(running)
@@ -71,7 +136,8 @@ class Adapters:
                 f"all {self._bank.num_slots} places for adapters are taken by {', '.join(self.loaded)} or by "
                 "requests that still run; unload one, or start with a higher max_loras"
             )
-        pairs = read_adapter(Path(os.path.expanduser(path)), self._model, self._weight_map)
+        directory = Path(os.path.expanduser(path))
+        pairs = self._slots.read(directory)
         if (rank := max(pair.rank for pair in pairs)) > self._bank.rank:
             raise ConfigError(
                 f"adapter {name!r} has rank {rank}, but max_lora_rank is {self._bank.rank}; start with more"
@@ -81,24 +147,17 @@ class Adapters:
                 f"adapter {name!r} adapts the {' and the '.join(sorted(missing))}; there is room for that "
                 "only if an adapter of lora_modules does, too: name it there"
             )
-        check_whole(Path(os.path.expanduser(path)), self._model, self._weight_map)
-        self._fill(slot, pairs)
+        if self._ranks is not None:
+            self._ranks.send(RankMessage.ADAPTER, json.dumps([slot, str(directory)]).encode())
+        try:
+            fault = self._slots.fill(slot, directory, pairs)
+        finally:
+            if self._ranks is not None:
+                self._ranks.check()
+        if fault is not None:
+            raise fault
         self.loaded[name] = LoadedAdapter(slot, path, secrets.token_hex(16))
         logger.info("adapter loaded name=%s rank=%d matrices=%d path=%s", name, rank, len(pairs), path)
-
-    @torch.inference_mode()
-    def _fill(self, slot: int, pairs: list[LowRankPair]) -> None:
-        stacks = self._bank.stacks
-        found = [pair.read(self._dtype) for pair in pairs]  # before the slot's adapter, if any, is gone
-        for stack in stacks.values():
-            stack.clear(slot)
-        for pair, (a_RK, b_NR) in zip(pairs, found, strict=True):
-            stack = stacks[pair.module]
-            if pair.part is not None:
-                stack.fill(slot, pair.part, a_RK, b_NR)
-                continue
-            for part, b_PR in enumerate(torch.split(b_NR, stack.parts)):  # one A for all parts
-                stack.fill(slot, part, a_RK, b_PR)
 
     def unload(self, name: str) -> None:
         """Forget a name; its slot is free when no request runs with it."""
@@ -111,8 +170,20 @@ class Adapters:
         return UnknownModel(f"no adapter {name!r} is loaded{hint}", param="adapter")
 
 
-def needed_room(config: AdapterConfig, model: Model, weight_map: WeightMap) -> AdapterRoom:
-    """The room that a bank has; the headers of all adapters of the config are read and checked."""
+def network_of(loaded: LoadedModel | LoadChoice) -> Model:
+    """The network that adapters are made for: the model, or the whole one that a rank has a part of."""
+    if isinstance(loaded, LoadedModel):
+        return loaded.model if loaded.whole is None else whole_network(loaded.whole)
+    is_whole = loaded.plan.rank.world_size == 1
+    return loaded.plan.skeleton if is_whole else whole_network(loaded.headers.config)
+
+
+def needed_room(config: AdapterConfig, model: Model) -> AdapterRoom:
+    """The room that a bank has; the headers of all adapters of the config are read and checked.
+
+    `model` is that of all ranks.
+    """
+    weight_map = get_family(model.config.family).weight_map
     found, most, outer = LEAST_RANK, config.max_lora_rank or MAX_RANK, set[str]()
     for name, path in config.modules.items():
         pairs = read_adapter(Path(os.path.expanduser(path)), model, weight_map)

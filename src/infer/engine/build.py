@@ -32,7 +32,7 @@ from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, needed_room
+from infer.engine.adapters import Adapters, AdapterSlots, needed_room, network_of
 from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
@@ -80,7 +80,6 @@ from infer.loader.load import LoadChoice, LoadedModel, RankGroup, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
-from infer.models.registry import get_family
 from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
@@ -197,6 +196,10 @@ def build_engine(
         told, is_more = True, warm_up.prepare()
         if ranks is not None and not (is_more or ready):
             ranks.wait()
+            ranks.send(RankMessage.AGREE, b"")
+            with suppress(DeviceLost):  # `check` knows the reason
+                warm_up.device.agree()
+            ranks.check()
             ready = True
         return is_more
 
@@ -246,7 +249,7 @@ def build_engine(
         phases=phases,
         token_bytes=token_bytes,
         speculation=speculation,
-        adapters=None if bank is None else _load_adapters(settings, loaded, bank),
+        adapters=None if bank is None else _load_adapters(settings, loaded, bank, communicator),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
@@ -275,7 +278,6 @@ def _bind(
         mlp_backend=config.backends.mlp,
         cpu_products=config.settings.run.cpu_products,
         communicator=communicator,
-        pipe=pipe,
         vocab_size=loaded.config.vocab_size,
         adapters=adapters,
     )
@@ -285,9 +287,10 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
     """Return the room for the LoRA adapters of a model; None: it has none."""
     if not settings.adapters.is_on:
         return None
-    room = needed_room(settings.adapters, loaded.model, get_family(loaded.config.family).weight_map)
+    network = network_of(loaded)
+    room = needed_room(settings.adapters, network)
     try:
-        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device)
+        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device, whole=network)
     except RuntimeError as error:
         raise ConfigError(
             f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
@@ -295,9 +298,10 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
         ) from error
 
 
-def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBank) -> Adapters:
-    weight_map = get_family(loaded.config.family).weight_map
-    adapters = Adapters(bank, loaded.model, weight_map, loaded.dtype)
+def _load_adapters(
+    settings: EngineConfig, loaded: LoadedModel, bank: AdapterBank, communicator: Communicator | None
+) -> Adapters:
+    adapters = Adapters(AdapterSlots(bank, loaded, communicator), loaded.ranks)
     for name, path in settings.adapters.modules.items():
         adapters.load(name, path)
     return adapters
@@ -305,11 +309,14 @@ def _load_adapters(settings: EngineConfig, loaded: LoadedModel, bank: AdapterBan
 
 def bind_rank(
     settings: EngineConfig, loaded: LoadedModel, communicator: Communicator, pipe: Pipe | None
-) -> ResolvedConfig:
-    """Bind the part of the model that a rank other than 0 has; return the same decisions as rank 0's."""
-    config = resolve_for(settings, loaded)
-    _bind(config, loaded, communicator, pipe)()
-    return config
+) -> tuple[ResolvedConfig, AdapterBank | None]:
+    """Bind the part of the model that a rank other than 0 has.
+
+    Returns the same decisions as rank 0's, and the room for its parts of LoRA adapters.
+    """
+    config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
+    _bind(config, loaded, communicator, pipe, bank)()
+    return config, bank
 
 
 def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
@@ -326,10 +333,11 @@ def build_rank(
     shape: StateShape,
     step: StepBytes | None,
     communicator: Communicator,
+    adapters: AdapterBank | None,
 ) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
     """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
     store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
-    return _make_warm(config, loaded, store, shape, step, communicator=communicator)
+    return _make_warm(config, loaded, store, shape, step, adapters=adapters, communicator=communicator)
 
 
 def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:

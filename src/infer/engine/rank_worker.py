@@ -4,7 +4,9 @@
                       told ──► probe       a prompt of made-up tokens, which rank 0 measures
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
                       told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
+                      told ──► agree       the captured graphs that all ranks have: no others are used
                       told ──► order       its part of a step
+                      told ──► adapter     its part of a LoRA adapter, into a slot
                       told ──► ids         what was drawn, where the next order has come before
 
 Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
@@ -17,20 +19,28 @@ import json
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
 
 from infer.cache.memory import CacheSize, StepBytes
 from infer.config.settings import EngineConfig
+from infer.engine.adapters import AdapterSlots
 from infer.engine.build import bind_rank, build_rank, join_ranks, probe_rank
-from infer.errors import ConfigError
+from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
+from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
+
+LOOK_S: Final = 0.25  # seconds between two looks at the GPU of a rank
 
 
 def make_memory(size: int) -> int:
@@ -57,7 +67,7 @@ def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLin
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
     """Do what rank 0 says until it is gone, a `DeviceLost`; `on_done` follows each part of a start."""
     on_done()
-    config, device, warm_up, communicator = None, None, None, None
+    config, device, warm_up, communicator, bank, slots = None, None, None, None, None, None
     while True:
         kind, body = link.receive()
         if kind == RankMessage.ORDER:
@@ -70,10 +80,11 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             else:
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == RankMessage.BIND:
-            device = warm_up = None  # those of an engine before this one
+            device = warm_up = bank = slots = None  # those of an engine before this one
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(link.communicator, loaded)
-            config = bind_rank(settings, loaded, communicator, link.pipe)
+            config, bank = bind_rank(settings, loaded, communicator, link.pipe)
+            slots = None if bank is None else AdapterSlots(bank, loaded, communicator)
             on_done()
         elif kind == RankMessage.PROBE:
             probe_rank(loaded, warm_up, json.loads(body))
@@ -81,14 +92,37 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             while warm_up is not None and warm_up.prepare():
                 pass
             on_done()
+        elif kind == RankMessage.ADAPTER:
+            assert slots is not None
+            slot, path = json.loads(body)
+            slots.fill(slot, Path(path))  # rank 0 says why where one of them cannot
+        elif kind == RankMessage.AGREE:
+            assert isinstance(device, GpuDevice)
+            device.agree()
         else:
             assert kind == RankMessage.BUILD and config is not None and communicator is not None, kind
             size, shape, step = json.loads(body)
             step = None if step is None else StepBytes(*step)
             device, warm_up = build_rank(
-                config, loaded, CacheSize(*size), StateShape(*shape), step, communicator
+                config, loaded, CacheSize(*size), StateShape(*shape), step, communicator, bank
             )
             on_done()
+
+
+def watch_device(device: torch.device, on_lost: Callable[[DeviceLost], None]) -> None:
+    """Ask a GPU for faults until there is one, and say so; runs in a thread of its own.
+
+    A rank launches steps and waits for none of them, while kernels of other ranks wait for its sums. A stream
+    on which nothing runs is asked: after a fault, every call says so.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    while True:
+        try:
+            stream.query()
+        except torch.AcceleratorError as error:
+            on_lost(DeviceLost.of("in a step", error))
+            return
+        time.sleep(LOOK_S)
 
 
 def _receive_ids(link: RankLink, device: TorchDevice) -> None:

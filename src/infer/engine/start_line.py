@@ -33,6 +33,7 @@ def describe_engine(
         "max_batch_size": config.scheduler.max_batch_size,
         "kv_cache": format_bytes(size.num_bytes).replace(" ", ""),
         "kv_cache_tokens": size.num_tokens,
+        **_host_tier(size),
         "prefix_caching": "on" if config.use_prefix_caching else "off",
         "preemption": _preemption(config),
         **_computer(config),
@@ -78,18 +79,30 @@ def kv_cache_dtype(config: ResolvedConfig) -> str:
 
 
 def _computer(config: ResolvedConfig) -> dict[str, object]:
+    load, found = config.settings.load, dict[str, object](device=config.device)
     if config.device.startswith("cuda"):
-        name = torch.cuda.get_device_name(config.device)
-        ranks = {"ranks": _ranks(config)} if config.settings.load.tensor_parallel_size > 1 else {}
-        return {"device": config.device, "gpu": name.replace(" ", "_"), **ranks}
-    return {"device": config.device, "threads": torch.get_num_threads()}
+        found["gpu"] = torch.cuda.get_device_name(config.device).replace(" ", "_")
+    else:
+        found["threads"] = torch.get_num_threads()
+    if load.tensor_parallel_size > 1:
+        found["ranks"] = _ranks(config)
+    if load.pipeline_parallel_size > 1:
+        found["stages"] = load.pipeline_parallel_size
+    return found
 
 
 def _ranks(config: ResolvedConfig) -> str:
-    """The number of ranks, and whether they share a GPU."""
+    """The number of ranks of a stage, and the GPU that they share, if they do."""
     load = config.settings.load
-    shared = f', which share {load.device}"' if ":" in load.device else '"'
-    return f'"{load.tensor_parallel_size}{shared}'
+    if ":" in load.device:
+        return f'"{load.tensor_parallel_size}, which share {load.device}"'
+    return str(load.tensor_parallel_size)
+
+
+def _host_tier(size: CacheSize) -> dict[str, object]:
+    """The blocks in host memory, if there are any."""
+    num_bytes = size.num_host_blocks * size.bytes_per_block
+    return {"host_cache": format_bytes(num_bytes).replace(" ", "")} if num_bytes else {}
 
 
 def _speculation(config: ResolvedConfig) -> dict[str, object]:

@@ -46,6 +46,8 @@ class RankMessage(IntEnum):
     PROBE = 5  # compute a prompt that rank 0 measures
     BUILD = 6  # make the KV store and the device half
     PREPARE = 7  # compile and capture what steps need
+    AGREE = 8  # keep the captured steps that all ranks have
+    ADAPTER = 9  # put a LoRA adapter into a slot
 
 
 def link_bytes(size: int) -> int:

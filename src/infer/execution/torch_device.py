@@ -75,6 +75,10 @@ class OtherRanks(Protocol):
         """Send them a message."""
         ...
 
+    def expect(self) -> None:
+        """Say that a step is waited for which the GPUs compute, and which ends soon or never."""
+        ...
+
     def check(self, *, is_idle: bool | None = None) -> None:
         """Raise `DeviceLost` if one of them is gone; not `is_idle`: steps are under way."""
         ...
@@ -180,7 +184,7 @@ class TorchDevice(SyncDevice):
                 except torch.OutOfMemoryError as error:
                     return self._smaller.run(order, masks, error)
         except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed in step {order.step}") from error
+            raise DeviceLost.of(f"in step {order.step}", error) from error
 
     def _enter(self, order: StepOrder) -> None:
         """Bring blocks and the rows' state up to date."""

@@ -26,7 +26,7 @@ from infer.errors import ConfigError
 from infer.kernels.cpu.operations import EXACT_DIGITS, FAST_DIGITS
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.invariant import places_are_alike
-from infer.kernels.runtime.communicator import Communicator, Pipe
+from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.adapted import AdapterBank
 from infer.layers.linear import Linear, Projected
@@ -34,7 +34,6 @@ from infer.layers.mlp import MLP, GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.parallel import join_ranks
-from infer.layers.stages import watch_stage
 from infer.quant.dense import InvariantDense
 from infer.quant.packed import Packed
 from infer.quant.projection import Neighbours
@@ -49,7 +48,6 @@ def bind(
     mlp_backend: str = "kernels",
     cpu_products: str = "exact",
     communicator: Communicator | None = None,
-    pipe: Pipe | None = None,
     vocab_size: int = 0,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
@@ -57,8 +55,7 @@ def bind(
 
     The result returns True if products have the kernels that they were expected to have until then.
     A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
-    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others;
-    with a `pipe` it has the layers of one stage.
+    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
     `adapters` are wrapped around the projections that were chosen.
     """
     modules = dict(model.named_modules())
@@ -79,12 +76,10 @@ def bind(
         _use_references(modules.values())
     if deterministic:
         _check_places(layers)
+    if adapters is not None:  # before ranks are joined: low-rank products are part of their sums
+        adapters.wrap(model)
     if communicator is not None:
         join_ranks(model, communicator, vocab_size)
-    if pipe is not None:
-        watch_stage(model, pipe)
-    if adapters is not None:
-        adapters.wrap(model)
     ask_for_kernels(model, compiled, is_alone=communicator is None)
     if not compiled.is_wanted:
         return lambda: True

@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from infer.kernels.runtime.communicator import Pipe
-
 
 class Elsewhere(nn.Module):
     """A part of the model that other stages have."""
@@ -55,10 +53,3 @@ def is_elsewhere(model: nn.Module, module: str) -> bool:
             return isinstance(child, Elsewhere)
         found = child
     return False
-
-
-def watch_stage(model: nn.Module, pipe: Pipe) -> None:
-    """Let the layers of a stage say when they are computed, to those who look for silent ranks."""
-    for layer in model.get_submodule("layers").children():
-        if not isinstance(layer, Elsewhere):
-            layer.register_forward_hook(lambda *_: pipe.tick())

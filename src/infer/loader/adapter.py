@@ -31,11 +31,15 @@ import torch
 from infer.errors import CheckpointError
 from infer.layers.adapted import OUTER
 from infer.layers.embedding import Embedding
-from infer.layers.linear import ExpertLinear, Linear
+from infer.layers.linear import ExpertLinear, Linear, without_weights
+from infer.loader.cut_tensor import CutTensor, part_of
 from infer.loader.formats.checkpoint import StoredTensor, read_header
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_json
 from infer.loader.row_order import reordered, row_order
+from infer.loader.slices import ALONE, Rank, own_part, own_vocabulary
+from infer.models.config import ModelConfig
 from infer.models.model import Model
+from infer.models.registry import get_family
 from infer.models.weight_map import WeightMap, find_target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -78,6 +82,29 @@ class LowRankPair(NamedTuple):
         self.a.copy_to(a_RK)
         self.b.copy_to(b_NR)
         return a_RK.to(dtype), (self.scale * b_NR).to(dtype)
+
+
+def whole_network(config: ModelConfig) -> Model:
+    """The network of all ranks together, without weights, which adapters are checked against."""
+    with torch.device("meta"), without_weights():
+        return get_family(config.family).build(config)
+
+
+def cut_pair(pair: LowRankPair, network: Model, rank: Rank) -> LowRankPair:
+    """The part of a pair that a rank has: B has the rows of the rank's matrix, or A its columns.
+
+    So products of a matrix that is cut along columns are shares of a sum with their low-rank terms. Adapters
+    of the embedding and the head are whole on every rank.
+    """
+    layer = network.get_submodule(pair.module)
+    if rank.world_size == 1 or pair.module in OUTER or not isinstance(layer, Linear):
+        return pair
+    parts = layer.spec.parts
+    if pair.part is not None:
+        parts = dict([list(parts.items())[pair.part]])
+    shape = pair.b.shape[0], pair.a.shape[1]
+    rows, columns = own_part(pair.module, parts, shape, network.config, rank)
+    return pair._replace(a=CutTensor(pair.a, (None, columns)), b=CutTensor(pair.b, (rows, None)))
 
 
 def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[LowRankPair]:
@@ -191,26 +218,30 @@ def _whole(name: str, weight_map: WeightMap) -> str | None:
     return target.module if target.module in OUTER and leaf == "weight" else None
 
 
-def check_whole(directory: Path, model: Model, weight_map: WeightMap) -> None:
-    """Refuse an embedding or a head of its own: what PEFT saves with adapters must be the model's."""
+def check_whole(directory: Path, model: Model, weight_map: WeightMap, rank: Rank = ALONE) -> None:
+    """Refuse an embedding or a head of its own: what PEFT saves with adapters must be the model's.
+
+    A rank compares the rows that it has.
+    """
     for name, tensor in read_header(directory / WEIGHTS).items():
         if (module := _whole(name, weight_map)) is None:
             continue
-        if not (tensor.is_readable and _is_own(tensor, model, module)):
+        if not (tensor.is_readable and _is_own(tensor, model, module, rank)):
             raise CheckpointError(
                 f"{directory / WEIGHTS} has {name!r}, which is not the model's own; an adapter that changes "
                 "whole weights cannot be served"
             )
 
 
-def _is_own(tensor: StoredTensor, model: Model, module: str) -> bool:
-    """Return True if a stored matrix is the model's embedding or head."""
+def _is_own(tensor: StoredTensor, model: Model, module: str, rank: Rank) -> bool:
+    """Return True if a stored matrix is the model's embedding or head, as far as this rank has it."""
     embedding, head = model.embedding, model.head.stored
     is_known = module == "embedding" or head.can_dequantize
-    if not is_known or tensor.shape != tuple(embedding.weight.shape):
+    if not is_known or tensor.shape != (model.config.vocab_size, embedding.weight.shape[1]):
         return False
     theirs = torch.empty(tensor.shape, dtype=embedding.dtype)
     tensor.copy_to(theirs)
+    theirs = part_of(theirs, ((own_vocabulary(model.config, rank),),))
     device = embedding.weight.device
     if module == "head":
         return torch.equal(head.dequantized().to(embedding.dtype), theirs.to(device))

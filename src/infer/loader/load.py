@@ -65,6 +65,10 @@ class RankGroup(Protocol):
         """The state of each rank, and how long it has waited."""
         ...
 
+    def expect(self) -> None:
+        """Say that a step is waited for which the GPUs compute, and which ends soon or never."""
+        ...
+
     def check(self, *, is_idle: bool | None = None) -> None:
         """Raise `DeviceLost` if a rank is gone: no result since then can be used.
 

@@ -189,9 +189,19 @@ def own_kv_heads(config: ModelConfig, rank: Rank) -> slice:
     return slice(heads.start, heads.stop)
 
 
-def own_vocabulary(config: ModelConfig, rank: Rank) -> int:
-    """The number of rows of the embedding that a rank has."""
-    return len(_vocabulary(config.vocab_size, rank))
+def own_vocabulary(config: ModelConfig, rank: Rank) -> range:
+    """The rows of the embedding that a rank has."""
+    return _vocabulary(config.vocab_size, rank)
+
+
+def own_part(
+    module: str, parts: Mapping[str, int], shape: tuple[int, int], config: ModelConfig, rank: Rank
+) -> tuple[Ranges | None, Ranges | None]:
+    """The rows and columns that a rank has of a matrix in a layer, or of some of its parts; None: all."""
+    kind, (num_rows, size) = kind_of(module), shape
+    if kind in BY_ROWS:
+        return _part_rows(parts or {kind: num_rows}, config, rank), None
+    return None, (_share(kind, size, config, rank),) if kind in BY_COLUMNS else None
 
 
 def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ranges:

@@ -482,7 +482,7 @@ def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, ra
     torch.set_default_dtype(dtype)
     try:
         with device, without_weights():
-            model = headers.family.build(replace(config, vocab_size=own_vocabulary(config, rank)))
+            model = headers.family.build(replace(config, vocab_size=len(own_vocabulary(config, rank))))
             model.config = config
             if rank.num_stages > 1:
                 layers = stage_layers(config.num_layers, rank.num_stages)[rank.stage]

@@ -96,6 +96,8 @@ class Model(nn.Module):
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)
+            if self.pipe is not None:  # for those who look for silent ranks
+                self.pipe.tick()
         if self.pipe is None or self.pipe.stage == self.pipe.num_stages - 1:
             hidden = as_tensor(self.norm(stream))
             return hidden if self.outer is None else self.outer.extend(hidden)

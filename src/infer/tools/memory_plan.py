@@ -40,7 +40,7 @@ from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
-from infer.engine.adapters import needed_room
+from infer.engine.adapters import needed_room, network_of
 from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
     NO_DRAFT,
@@ -68,7 +68,6 @@ from infer.loader.load import LoadChoice, check_length, choose_device
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import AS_STORED, PACKED
 from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_weights
-from infer.models.registry import get_family
 from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
@@ -216,8 +215,8 @@ def plan_adapters(config: EngineConfig, choice: LoadChoice) -> int:
     """Return the bytes reserved for LoRA adapters; adapters that cannot be served are refused."""
     if not config.adapters.is_on:
         return 0
-    model, weight_map = choice.plan.skeleton, get_family(choice.config.family).weight_map
-    return bank_bytes(model, needed_room(config.adapters, model, weight_map), choice.dtype)
+    network = network_of(choice)
+    return bank_bytes(choice.plan.skeleton, needed_room(config.adapters, network), choice.dtype, network)
 
 
 def plan_draft(

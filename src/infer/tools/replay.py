@@ -306,6 +306,9 @@ def replay_config(
         num_blocks=facts.cache.num_tokens // (1 if is_contiguous else facts.cache.block_size),
         block_size=1 if is_contiguous else facts.cache.block_size,
     )
+    if cache.swap_space is not None:  # bytes of one rank, whose blocks are smaller than those of the model
+        num_blocks = facts.cache.num_host_blocks // facts.cache.num_tables
+        cache = replace(cache, swap_space=None, swap_blocks=num_blocks)
     load = replace(
         config.load,
         model=model,

@@ -290,6 +290,17 @@ def test_a_reset_forgets_all_and_leaves_sequences_their_blocks() -> None:
     assert (allocator.owners_of(kept[0]), allocator.num_free) == ([1], 7)
 
 
+def test_a_reset_counts_a_block_with_a_copy_in_the_host_once() -> None:
+    allocator = BlockAllocator(8)
+    tree = PrefixTree(allocator, block_size=2, host=BlockAllocator(4, place="host"))
+    tree.keeps_evicted = True
+    allocator.drop(cache(allocator, tree, THE_CAT + SAT_ON, owner=1), 1)
+    tree.evict(2)
+    cache(allocator, tree, THE_CAT, owner=2)  # computed again: it is in both tiers now
+    assert (tree.num_cached_blocks, tree.num_host_blocks) == (1, 2)
+    assert tree.reset() == 2
+
+
 prompts = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=4).map(
     lambda pairs: [token for pair in pairs for token in pair]
 )

@@ -276,7 +276,7 @@ def test_a_lost_device_ends_the_loop_and_tells_all_requests(monkeypatch: pytest.
             raise DeviceLost("the device failed in step 1")
 
         monkeypatch.setattr(engine._device, "run", lose)
-        with pytest.raises(EngineStopped, match="DeviceLost"):
+        with pytest.raises(EngineStopped, match="the engine loop died: the device failed in step 1"):
             await collect(client, make_request(1))
         assert isinstance(client.failure, EngineStopped)
 

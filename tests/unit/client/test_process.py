@@ -22,6 +22,7 @@ from infer.client.messages import (
     Add,
     Answer,
     Command,
+    Failure,
     LiveReport,
     Ping,
     Ready,
@@ -478,3 +479,9 @@ def test_directories_of_killed_servers_are_removed_and_no_others(
         supervisor.remove_stale_directories()
         assert stale.exists(), "another user's"
     assert not held.exists()
+
+
+def test_clients_are_told_which_rank_ended_the_engine() -> None:
+    ended: Any = EngineProcess.__new__(EngineProcess)
+    ended._exit_code, ended.last_words = 1, Failure("DeviceLost", "rank 1 ended with signal 9 (Killed)")
+    assert ended.exit_reason == "the engine process died: rank 1 ended with signal 9 (Killed)"

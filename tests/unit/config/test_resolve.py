@@ -135,6 +135,13 @@ def test_the_start_line_says_what_another_setting_turns_off() -> None:
     assert " prefix_caching=on " in plain and "note=" not in plain
 
 
+def test_the_start_line_names_ranks_stages_and_the_host_tier_on_a_cpu() -> None:
+    config = resolved(CPU, tensor_parallel_size=2, pipeline_parallel_size=3, swap_blocks=8)
+    size = CacheSize(4, 16, 1024, num_host_blocks=8)
+    line = describe_engine("tiny", config, size, attention=("c", "c"))
+    assert " ranks=2 stages=3 " in line and " host_cache=128.0KiB " in line
+
+
 def test_the_start_line_says_what_fast_products_cost() -> None:
     line = describe_engine("tiny", packed(), CacheSize(4, 16, 1024), attention=("c", "c"))
     assert " weights=int4 products=exact " in line

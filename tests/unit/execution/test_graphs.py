@@ -299,3 +299,26 @@ def test_the_pool_begins_as_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs._take_block()
     graphs._take_block()  # there is no room for it: tried once
     assert taken == [5000]
+
+
+def test_ranks_use_the_graphs_that_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that fails on one rank: the others must not cut the step in another way."""
+    ranks = [Steps(monkeypatch, max_tokens=2048) for _ in range(2)]
+    sizes = ranks[0].graphs.sizes
+    large = max((size for size in sizes if not size.num_rows), key=lambda size: size.num_tokens)
+    for number, steps in enumerate(ranks):
+        steps.graphs.is_agreed = False
+        for size in sizes:
+            if (number, size) != (1, large):
+                steps.graphs.ensure(size)
+    ranks[1].graphs._uncaptured.add(large)
+    assert [steps.graphs.size_for(0, large.num_tokens) for steps in ranks] == [
+        None,
+        None,
+    ]  # before they have agreed
+    found = [bytes(size in steps.graphs._graphs for size in sizes) for steps in ranks]
+    for steps in ranks:
+        steps.graphs.agree(lambda mine: [each.ljust(len(mine) + 5, b"\0") for each in found])
+        assert not steps.graphs.is_captured(large) and not steps.graphs.ensure(large)
+        assert steps.graphs.size_for(0, large.num_tokens) is None
+        assert all(steps.graphs.is_captured(size) for size in sizes if size != large)

@@ -238,6 +238,16 @@ def test_the_size_chosen_at_start_is_given_when_it_is_built_again() -> None:
         assert made == size
 
 
+def test_host_blocks_of_a_rank_are_as_many_when_one_process_repeats_them() -> None:
+    """`swap_space` is bytes of one rank, whose blocks are smaller than those of the whole model."""
+    config = EngineConfig.from_knobs(tensor_parallel_size=2, swap_space="2KiB", kv_cache_memory="1GiB")
+    facts = replace(make_facts(config), cache=CacheSize(37, 16, 8, 1, 16), context_len=21)
+    again = replay_config(facts, None)
+    made = size_cache(again.cache, resolve_scheduler(again, 21), max_seq_len=21, bytes_per_token=16,
+                      free_bytes=0)  # fmt: skip
+    assert made.num_host_blocks == 16
+
+
 def test_a_record_with_the_former_names_of_knobs_is_built_again() -> None:
     facts = make_facts()
     former = {

@@ -128,6 +128,7 @@ class JoinedResult(NamedTuple):
     def wait(self) -> StepResult:
         """The result, once it is there and all ranks have computed it."""
         with self.finishing():
+            self.ranks.expect()
             result = self.pending.wait()
             self.ranks.check()
         return result
@@ -264,6 +265,7 @@ class GpuDevice:
             num_drafts=num_drafts,
             profile=profile,
         )
+        self.graphs.is_agreed = communicator is None
 
     def wait_for_compilers(self) -> None:
         """Wait for the compilers; ConfigError if attention that was asked for cannot be compiled."""
@@ -326,6 +328,11 @@ class GpuDevice:
                 raise
             raise DeviceLost(f"the device failed in step {step}") from error
 
+    def agree(self) -> None:
+        """Keep the captured steps that all ranks have; all ranks come here together."""
+        if self._communicator is not None:
+            self.graphs.agree(self._communicator.gather_bytes)
+
     def alone(self) -> AbstractContextManager[None]:
         """Compute padding, without the other ranks."""
         return nullcontext() if self._communicator is None else self._communicator.alone()
@@ -344,7 +351,7 @@ class GpuDevice:
             except torch.OutOfMemoryError as error:  # run in halves once everything that halves need is there
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed in step {order.step}") from error
+            raise DeviceLost.of(f"in step {order.step}", error) from error
         memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
         launch, in_graph = partial(self._launch_sampler, order, late, sample), self.graphs.is_replaying
         return PendingStep(order.flags, launch, memory, in_graph=in_graph)
@@ -389,7 +396,7 @@ class GpuDevice:
                 masks.lines_KW[:] = kept.lines_KW  # the engine still reads them
                 return ReadyResult(result)
         except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed in step {order.step}") from error
+            raise DeviceLost.of(f"in step {order.step}", error) from error
 
     def _run_half(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Run a part of a step and wait for it."""
@@ -404,7 +411,7 @@ class GpuDevice:
         try:
             self._readback.arrive()
         except torch.AcceleratorError as error:
-            raise DeviceLost("the device failed before masks were filled") from error
+            raise DeviceLost.of("before masks were filled", error) from error
         return self.rows.masks.take(count)
 
     def _host_memory(self, count: int) -> np.ndarray:
@@ -1052,7 +1059,7 @@ def _losing_device(step: int) -> Iterator[None]:
     try:
         yield
     except torch.AcceleratorError as error:
-        raise DeviceLost(f"the device failed in step {step}") from error
+        raise DeviceLost.of(f"in step {step}", error) from error
 
 
 def _nothing(masks: StepMasks) -> Pending[StepResult]:

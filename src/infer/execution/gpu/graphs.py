@@ -173,6 +173,7 @@ class StepGraphs:
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
+        self.is_agreed = True  # all ranks have captured the same sizes; False: nothing is known of the others
         self.is_replaying = False  # whether the last forward was that of a captured graph
         self._pool: Any = None  # a handle
         self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; whether it is taken
@@ -218,7 +219,19 @@ class StepGraphs:
             padding = size.num_tokens - num_tokens
             if size not in self._short_sizes or not 0 <= padding < self._profile.most_padding:
                 return None
-        return size if size in self._graphs or not self._captures else None
+        is_known = size in self._graphs and self.is_agreed
+        return size if is_known or not self._captures else None
+
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        """Keep the graphs that all ranks have: ranks that cut a step in different ways never meet.
+
+        `gather` returns the bytes of every rank.
+        """
+        for size, *found in zip(self.sizes, *gather(bytes(map(self.is_captured, self.sizes))), strict=False):
+            if not all(found):
+                self._graphs.pop(size, None)
+                self._uncaptured.add(size)
+        self.is_agreed = True
 
     def ensure(self, size: StepSize) -> bool:
         """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""

@@ -104,7 +104,7 @@ class PendingIds:
             arrived: list[int] = self.arrive().tolist()
             rows = self._logprobs(arrived)
         except torch.AcceleratorError as error:
-            raise DeviceLost(f"the device failed in step {self._step}") from error
+            raise DeviceLost.of(f"in step {self._step}", error) from error
         if self._drawn is None:  # one id for each row, in order
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self._num_rows

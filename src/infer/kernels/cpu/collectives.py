@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from infer.errors import RanksEnded
 from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
 from infer.kernels.runtime.communicator import Communicator, RankLine
@@ -93,6 +94,15 @@ class SharedCommunicator(Communicator):
         fields = M, x_MN.data_ptr(), x_MN.stride(0), width, out_MV.data_ptr(), num_columns, num_columns
         self._exchange(self._library.all_gather, M, *fields)
         return out_MV
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of every rank, filled up with zeros: all have the same number. Not for recorded steps."""
+        width = -(-len(mine) // COLUMNS_ALIGNED) * COLUMNS_ALIGNED
+        numbers_1N = torch.tensor([[*mine.ljust(width, b"\0")]], dtype=torch.float32)
+        rows = self.all_gather(numbers_1N, width * self.size).view(self.size, width)
+        if self.is_aborted:
+            raise RanksEnded("a rank of the model is gone")
+        return [bytes(row) for row in rows.to(torch.uint8).tolist()]
 
     def _exchange(self, run: int, num_rows: int, *fields: int) -> None:
         args = _EXCHANGE.pack(*fields, self.address, self._number, self._first, self.size, CAPACITY)

@@ -12,7 +12,7 @@
 
    A *cluster* of SPLIT blocks computes 16 ranks of a tile. Its warps take chunks of 64 columns in turn; the sums meet in
    the shared memory of each block, then in the first one. h has room for all slots side by side, and zeros in the slots
-   that are not a token's own: they were there before, and nobody writes them.
+   that are not a token's own: they were there before, and are never written.
 
    Compiled with
        IS_BFLOAT16          1: bfloat16; 0: float16

@@ -34,6 +34,10 @@ class Communicator(Protocol):
         """The columns of all ranks side by side, [M, num_columns]; the last ranks have fewer than N."""
         ...
 
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of every rank, each as many, perhaps followed by zeros; not part of a step."""
+        ...
+
     def num_parts(self, num_rows: int, size: int) -> int | None:
         """The parts of squares that `add` leaves for this many rows; None: it is for fewer rows."""
         return None

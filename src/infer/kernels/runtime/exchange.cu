@@ -4,7 +4,7 @@
        a slot             word · number · word · number       8 bytes of a share, and the number of the exchange
 
    Every rank writes its share to the slots of all others and reads theirs from its own. A slot says itself when it has
-   been written: a pair of word and number arrives whole, so nobody waits for a fence or a barrier. Shares are added in
+   been written: a pair of word and number arrives whole, so no thread waits for a fence or a barrier. Shares are added in
    the order of the ranks, in float32, so every rank has the same bits.
 
    A thread exchanges with the threads of the same number on the other ranks and with no others. It has two sets of
@@ -197,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int u = 0; u < UNITS; ++u)
         if (u < num_units) gains[u] = gain[first + u * THREADS];
     wait_for_kernel_before();
-    if (*(volatile word *)ranks.dead) return;
     const word number = ranks.numbers[lane] + (num_units > 0);  // an exchange of nothing does not count
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
@@ -207,7 +206,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < NUMBERS; ++i) sums[u][i] = -0.0f;
         }
-    if (!meet(ranks, number, now(), own, num_units, [&](int peer, int u, uint2 share) { add(sums[u], share); })) return;
+    /* where a rank is gone all threads still go on to the end, with sums of no use: they add up squares together */
+    if (!*(volatile word *)ranks.dead)
+        meet(ranks, number, now(), own, num_units, [&](int peer, int u, uint2 share) { add(sums[u], share); });
     let_next_kernel_start();
     ranks.numbers[lane] = number;
     double square = 0.0;

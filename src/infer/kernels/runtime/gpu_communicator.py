@@ -14,9 +14,12 @@ Shapes:  M rows, N columns of a rank.
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +48,7 @@ WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as 
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PIECE: Final = 8  # bytes
 _HANDLE_BYTES: Final = 64
+_NAME_BYTES: Final = 63  # bytes of a GPU's name that are compared
 _OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
 _TYPES: Final = {
     "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),
@@ -68,28 +72,31 @@ class GpuCommunicator(Communicator):
         self.rank, self.size, self._shared, self._device = shared.rank, shared.size, shared, device
         self._dtype, self._is_alone = dtype, False
         self.uses_nccl = True  # NCCL makes long sums, in an order that depends on the number of rows
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
             self._kernels = _load(device, self.size, dtype)
             self.can_add = "exchange_add" in self._kernels
-            self._own = _allocate(16 * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS)
-            self._aborted = _map_word(shared.address)
+            own = _allocate(16 * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS, taken)
+            self._aborted = _map_word(shared, taken)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
-            handle, index = _export(self._own), index_of(device)
-            found = _gather_bytes(shared, handle + index.to_bytes(1, "little"))
-            opened = [self._own if r == self.rank else _open(found[r], device) for r in range(self.size)]
+            card = torch.cuda.get_device_name(device).encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+            found = shared.gather_bytes(_export(own) + bytes([index_of(device)]) + card)
+            check_alike([each[_HANDLE_BYTES + 1 :].rstrip(b"\0").decode() for each in found])
+            opened = [own if r == self.rank else _open(found[r], device, taken) for r in range(self.size)]
             self._slots = torch.tensor(opened, dtype=torch.int64, device=device)
             cards = {each[_HANDLE_BYTES] for each in found}
             self._nccl: NcclGroup | None = None
             if len(cards) == self.size and (nccl := load_nccl()) is not None:
                 name = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
-                self._nccl = NcclGroup(nccl, _gather_bytes(shared, name)[0], self.rank, self.size)
+                name, wait = shared.gather_bytes(name)[0], partial(_wait_for_all, shared, wait_s)
+                self._nccl = NcclGroup(nccl, name, self.rank, self.size, device, wait)
                 shared.on_abort.append(self._nccl.abort)
+            taken.callback(torch.cuda.synchronize, device)
+            resources = taken.pop_all()
         numbers = self._numbers.data_ptr()
         dead = numbers + 4 * NUM_BLOCKS * NUM_THREADS
         self._of_ranks = self._slots.data_ptr(), numbers, self._aborted, dead, int(wait_s * 1e9), self.rank
-        peers = [address for address in opened if address != self._own]
-        self._finalizer = weakref.finalize(self, _release, device, self._own, peers, shared)
+        self._finalizer = weakref.finalize(self, resources.close)
         self._finalizer.atexit = False
 
     @contextmanager
@@ -124,6 +131,10 @@ class GpuCommunicator(Communicator):
             shares_MN = torch.nn.functional.pad(shares_MN, (0, missing))
         self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // _PIECE)
         return out_MV[:, :num_columns].contiguous()
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of every rank, through the host."""
+        return self._shared.gather_bytes(mine)
 
     def first(self, x: torch.Tensor) -> None:
         """Replace a tensor of 8-byte numbers by that of rank 0."""
@@ -216,10 +227,11 @@ def _check(code: int, what: str) -> None:
         )
 
 
-def _allocate(num_bytes: int) -> int:
+def _allocate(num_bytes: int, taken: ExitStack) -> int:
     """Zeros in device memory that is an allocation of its own, as sharing it needs."""
     address = ctypes.c_ulonglong()
     _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)), "taking GPU memory")
+    taken.callback(driver().cuMemFree_v2, address)
     _check(driver().cuMemsetD8_v2(address, 0, ctypes.c_size_t(num_bytes)), "clearing GPU memory")
     return address.value
 
@@ -231,39 +243,47 @@ def _export(address: int) -> bytes:
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
 
 
-def _open(found: bytes, device: torch.device) -> int:
+def _open(found: bytes, device: torch.device, taken: ExitStack) -> int:
     address, lazily = ctypes.c_ulonglong(), 1
     handle = _Handle.from_buffer_copy(found[:_HANDLE_BYTES])
     opens = driver().cuIpcOpenMemHandle_v2
     opens.argtypes = ctypes.c_void_p, _Handle, ctypes.c_uint
     code = opens(ctypes.byref(address), handle, lazily)
     _check(code, f"opening the memory of cuda:{found[_HANDLE_BYTES]} on {device}")
+    taken.callback(driver().cuIpcCloseMemHandle, address)
     return address.value
 
 
-def _map_word(address: int) -> int:
+def _map_word(shared: SharedCommunicator, taken: ExitStack) -> int:
     """The address by which the GPU knows the first page of memory that ranks share."""
-    code = driver().cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(HEADER_BYTES), 3)
+    address = ctypes.c_void_p(shared.address)
+    code = driver().cuMemHostRegister_v2(address, ctypes.c_size_t(HEADER_BYTES), 3)
     _check(code, "mapping memory of the host")
+    taken.callback(_unmap, shared)  # which keeps the memory itself
     found = ctypes.c_ulonglong()
-    code = driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+    code = driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
     _check(code, "mapping memory of the host")
     return found.value
 
 
-def _release(device: torch.device, own: int, peers: list[int], shared: SharedCommunicator) -> None:
-    torch.cuda.synchronize(device)
-    for address in peers:
-        driver().cuIpcCloseMemHandle(ctypes.c_ulonglong(address))
-    driver().cuMemFree_v2(ctypes.c_ulonglong(own))
+def _unmap(shared: SharedCommunicator) -> None:
     driver().cuMemHostUnregister(ctypes.c_void_p(shared.address))
 
 
-def _gather_bytes(shared: SharedCommunicator, mine: bytes) -> list[bytes]:
-    """The bytes of every rank, through the host; filled up with zeros. All ranks come here together."""
-    width = -(-len(mine) // 32) * 32
-    numbers_1N = torch.tensor([[*mine.ljust(width, b"\0")]], dtype=torch.float32)
-    rows = shared.all_gather(numbers_1N, width * shared.size).view(shared.size, width)
-    if shared.is_aborted:
-        raise DeviceLost("a rank of the model is gone")
-    return [bytes(row) for row in rows.to(torch.uint8).tolist()]
+def check_alike(names: Sequence[str]) -> None:
+    """Refuse ranks on GPUs of different kinds: kernels and sizes are chosen for rank 0's."""
+    if len(set(names)) > 1:
+        found = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
+        raise ConfigError(
+            f"tensor_parallel_size={len(names)} needs GPUs of one kind, but {found}; choose equal ones with "
+            "CUDA_VISIBLE_DEVICES, or leave it out"
+        )
+
+
+def _wait_for_all(shared: SharedCommunicator, wait_s: float, thread: threading.Thread) -> None:
+    """Wait for a thread that ends when all ranks have come."""
+    end = time.monotonic() + wait_s
+    while thread.is_alive():
+        thread.join(0.1)
+        if shared.is_aborted or time.monotonic() > end:
+            raise DeviceLost(f"ranks did not come together for NCCL within {wait_s:.0f} s")

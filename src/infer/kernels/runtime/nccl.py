@@ -7,6 +7,8 @@ that find each other over a network, and ours have found each other already.
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -16,6 +18,8 @@ from infer.errors import DeviceLost
 NAME_BYTES: Final = 128
 _TYPES: Final = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SUM: Final = 0
+
+Wait = Callable[[threading.Thread], None]
 
 
 class _Name(ctypes.Structure):
@@ -38,13 +42,24 @@ def make_name(nccl: Any) -> bytes:
 
 
 class NcclGroup:
-    """One rank of a group; all ranks make theirs together, each with its GPU as the current one."""
+    """One rank of a group; all ranks make theirs together, each on its GPU."""
 
-    def __init__(self, nccl: Any, name: bytes, rank: int, size: int) -> None:
-        self._nccl, self._group = nccl, ctypes.c_void_p()
-        join = nccl.ncclCommInitRank
-        join.argtypes = ctypes.c_void_p, ctypes.c_int, _Name, ctypes.c_int
-        _check(nccl, join(ctypes.byref(self._group), size, _Name.from_buffer_copy(name), rank))
+    def __init__(
+        self, nccl: Any, name: bytes, rank: int, size: int, device: torch.device, wait: Wait
+    ) -> None:
+        """`wait` waits for the others, and raises where one of them does not come."""
+        self._nccl, self._group, codes = nccl, ctypes.c_void_p(), list[int]()
+        nccl.ncclCommInitRank.argtypes = ctypes.c_void_p, ctypes.c_int, _Name, ctypes.c_int
+
+        def join() -> None:
+            with torch.cuda.device(device):
+                given = size, _Name.from_buffer_copy(name), rank
+                codes.append(nccl.ncclCommInitRank(ctypes.byref(self._group), *given))
+
+        thread = threading.Thread(target=join, name="infer-nccl-join", daemon=True)
+        thread.start()  # NCCL itself would wait for good
+        wait(thread)
+        _check(nccl, codes[0])
         nccl.ncclAllReduce.argtypes = (
             ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
             ctypes.c_void_p,
