@@ -182,8 +182,8 @@ def _load(case: Case) -> str | None:
     if not case.counts(case.load_s):
         return None
     return (
-        f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models or "
-        "idle_unload keeps models loaded, and without on_demand all are"
+        f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models, "
+        "loaded_memory or idle_unload keeps models loaded, and without on_demand all are"
     )
 
 
