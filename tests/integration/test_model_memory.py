@@ -71,6 +71,20 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
     wait_until(lambda: not Path(f"/proc/{last}").exists())
 
 
+@pytest.mark.slow  # tests/unit/server/test_on_demand.py has the rules, with scripted engines
+def test_models_are_loaded_within_a_budget_of_bytes(checkpoint: str, tmp_path: Path) -> None:
+    models = ("--model", f"a={checkpoint}", "--model", f"b={checkpoint}")
+    flags = ("--on-demand", "--loaded-memory", "64MiB", "--admin-key", "root", "--num-blocks", "256")
+    with start_server(tmp_path, *models, *flags) as server:
+        assert ask(server, "a") == ask(server, "b")
+        assert len(engines(server)) == 2
+        url, key = f"{server.url}/admin/models/load", {"authorization": "Bearer root"}
+        body = {"name": "c", "model": checkpoint, "knobs": {"num_blocks": 65536}}
+        answer = httpx.post(url, json=body, headers=key, timeout=60)
+        assert answer.status_code == 400 and "and loaded_memory is 64MiB" in answer.text, answer.text
+        assert len(engines(server)) == 2
+
+
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [

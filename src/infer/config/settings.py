@@ -488,8 +488,16 @@ class ServerConfig:
     on_demand: bool = knob(
         False, "load models when they are first asked for; each needs a name: --model NAME=MODEL"
     )
-    max_loaded_models: int = knob(
-        1, "with on_demand: models that are loaded at a time; the one used least recently makes room"
+    max_loaded_models: int | None = knob(
+        None,
+        "with on_demand: models that are loaded at a time; the one used least recently makes room; default: "
+        "1, or any number within loaded_memory",
+    )
+    loaded_memory: str | None = knob(
+        None,
+        "with on_demand: memory that loaded models may take together, such as 60GiB, with their KV caches as "
+        "infer plan counts them; the one used least recently makes room; default: they are only counted",
+        is_size=True,
     )
     idle_unload: float = knob(
         0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
@@ -648,8 +656,11 @@ class ServerConfig:
                 "client an api_key, or leave cache_isolation out"
             )
         check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
-        if not self.on_demand and (self.max_loaded_models != 1 or self.idle_unload):
-            raise ConfigError("max_loaded_models and idle_unload are for models on demand; set on_demand")
+        for name in ("max_loaded_models", "loaded_memory", "idle_unload"):
+            if getattr(self, name) and not self.on_demand:
+                raise ConfigError(f"{name} is for models on demand; set on_demand")
+        if self.loaded_memory is not None:
+            parse_bytes(self.loaded_memory, "loaded_memory")
         if self.model_memory is not None:
             object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
         if self.model_memory is not None:

@@ -15,7 +15,7 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.config.settings import EngineConfig, ServerConfig
-from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped, NameTaken
+from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped, NameTaken, NoRoom
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
@@ -615,9 +615,11 @@ def test_durations_are_read_as_ollama_reads_them(given: str | float, seconds: fl
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for knobs in ({"max_loaded_models": 2}, {"idle_unload": 5.0}):
+    for knobs in ({"max_loaded_models": 2}, {"idle_unload": 5.0}, {"loaded_memory": "1GiB"}):
         with pytest.raises(ConfigError, match="set on_demand"):
             ServerConfig(**knobs)
+    with pytest.raises(ConfigError, match="loaded_memory must be a size"):
+        ServerConfig(on_demand=True, loaded_memory="much")
     with pytest.raises(ConfigError, match="max_loaded_models"):
         ServerConfig(on_demand=True, max_loaded_models=0)
     fleet = Fleet(ServerState(config=ServerConfig(on_demand=True)), ServerMetrics("infer"))
@@ -668,3 +670,76 @@ def test_one_name_is_not_given_to_two_adapters_at_a_time(
         assert stage.engines["b"].adapters == {"sql": "/b"} == {"sql": "/" + stage.state.adapters["sql"]}
 
     play(monkeypatch, oracle, scene, max_loaded_models=2)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    def planned(config: EngineConfig) -> int:
+        return sizes[str(config.load.model)]
+
+    monkeypatch.setattr("infer.server.fleet.fleet.planned_bytes", planned)
+
+
+def test_bytes_are_a_budget_in_which_the_least_recently_used_makes_room(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    measure(monkeypatch, {"a": 40, "b": 60, "c": 50})
+
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        await stage.ok("b")
+        assert stage.loaded == ["a", "b"]
+        await stage.ok("a")
+        await stage.ok("c")  # 50 fit next to the 40 of a, which was used last
+        assert stage.loaded == ["a", "c"]
+        await stage.ok("b")  # 60 fit next to none of them but a, which was used before c
+        assert stage.loaded == ["b"]
+        assert stage.starts == {"a": 1, "b": 2, "c": 1}
+
+    play(monkeypatch, oracle, scene, loaded_memory="100B")
+
+
+def test_a_number_of_models_holds_within_a_budget_of_bytes(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    measure(monkeypatch, dict.fromkeys("abc", 10))
+
+    async def scene(stage: Stage) -> None:
+        for name in "abc":
+            await stage.ok(name)
+        assert stage.loaded == ["b", "c"]
+
+    play(monkeypatch, oracle, scene, loaded_memory="100B", max_loaded_models=2)
+
+
+def test_a_model_larger_than_the_budget_is_refused_and_no_other_leaves(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    measure(monkeypatch, {"a": 1 << 20, "b": 3 << 20, "c": 1})
+
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        assert (await stage.ask("b")).status_code == 500
+        assert "model 'b' takes 3.0MiB with its KV cache, and loaded_memory is 2MiB" in caplog.text
+        assert stage.loaded == ["a"] and stage.starts == {"a": 1}
+        knobs = {"name": "d", "model": "b"}
+        answer = await stage.client.post("/admin/models/load", json=knobs)
+        assert answer.status_code == 400 and "loaded_memory is 2MiB" in answer.text, answer.text
+
+    play(monkeypatch, oracle, scene, loaded_memory="2MiB")
+
+
+def test_a_plan_that_finds_no_room_is_made_again_when_others_have_left(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        def planned(config: EngineConfig) -> int:
+            if stage.state.models or stage.fleet._leaving:
+                raise NoRoom("the others have it")
+            return 1
+
+        monkeypatch.setattr("infer.server.fleet.fleet.planned_bytes", planned)
+        await stage.ok("a")
+        await stage.ok("b")
+        assert stage.loaded == ["b"]
+
+    play(monkeypatch, oracle, scene, loaded_memory="100B")

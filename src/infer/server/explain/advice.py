@@ -146,8 +146,8 @@ def _around_engine(case: Case) -> Iterator[str]:
     """Yield what would have saved time before the engine and after it."""
     if case.counts(case.load_s):
         yield (
-            f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models or "
-            "idle_unload keeps models loaded, and without on_demand all are"
+            f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models, "
+            "loaded_memory or idle_unload keeps models loaded, and without on_demand all are"
         )
     if case.counts(api_s := case.seconds["API"] - case.load_s):
         yield (

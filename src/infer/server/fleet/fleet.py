@@ -32,6 +32,7 @@ from typing import Any
 from infer.client.client import EngineClient, InProcessClient
 from infer.client.messages import Ready, RecordOrders, Replica
 from infer.client.placement import share_threads
+from infer.client.planned import planned_bytes
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
@@ -106,8 +107,9 @@ class Fleet:
         self._on_demand: OnDemand | None = None
         if state.config.on_demand:
             self._on_demand = OnDemand(
-                state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving.keys()
-            )
+                state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving,
+                size=self._planned_bytes,
+            )  # fmt: skip
 
     def check(self, models: Mapping[str, EngineConfig]) -> None:
         """Refuse what this machine cannot do; make the files that the runs of the first models go to."""
@@ -163,7 +165,7 @@ class Fleet:
                 "name",
                 param="name",
             )
-        async with self._on_demand.room(name):
+        async with self._on_demand.room(name, config):
             model = await self._bring_up(name, config, replaces=replaces)
             catalog[model.name] = config
             self._note_loadable()
@@ -336,6 +338,10 @@ class Fleet:
             logger.warning("model loaded anew model=%s reason=%r", name, str(error))
             return None
         return model.encoder, clients
+
+    async def _planned_bytes(self, config: EngineConfig) -> int:
+        """The bytes that the engines of a model on demand will take."""
+        return await asyncio.to_thread(planned_bytes, config) * self.state.config.replicas
 
     async def _uses(self) -> dict[str, ModelUse]:
         """The use of every loaded model, in all API processes together."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from time import monotonic
 
 from infer.client.subscribers import SHUTTING_DOWN
+from infer.config.knobs import parse_bytes
 from infer.config.settings import EngineConfig
-from infer.errors import EngineError, EngineStopped
+from infer.errors import ConfigError, EngineError, EngineStopped, NoRoom
 from infer.server.state import ModelUse, ServedModel, ServerState
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,15 @@ class OnDemand:
         load: Callable[[str, EngineConfig], Awaitable[object]],
         retire: Callable[[ServedModel], Awaitable[None]],
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
-        leaving: Collection[asyncio.Task[None]],
+        leaving: Mapping[asyncio.Task[None], ServedModel],
+        size: Callable[[EngineConfig], Awaitable[int]],
     ) -> None:
         self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
-        self._leaving = leaving  # one task for each model that lost its name and still has engines
+        self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
+        self._size = size  # gives the bytes that a model will take
+        self._sizes: dict[str, tuple[EngineConfig, int]] = {}  # those of models that were loaded, by name
         self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
         self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -68,21 +72,50 @@ class OnDemand:
             raise
 
     @asynccontextmanager
-    async def room(self, name: str) -> AsyncIterator[None]:
-        """The turn to load a model, with room for it; one that replaces another needs no room of its own."""
+    async def room(self, name: str, config: EngineConfig) -> AsyncIterator[None]:
+        """The turn to load a model, with room for it.
+
+        A number of models has room for one that replaces another; an amount of memory must hold both.
+        """
         async with self._turn:
-            while self._num_loaded + (name not in self._state.models) > self._state.config.max_loaded_models:
-                if self._leaving:
-                    await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
-                else:
-                    await self._free_one()
+            needed = await self._measure(name, config)
+            while not self._has_room(name, needed):
+                await self._make_room()
             yield
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
 
-    @property
-    def _num_loaded(self) -> int:
-        return len(self._state.models) + len(self._leaving)
+    async def _measure(self, name: str, config: EngineConfig) -> int:
+        """The bytes that a model will take; one that alone takes too many is refused."""
+        budget = self._state.config.loaded_memory
+        if budget is None:
+            return 0
+        if (known := self._sizes.get(name)) is None or known[0] != config:
+            while True:
+                try:
+                    self._sizes[name] = config, await self._size(config)
+                    break
+                except NoRoom:  # others have the memory still
+                    if not self._state.models and not self._leaving:
+                        raise
+                    await self._make_room()
+        needed = self._sizes[name][1]
+        if needed > parse_bytes(budget):
+            raise ConfigError(
+                f"model {name!r} takes {needed / 2**20:,.1f}MiB with its KV cache, and loaded_memory is "
+                f"{budget}; set a larger one, or make the cache smaller (kv_cache_memory, device_memory)"
+            )
+        return needed
+
+    def _has_room(self, name: str, needed: int) -> bool:
+        server, models = self._state.config, self._state.models
+        loaded = [*models, *(model.name for model in self._leaving.values())]
+        limit = server.max_loaded_models or (1 if server.loaded_memory is None else len(loaded) + 1)
+        if len(loaded) + (name not in models) > limit:
+            return False
+        if server.loaded_memory is None:
+            return True
+        return sum(self._sizes[each][1] for each in loaded) + needed <= parse_bytes(server.loaded_memory)
 
     async def close(self) -> None:
         """End loads that nobody waits for any more."""
@@ -94,24 +127,27 @@ class OnDemand:
     async def _load_in_turn(self, name: str) -> None:
         if name in self._state.models:
             return
-        async with self.room(name):
-            config = self.catalog.get(name)
-            if config is None or name in self._state.models:  # the operator was faster
-                return
-            try:
-                await self._load(name, config)
-            except EngineStopped:  # killed, unloaded, or at shutdown
-                raise
-            except Exception as error:
-                logger.error("model not loaded model=%s reason=%r", name, str(error), exc_info=error)
-                raise EngineError(
-                    f"model {name!r} could not be loaded; the log of the server says why"
-                ) from None
+        config = self.catalog[name]
+        try:
+            async with self.room(name, config):
+                if self.catalog.get(name) is config and name not in self._state.models:  # no one was faster
+                    await self._load(name, config)
+        except EngineStopped:  # killed, unloaded, or at shutdown
+            raise
+        except Exception as error:
+            logger.error("model not loaded model=%s reason=%r", name, str(error), exc_info=error)
+            raise EngineError(f"model {name!r} could not be loaded; the log of the server says why") from None
 
     def _forget(self, name: str, ended: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not ended.cancelled():
             ended.exception()  # mark it as seen, even if nobody waits any more
+
+    async def _make_room(self) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await self._free_one()
 
     async def _free_one(self) -> None:
         """Unload one model: the idle one, else any, that was used least recently."""
