@@ -135,6 +135,20 @@ class KVStore:
             for (part, _), blocks in zip(self._parts, held, strict=True):
                 part[:, :, :num_blocks] = blocks
 
+    def move_slots(self, moves_2M: torch.Tensor) -> None:
+        """Copy keys and values of some slots, in all layers, to others; all are read before any is written.
+
+        For stores with one table, whose layers are of one size.
+        """
+        size = self._parts[0][0].shape[3]
+        (source_M, place_M), (from_M, to_M) = moves_2M // size, moves_2M % size  # blocks, places in them
+        for number, (part, _) in enumerate(self._parts):
+            raw = part.view(torch.uint8) if part.itemsize == 1 else part  # codes are not numbers to torch
+            if number:  # scales
+                raw[:, :, place_M, :, to_M] = raw[:, :, source_M, :, from_M]
+            else:
+                raw[:, :, place_M, to_M] = raw[:, :, source_M, from_M]
+
     def transfer(self, transfers: Sequence[tuple[TransferKind, int, int]]) -> None:
         """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
         for kind, moves in groupby(transfers, key=itemgetter(0)):

@@ -3,6 +3,7 @@
     --speculative-decoding                       on, with the method that the other knobs imply
     --speculative-method ngram | suffix          text that repeats itself, or recent answers
     --draft-model DIR                            a small model with the same vocabulary, or an EAGLE-3 head
+    --speculative-method tree --draft-model DIR  several guesses of that model next to each other
     --speculative-config '{"method": ...}'       vLLM's JSON for the same
 
 A knob of one method alone (prompt_lookup_max, prompt_lookup_min, suffix_max_answers) asks for that method. A
@@ -25,7 +26,7 @@ from infer.errors import ConfigError
 MAX_DRAFTS: Final = 16  # drafts of one sequence in a step; tables with a window have room for them
 WINDOW_TOKENS: Final = 128  # tokens of a step that verifies drafts: more than pays anywhere
 LOOKUPS: Final = ("ngram", "suffix")  # methods that look drafts up in texts
-DRAFTED: Final = ("draft_model", "eagle3")  # methods that compute them, from files of their own
+DRAFTED: Final = ("draft_model", "eagle3", "tree")  # methods that compute them, from files of their own
 ASKS_FOR: Final = {"prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "suffix_max_answers": "suffix"}
 
 
@@ -41,7 +42,8 @@ class SpeculationConfig:
     speculative_method: str = knob(
         "auto",
         "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
-        "a small model; eagle3: a head trained for the model; auto: what draft_model names, suffix where "
+        "a small model; eagle3: a head trained for the model; tree: a small model, several guesses of each "
+        "token; auto: what draft_model names, suffix where "
         "suffix_max_answers is given, else ngram",
         choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
         aliases=("speculative_algorithm",),
@@ -49,8 +51,8 @@ class SpeculationConfig:
     )
     num_speculative_tokens: int | None = knob(
         None,
-        f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); default: 8 looked up, "
-        "5 computed",
+        f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); default: 8 looked up "
+        "or in a tree, 5 computed one after the other",
         aliases=("spec_length", "draft_max", "draft", "draft_n", "speculative_num_steps"),
     )
     draft_model: str | None = knob(
@@ -181,4 +183,5 @@ class SpeculationConfig:
         """The most drafts of one sequence in a step."""
         if not self.is_on:
             return 0
-        return self.num_speculative_tokens or (8 if self.draft_model is None else 5)
+        is_line = self.draft_model is not None and self.method != "tree"
+        return self.num_speculative_tokens or (5 if is_line else 8)

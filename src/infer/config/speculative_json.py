@@ -44,7 +44,7 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {  # key: values tha
     "draft_sample_method": (("greedy", "gumbel", "probabilistic"), _EXACT),
     "synthetic_acceptance_rate": ((), _SYNTHETIC),
     "synthetic_acceptance_rates": ((), _SYNTHETIC),
-    "speculative_token_tree": ((), "drafts are chains; leave it out"),
+    "speculative_token_tree": ((), "the method tree makes its own; leave it out"),
     "suffix_decoding_max_tree_depth": ((24,), _SUFFIX),
     "suffix_decoding_max_spec_factor": ((1, 1.5), _SUFFIX),
     "suffix_decoding_min_token_prob": ((0.1,), _SUFFIX),

@@ -90,7 +90,7 @@ class DraftModel:
         `target` takes the drafts on the device: its step is launched before the host has read them.
         """
         self._device, self._state, self._max_tokens, self._target = device, state, max_tokens, target
-        self._host = HostHalf(state, is_draft=True)
+        self._host = self._new_host()
         self._texts = [NO_TEXT] * num_blocks  # text up to the end of each block, as a number
         self._rows = [NOTHING] * len(state.tenancy)
         self._changes: list[int] = []  # blocks that tables have got since the last order
@@ -101,6 +101,10 @@ class DraftModel:
         self._late: LateDrafts | None = None  # drafts of all turns at once, for the next step
         self._early: _Drafted | None = None  # drafts for the step after that
         self._most_behind = 2 if target is not None else MAX_DRAFTS  # tokens of a text that turns compute
+
+    def _new_host(self) -> HostHalf:
+        """The maker of its orders, for which all rows are new."""
+        return HostHalf(self._state, is_draft=True)
 
     @property
     def is_late(self) -> bool:
@@ -116,7 +120,7 @@ class DraftModel:
             self._changes = []  # it has had those of all plans before
         self._changes += plan.table_changes
         if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
-            self._changes, self._host = [], HostHalf(self._state, is_draft=True)
+            self._changes, self._host = [], self._new_host()
 
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a sequence now: always, since it catches up with any text."""

@@ -15,7 +15,8 @@ Everything else is a prompt, or part of one. In a step with drafts no row decode
 last ids to be known, all do, and a chunk of one token is a window without drafts.
 
 A model that *drafts* has a host half of its own over the same batch state. Its rows draw as the sequences
-will, with the same noise, but without what depends on all tokens so far (penalties, masks) and logprobs.
+will, with the same noise, but without what depends on all tokens so far (penalties, masks) and logprobs. If
+it drafts trees, its rows are windows as well, in which it draws the best ids next to each token.
 
 An order that decodes with the rows of the order before it differs from that one by a position each.
 It says so (`REPEATS`), and a device need not look at its rows.
@@ -35,6 +36,7 @@ from infer.config.speculation import MAX_DRAFTS
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
+    DRAWS_BEST,
     EMPTY,
     NONE,
     ON_HOST,
@@ -61,10 +63,15 @@ NOBODY = -1  # tenancy of a row that has to begin anew
 class HostHalf:
     """Makes the orders of one engine, each from the plan that follows the last."""
 
-    def __init__(self, state: BatchState, *, window_tokens: int = 0, is_draft: bool = False) -> None:
-        """`window_tokens`: as in a device (execution/device.py); `is_draft`: for a model that drafts."""
+    def __init__(
+        self, state: BatchState, *, window_tokens: int = 0, is_draft: bool = False, num_best: int = 0
+    ) -> None:
+        """`window_tokens`: as in a device (execution/device.py); `is_draft`: for a model that drafts.
+
+        `num_best`: ids that it draws next to each token, if it drafts trees.
+        """
         self._state, num_rows = state, len(state.tenancy)
-        self._window_tokens, self._is_draft = window_tokens, is_draft
+        self._window_tokens, self._is_draft, self._num_best = window_tokens, is_draft, num_best
         self._tenancy = np.full(num_rows, NOBODY, dtype=np.int64)
         self._has_newest = np.zeros(num_rows, dtype=bool)
         self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
@@ -108,7 +115,11 @@ class HostHalf:
             if table_changes and begins.any():
                 table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
             is_short = (chunks.stops - chunks.starts <= MAX_DRAFTS) & chunks.draws
-            if (is_short & (kinds == PROMPT)).any():
+            if self._num_best:
+                kinds[chunks.draws] = VERIFY
+                flags |= DRAWS_BEST if chunks.draws.any() else 0
+                has_drafts[:] = chunks.stops > [len(seq.tokens) for seq in sequences]
+            elif (is_short & (kinds == PROMPT)).any():
                 kinds[is_short] = VERIFY
         elif self._state.num_drafts:
             has_drafts[:] = [bool(seq.drafts) for seq in sequences]
@@ -126,7 +137,7 @@ class HostHalf:
         self._advance(chunks, has_drafts, is_on_host=bool(flags & ON_HOST))
         tokens, slots = self._lay_out(chunks, kinds)
         lines, facts, extras = self._entries(arrived)
-        draws = chunks.num_samples.astype(np.int16)
+        draws = (chunks.num_samples * max(self._num_best, 1)).astype(np.int16)
         return StepOrder(
             step=plan.step,
             flags=flags,
@@ -139,6 +150,7 @@ class HostHalf:
             kinds=kinds.astype(np.int8),
             tokens=tokens,
             slots=slots,
+            backs=_backs(chunks, has_drafts, len(tokens)),
             next_tokens=_followers(chunks, reading),
             known=known,
             table_changes=_diffs(table_changes, [self._table(seq) for seq in arrived]),
@@ -199,7 +211,7 @@ class HostHalf:
         for number, start, stop in zip(given.tolist(), starts.tolist(), stops.tolist(), strict=True):
             seq = chunks.sequences[number]
             ids += seq.tokens[start:stop]
-            if seq.drafts and not self._is_draft:
+            if seq.drafts and (stop > len(seq.tokens) if self._num_best else not self._is_draft):
                 ids.extend(seq.drafts)
         counts = stops - starts
         positions = np.arange(len(ids)) + (stops - counts.cumsum()).repeat(counts)
@@ -297,6 +309,21 @@ def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
         tokens, stop = chunks.sequences[number].tokens, int(chunks.stops[number])
         found[number] = tokens[stop] if stop < len(tokens) else 0
     return found
+
+
+def _backs(chunks: Chunks, has_drafts: np.ndarray, num_given: int) -> np.ndarray:
+    """The distance of each given token from its parent; none at all if no drafts have branches."""
+    (numbers,) = has_drafts.nonzero()
+    branched = [
+        number for number in numbers.tolist() if any(b != 1 for b in chunks.sequences[number].draft_backs)
+    ]
+    if not branched:
+        return EMPTY.backs
+    ends, backs = (chunks.stops - chunks.starts).cumsum(), np.ones(num_given, dtype=np.int8)
+    for number in branched:
+        seq, end = chunks.sequences[number], int(ends[number])
+        backs[end - len(seq.drafts) : end] = seq.draft_backs
+    return backs
 
 
 def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:

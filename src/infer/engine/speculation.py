@@ -24,6 +24,7 @@ from typing import Protocol
 
 from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.order import StepOrder
+from infer.execution.trees import main_line
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
@@ -83,6 +84,7 @@ class Speculation:
         max_len: int = sys.maxsize,
         is_adaptive: bool = True,
         is_synthetic: bool = False,
+        has_trees: bool = False,
         prepare: Callable[[], bool] = lambda: False,
         again: Iterable[tuple[StepCosts, float | None]] = (),
     ) -> None:
@@ -96,7 +98,7 @@ class Speculation:
         self._scheduler, self._lengths = scheduler, lengths
         self._proposer, self._drafter = proposer, drafter
         self._max_drafts, self._vocab_size, self._max_len = max_drafts, vocab_size, max_len
-        self._is_adaptive, self._is_synthetic = is_adaptive, is_synthetic
+        self._is_adaptive, self._is_synthetic, self._has_trees = is_adaptive, is_synthetic, has_trees
         self.prepare = prepare  # one piece of what drafting needs; False: all is there
         self._pool = scheduler.pool
         # tokens of a step with drafts: more than pay anywhere
@@ -213,7 +215,7 @@ class Speculation:
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Learn what became of a step's drafts, before they are taken back."""
         sequences = plan.chunks.sequences
-        longest = max(len(seq.drafts) for seq in sequences)
+        longest = max(_longest(seq) for seq in sequences)
         kept_s, draft_s = self.costs.per_draft(len(sequences), plan.chunks.num_drafts, longest)
         for seq, kept in zip(sequences, ids, strict=True):
             if not seq.drafts or not kept:
@@ -222,7 +224,7 @@ class Speculation:
             saved_s = num_kept * kept_s - num_drafts * draft_s
             self.totals.update(num_drafts, num_kept)
             self.totals.saved_s += saved_s
-            known = self._lengths.update(seq.seq_id, num_drafts, num_kept)
+            known = self._lengths.update(seq.seq_id, num_drafts, num_kept, _longest(seq))
             if known is not None:
                 known.saved_s += saved_s
                 seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
@@ -253,6 +255,8 @@ class Speculation:
             return False
         if scheduler.num_waiting and scheduler.num_free_places > 0:
             return False
+        if self._has_trees and any(not seq.num_output or seq.is_beam for seq in scheduler.running):
+            return False  # all tokens of a step with trees must be drawn in the same way
         return all(seq.num_pending == 1 for seq in scheduler.running)
 
     def _wishes(self) -> Iterator[tuple[Sequence, Wish]]:
@@ -329,3 +333,8 @@ class Speculation:
     def _seen(self) -> float:
         """The number of positions that a token of the batch attends to, on average."""
         return float(self._scheduler.state.num_tokens.mean())
+
+
+def _longest(seq: Sequence) -> int:
+    """The number of drafts on the longest path of a window."""
+    return main_line(seq.draft_backs) if seq.draft_backs else len(seq.drafts)

@@ -2,6 +2,7 @@
 
 ngram, suffix     a proposer over texts: nothing to load
 draft_model       a second model on the same device, with as many blocks as the first, and a device half
+tree              the same, which drafts several ids next to each token (draft_tree.py)
 eagle3            a head on the model's own states, with as many blocks, and a device half that follows the
                   model's (execution/head_model.py)
 """
@@ -26,6 +27,7 @@ from infer.config.speculation import WINDOW_TOKENS, SpeculationConfig
 from infer.engine.cache_fit import DraftBytes, step_bytes
 from infer.engine.draft_head import DraftHead
 from infer.engine.draft_model import DraftModel
+from infer.engine.draft_tree import TreeModel
 from infer.engine.speculation import Speculation
 from infer.engine.step_costs import measure_again, measure_step_costs
 from infer.errors import ConfigError, ModelSourceError
@@ -52,6 +54,7 @@ from infer.speculative.careful import CarefulProposer
 from infer.speculative.ngram import NgramProposer
 from infer.speculative.proposer import Proposer
 from infer.speculative.suffix import SuffixProposer
+from infer.speculative.tree import survival, turns_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,8 @@ def read_draft(
     """
     if not settings.is_on or settings.draft_model is None:
         return None
+    if settings.method == "tree":
+        check_tree(model, name)
     if find is None or _is_head(settings, Path(settings.draft_model).expanduser()):
         source = _find_draft(settings.draft_model)
         if _is_head(settings, source.path):
@@ -131,6 +136,21 @@ def read_draft(
             f"{model.vocab_size}: a model can only draft for one with the same vocabulary"
         )
     return headers
+
+
+def check_tree(model: ModelConfig, name: str) -> None:
+    """ConfigError if a model cannot judge trees."""
+    why = {
+        "has layers of several sizes": bool(model.layer_specs),
+        "has layers that see a window of the text": any(map(model.window, range(model.num_layers))),
+        f"runs with the code of {model.impl}": model.impl != "infer",
+    }
+    for reason, is_so in why.items():
+        if is_so:
+            raise ConfigError(
+                f"speculative_method=tree cannot be had with {name}, which {reason}; use "
+                "speculative_method=draft_model, whose drafts are chains"
+            )
 
 
 def _find_draft(name: str) -> ModelSource:
@@ -152,9 +172,10 @@ def _is_head(settings: SpeculationConfig, path: Path) -> bool:
 
 def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelConfig) -> HeadHeaders:
     """Return what the files of a head say; one that is not for this model is refused."""
-    if settings.speculative_method == "draft_model":
+    if settings.speculative_method in ("draft_model", "tree"):
         raise ConfigError(
-            f"draft_model={settings.draft_model} is an EAGLE-3 head and speculative_method=draft_model wants "
+            f"draft_model={settings.draft_model} is an EAGLE-3 head and "
+            f"speculative_method={settings.speculative_method} wants "
             "a whole model; use speculative_method=eagle3, or leave it out"
         )
     if model.impl != "infer":
@@ -183,6 +204,17 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
     headers = read_draft(settings, loaded.config, loaded.name, find)
     if headers is None:
         return None
+    if settings.method == "tree":
+        asked = {
+            "tensor_parallel_size or pipeline_parallel_size": loaded.ranks is not None,
+            "deterministic": config.deterministic,  # what is kept of a side line was summed in another order
+            "a GPU": config.uses_gpu_device,
+        }
+        for knob in (knob for knob, is_asked in asked.items() if is_asked):
+            raise ConfigError(
+                f"speculative_method=tree cannot be had with {knob}; leave one of the two out, or use "
+                "speculative_method=draft_model"
+            )
     if isinstance(headers, HeadHeaders):
         if loaded.ranks is not None:
             raise ConfigError(
@@ -249,7 +281,8 @@ def make_speculation(
     settings = config.settings.speculation
     if not settings.is_on:
         return None
-    vocab_size, proposer, drafter = loaded.config.vocab_size, None, None
+    vocab_size, proposer, has_trees = loaded.config.vocab_size, None, settings.method == "tree"
+    drafter: DraftModel | None = None
     max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
     prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
@@ -258,14 +291,13 @@ def make_speculation(
         if isinstance(draft_device, GpuDevice):
             prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
             draft_device.wait_for_compilers()
-        target = device if isinstance(device, GpuDevice) else None
-        drafter = (
-            DraftHead(draft_device, scheduler.state, target=target)
-            if is_head
-            else DraftModel(
-                draft_device, scheduler.state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target
-            )
-        )
+        target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
+        if is_head:
+            drafter = DraftHead(draft_device, state, target=target)
+        elif has_trees:
+            drafter = TreeModel(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS)
+        else:
+            drafter = DraftModel(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
     else:
         proposer = _make_proposer(settings)
     if costs is None:
@@ -281,6 +313,7 @@ def make_speculation(
             row_gap_s=ROW_GAP_S if overlaps else 0.0,
             drafter=draft_device,
             draft_start=int(is_head),
+            has_trees=has_trees,
         )
         logger.info(
             "steps measured tokens_ms=%s draft_ms=%.2f",
@@ -296,7 +329,7 @@ def make_speculation(
         device.use_judge(SyntheticJudge(settings.synthetic_acceptance))
     return Speculation(
         scheduler,
-        DraftLengths(costs),
+        DraftLengths(costs, survival=survival, turns=turns_of) if has_trees else DraftLengths(costs),
         proposer,
         drafter,
         max_drafts=settings.max_drafts,
@@ -305,6 +338,7 @@ def make_speculation(
         max_len=max_len,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
+        has_trees=has_trees,
         prepare=prepare,
         again=again,
     )

@@ -22,10 +22,11 @@ import numpy as np
 from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.device import DeviceHalf, StateShape
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.order import DECODE, EMPTY, VERIFY, RowFacts, StepOrder
+from infer.execution.order import DECODE, DRAWS_BEST, EMPTY, VERIFY, RowFacts, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.speculative.adaptive import StepCosts
+from infer.speculative.tree import WIDTH
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
 DRAFT_PROBES = 4  # drafts that are timed together
@@ -45,6 +46,7 @@ def measure_step_costs(
     row_gap_s: float = 0.0,
     drafter: DeviceHalf | None = None,
     draft_start: int = 0,
+    has_trees: bool = False,
 ) -> StepCosts:
     """Return what steps of a device take; the gaps are lost where they do not overlap.
 
@@ -61,7 +63,12 @@ def measure_step_costs(
         size *= 2
     draft_s = draft_row_s = 0.0
     num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
-    if isinstance(drafter, GpuDevice):
+    if drafter is not None and has_trees:
+        few, many = (
+            _fastest(drafter, _best(_window(shape, vocab_size, size))) for size in (8, min(64, room))
+        )
+        draft_s, draft_row_s = few, max(many - few, 0.0) / 8
+    elif isinstance(drafter, GpuDevice):
         draft_s, many = (_turn_seconds(drafter, shape, count) for count in (1, num_rows))
         draft_row_s = max(many - draft_s, 0.0) / num_rows
     elif drafter is not None:
@@ -75,7 +82,7 @@ def measure_step_costs(
         draft_s=draft_s,
         draft_row_s=draft_row_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
-        is_ahead=isinstance(drafter, GpuDevice),
+        is_ahead=isinstance(drafter, GpuDevice) and not has_trees,
     )
 
 
@@ -173,6 +180,11 @@ def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
         lines=np.frombuffer(SampleLine(0).pack(), dtype=np.int64).reshape(1, NUM_FIELDS),
         facts=np.array([RowFacts(num_prompt=1)], dtype=np.int32),
     )
+
+
+def _best(order: StepOrder) -> StepOrder:
+    """Return an order that draws the best ids of each position, as a turn of a model that drafts trees."""
+    return order._replace(flags=DRAWS_BEST, num_draws=WIDTH * order.num_draws)
 
 
 def _turn(shape: StateShape, num_rows: int, start: int) -> StepOrder:

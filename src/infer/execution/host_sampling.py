@@ -10,6 +10,7 @@ A row that *verifies* drafts is sampled at all of its positions at once, each as
 right. The noise is a hash of (seed, position), so the id at a position is the one that the row would have
 drawn there without drafts, provided that all before it are right: ids are kept up to the first that is not
 the draft of its position, and that one is kept in the draft's place. Greedy or not, the text is the same.
+Drafts that are a tree are judged along the path that the ids take (trees.py).
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import numpy as np
 import torch
 
 from infer.execution.device import StepResult
-from infer.execution.order import DECODE, NONE, VERIFY, StepMasks, StepOrder
+from infer.execution.layout import positions_of
+from infer.execution.order import DECODE, DRAWS_BEST, NO_MASKS, NONE, VERIFY, StepMasks, StepOrder
 from infer.execution.row_book import RowBook
+from infer.execution.trees import branched_rows, kept_path, main_line
 from infer.kernels.runtime.torch_threads import threads_for
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.models.model import Network
 from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import RowLogprobs
-from infer.sampling.sampler import SampleRow, sample
+from infer.sampling.sampler import SampleRow, best_ids, sample
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
@@ -66,6 +69,9 @@ class HostSampler:
         self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor, masks: StepMasks
     ) -> StepResult:
         """The result of a step, given the row of `hidden_TD` that belongs to each row's last token."""
+        if order.flags & DRAWS_BEST:
+            places, _, _ = self._rows_to_sample(_once(order), last_rows, {}, masks)
+            return self.draw_best(order, (self._logits or self._model.logits)(_rows_of(hidden_TD, places)))
         ids: list[tuple[int, ...]] = [()] * order.num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * order.num_rows
         prompt_logprobs = read_prompts(self.prompt_tables(order, last_rows, hidden_TD))
@@ -76,15 +82,26 @@ class HostSampler:
         logits_SV = (self._logits or self._model.logits)(_rows_of(hidden_TD, places))
         with threads_for(len(rows)):
             samples = sample(logits_SV, rows, overwrites=True)
-        first = 0
+        first, backs = 0, dict(branched_rows(order))
         for number, count in enumerate(counts):
             drawn = samples.ids[first : first + count]
+            path: Sequence[int] = range(count)
             if number in drafts:
-                drawn = drawn[: self.judge(drawn, drafts[number])]
-            ids[number] = tuple(drawn)
-            logprobs[number] = tuple(samples.logprobs[first : first + len(drawn)])
+                path = kept_nodes(self.judge, drawn, drafts[number], backs.get(number))
+            ids[number] = tuple(drawn[node] for node in path)
+            logprobs[number] = tuple(samples.logprobs[first + node] for node in path)
             first += count
         return StepResult(ids, logprobs, prompt_logprobs)
+
+    def draw_best(self, order: StepOrder, logits_SV: torch.Tensor) -> StepResult:
+        """The best ids of all sampled positions, whose logits are given; those of a row are end to end."""
+        _, rows, counts = self._rows_to_sample(_once(order), [0] * order.num_rows, {}, NO_MASKS)
+        with threads_for(len(rows)):
+            best = best_ids(logits_SV, rows, int(order.num_draws.max()))
+        ends = np.cumsum(counts).tolist()
+        ids = [tuple(id_ for each in best[end - count : end] for id_ in each)
+               for end, count in zip(ends, counts, strict=True)]  # fmt: skip
+        return StepResult(ids, [()] * order.num_rows, {})
 
     def _rows_to_sample(
         self, order: StepOrder, last_rows: list[int], drafts: Mapping[int, list[int]], masks: StepMasks
@@ -94,14 +111,17 @@ class HostSampler:
         mask_of = masks.by_place() if len(masks.numbers) else {}
         columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()
         entries = self._book.entries(order.rows)
+        ends = order.counts.cumsum()
+        positions = (positions_of(order, ends) + 1).tolist() if len(order.backs) else None
         for number, (entry, last_row, num_sampled, num_draws, stop) in enumerate(
             zip(entries, last_rows, *columns, strict=True)
         ):
             counts.append(num_sampled * num_draws)
             for back in range(num_sampled - 1, -1, -1):  # positions before the last one
-                position = stop - back
+                place = stop - back
+                position = place if positions is None else positions[ends[number] - 1 - back]
                 for index in range(num_draws):
-                    row = entry.sample_row(position, index, mask_of.get((number, position)))
+                    row = entry.sample_row(position, index, mask_of.get((number, place)))
                     if number in drafts:  # penalties count the drafts before this position
                         row = row._replace(tokens=[*row.tokens, *drafts[number][: num_sampled - 1 - back]])
                     places.append(last_row - back)
@@ -152,6 +172,11 @@ class HostSampler:
                 yield number, tokens, last_rows[number] + 1 - len(tokens), count
 
 
+def _once(order: StepOrder) -> StepOrder:
+    """An order that draws one id at each of its positions."""
+    return order._replace(num_draws=np.minimum(order.num_draws, 1))
+
+
 def _rows_of(hidden_TD: torch.Tensor, places: list[int]) -> torch.Tensor:
     """Hidden states at some places; all of them, where every token is its row's last, are not copied."""
     # Equal counts alone could be one row about to fork.
@@ -181,6 +206,20 @@ def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
     """The number of ids drawn next to drafts that are kept: those that equal them, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
+
+
+def kept_nodes(
+    judge: Judge, drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int] | None
+) -> Sequence[int]:
+    """The places of a window whose ids are kept; `backs` are given where its drafts have branches.
+
+    A judge that does not look at the ids keeps part of the main line: the drafts that follow each other.
+    """
+    if backs is None:
+        return range(judge(drawn, drafts))
+    if judge is num_kept:
+        return kept_path(drawn, drafts, backs)
+    return range(judge(drawn, drafts[: main_line(backs[1:])]))
 
 
 class SyntheticJudge:

@@ -27,6 +27,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.execution.device import StateShape
 from infer.execution.order import DECODE, PADDING, READS_PROMPTS, VERIFY, StepOrder
+from infer.execution.trees import NO_TREE, nodes_of
 from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.delta.reference import DeltaRule, StateSpan, pieces_of, run_spans
@@ -97,6 +98,9 @@ class TokenLayout(NamedTuple):
 
 def positions_of(order: StepOrder, ends: np.ndarray) -> np.ndarray:
     """The positions of all tokens, given the place after each row's last one."""
+    if len(order.backs):
+        nodes: np.ndarray = order.starts.repeat(order.counts) + nodes_of(order).depths_T
+        return nodes
     positions: np.ndarray = np.arange(ends[-1] if len(ends) else 0) + (order.stops - ends).repeat(
         order.counts
     )
@@ -128,17 +132,23 @@ class _TokenGroup(NamedTuple):
     stops_S: np.ndarray  # positions of each in the cache after this step
     decodes: bool
     num_drafts: int = 0  # last tokens that may be refused
+    sees_QQ: torch.Tensor | None = None  # True: a token of a tree sees another one of its row
 
 
 def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
     """Each row by itself, except those that decode together: the longest at most about twice the shortest."""
     firsts, stops, is_decode = layout.ends - order.counts, order.stops, order.kinds == DECODE
     made = []
+    nodes = nodes_of(order) if len(order.backs) else None
     for number in (~is_decode).nonzero()[0].tolist():
         first, count = int(firsts[number]), int(order.counts[number])
         rows, ends = order.rows[[number]], stops[[number]]
         drafts = int(order.num_sampled[number]) - 1 if order.kinds[number] == VERIFY else 0
-        made.append(_TokenGroup(slice(first, first + count), count, rows, ends, False, drafts))
+        own, sees_QQ = slice(first, first + count), None
+        if nodes is not None and nodes.starts_T[first] != NO_TREE:
+            seen_QQ = nodes.seen_T[own, None] >> np.arange(count) & 1
+            sees_QQ = torch.from_numpy(seen_QQ.astype(bool)).to(device)
+        made.append(_TokenGroup(own, count, rows, ends, False, drafts, sees_QQ))
     groups, longest = list[list[int]](), 0
     for number in sorted(is_decode.nonzero()[0].tolist(), key=stops.__getitem__):
         if stops[number] > longest:
@@ -187,7 +197,12 @@ class PagedStep(StepContext):
                 )
             else:
                 seen = read_both(keys, values, scales, slots_SL[0], q.dtype)
-                out = self._attend_one(q, *seen, scale=scale, window=window, **how)
+                sees_QK = None
+                if group.sees_QQ is not None:
+                    assert window is None, "no model with windows gets trees (engine/speculation_build.py)"
+                    before_QL = group.sees_QQ.new_ones(len(q), slots_SL.shape[1] - len(q))
+                    sees_QK = torch.cat([before_QL, group.sees_QQ], dim=1)
+                out = self._attend_one(q, *seen, scale=scale, window=window, sees_QK=sees_QK, **how)
             out_TNH[group.tokens] = out
         return out_TNH
 

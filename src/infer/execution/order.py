@@ -18,6 +18,15 @@ A row that *verifies* draws an id at each of its positions, and keeps them up to
 the draft it was drawn next to: 1 to `count` ids come back. A row that samples a single position has no
 drafts: it is a short stretch of text that is computed with rows that have some.
 
+Drafts may be a *tree*: then `backs` says for each given token how many tokens before it its parent is, and it
+is 1 in texts and chains. A token stands one position after its parent and sees its ancestors alone, besides
+what the cache held before; its keys and values lie in the slot of its place in the row (trees.py):
+
+    tokens      d9   x    y    z    w             x, y and z follow each other; w is another guess next to x
+    backs       1    1    1    1    4
+    position    9    10   11   12   10
+    slot of     9    10   11   12   13            if w is kept, its keys and values are moved to slot 10
+
 Everything else in an order is a *difference* of the state that the device keeps from step to step:
 
     lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
@@ -30,7 +39,7 @@ all (`REPEATS`). `write` puts an order into one buffer, `read` looks at it there
 to another process, and how a run is recorded.
 
 Shapes:  N rows of the step, T tokens of rows that do not decode, K block tables, U known tokens, D blocks,
-X transfers, A arrivals, E extras.
+X transfers, A arrivals, E extras, B tokens with a parent: T or none.
 """
 
 from __future__ import annotations
@@ -50,6 +59,7 @@ AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
 REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
 ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
 READS_PROMPTS: Final = 8  # every hidden state of some rows is read: logprobs of prompts, embeddings
+DRAWS_BEST: Final = 16  # `num_draws` ids of each position are the best ones, under the same noise: for a tree
 
 TRANSFERS: Final = tuple(TransferKind)  # kinds of transfers, by number
 POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
@@ -73,6 +83,7 @@ class StepOrder(NamedTuple):
     kinds: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
+    backs: np.ndarray  # distance of each given token from its parent; empty: 1 everywhere
     next_tokens: np.ndarray  # token after each row's last, where any row draws none or is read; else empty
     known: np.ndarray
     lines: np.ndarray  # packed `SampleLine`s (kernels/sampling/sample_state.py)
@@ -124,6 +135,7 @@ class StepOrder(NamedTuple):
             **columns,
             tokens=self.tokens[taken],
             slots=self.slots[:, taken],
+            backs=self.backs[taken] if len(self.backs) else self.backs,
             next_tokens=following,
         )
 
@@ -138,7 +150,7 @@ class StepOrder(NamedTuple):
         first = first._replace(**state)
         if not num_first:
             return first, rest
-        assert self.kinds[number] == PROMPT, "only a prompt can be cut"
+        assert self.kinds[number] == PROMPT and not len(self.backs), "only a prompt can be cut"
         num_rest = int(self.counts[number]) - num_first
         for part, place, count in ((first, -1, num_first), (rest, 0, num_rest)):
             part.counts[place] = count
@@ -173,14 +185,14 @@ _ARRAYS: Final = (
     ("counts", "<i4", "N"), ("tokens", "<u4", "T"), ("slots", "<i4", "KT"), ("next_tokens", "<u4", "M"),
     ("table_changes", "<i4", "D3"), ("transfers", "<i4", "X3"), ("facts", "<i4", "AF"),
     ("extras", "<u4", "E"), ("num_sampled", "<i2", "N"), ("num_draws", "<i2", "N"),
-    ("adapters", "<i2", "N"), ("kinds", "<i1", "N"),
+    ("adapters", "<i2", "N"), ("kinds", "<i1", "N"), ("backs", "<i1", "B"),
 )  # fmt: skip
 _COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
-_LENGTHS: Final = "NTKMUDXALFE"  # the header has these, in this order
+_LENGTHS: Final = "NTKMUDXALFEB"  # the header has these, in this order
 _SIZES: Final = {dtype: np.dtype(dtype).itemsize for _, dtype, _ in _ARRAYS}
 _HEADER: Final = Struct(f"<4sIqI{len(_LENGTHS)}I")
 _MAGIC: Final = b"STEP"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def _empty(dtype: str, shape: str) -> np.ndarray:

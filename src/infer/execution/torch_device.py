@@ -8,6 +8,7 @@ logits    ── only of the positions that are sampled, or whose logprobs were 
 sample    ── one id per position, several for a row about to fork                 (host_sampling.py)
 pool      ── hidden states of embeddings                                          (embedding.py)
 follow    ── where a head drafts, it sees what was computed and drawn             (head_model.py)
+compact   ── keys and values of drafts that are kept of a tree are moved          (trees.py)
 
 Where rows that decode and prompts have different backends, the step is split into one for each
 (split_step.py).
@@ -59,6 +60,7 @@ from infer.execution.order import (
 from infer.execution.rank_ring import RankMessage
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
+from infer.execution.trees import moved_slots
 from infer.kernels.runtime.communicator import Pipe
 from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
@@ -166,7 +168,7 @@ class TorchDevice(SyncDevice):
 
     def path_of(self, order: StepOrder) -> str:
         """The way in which this order is computed, in words for people."""
-        if self._cpu is None or self._is_split:
+        if self._cpu is None or self._is_split or len(order.backs):
             return "PyTorch, eager"
         return "C program" if self._cpu.is_recorded(order) else "C kernels, one by one"
 
@@ -310,6 +312,8 @@ class TorchDevice(SyncDevice):
         result = self._sampler.sample(order, last_rows, hidden_TD, masks)
         if self._head is not None:
             self._head.follow(order, inputs.states(order.num_tokens), result.ids)
+        if (moves_2M := moved_slots(order, result.ids)).size:
+            self.store.move_slots(torch.from_numpy(moves_2M).to(self.store.device))
         for row, ids in zip(order.rows.tolist(), result.ids, strict=True):
             if ids:
                 self._rows.last_token[row] = max(ids[-1], 0)  # a step under way may begin with no token
@@ -324,11 +328,11 @@ class TorchDevice(SyncDevice):
         if self._adapters is not None:
             self._adapters.begin(self._slots(order))
             on_select = self._adapters.select
-        if self._cpu is not None and not self._is_split:
+        if self._cpu is not None and not self._is_split and not len(order.backs):  # C knows no trees
             return *self._cpu.run(order, on_select), self._cpu.layer_inputs
         paged = self._paged(order, self._backend)
         step: StepContext = paged
-        if self._is_split:
+        if self._is_split and not len(order.backs):
             backends = self._decode_backend, self._backend
             step = split_step(order, paged.positions, self._context, backends)
         places, last_rows = needed_tokens(order, paged.last_places)

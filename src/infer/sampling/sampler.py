@@ -85,6 +85,27 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bo
     return Samples(ids, top_logprobs(raw, ids, asked))
 
 
+def best_ids(logits_SV: torch.Tensor, rows: Sequence[SampleRow], count: int) -> list[list[int]]:
+    """The ids of each row that `sample` would draw first, second and so on, if those before were forbidden.
+
+    Where fewer can be drawn, others follow: they are guesses, and a wrong one does no harm.
+    """
+    adjusted_SV = _adjust(logits_SV.float(), rows, overwrites=False)
+    drawn = [place for place, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn:
+        adjusted_SV, device = adjusted_SV.clone(), logits_SV.device
+        params = [rows[place].params for place in drawn]
+        temperatures = [max(each.temperature, _SMALLEST_TEMPERATURE) for each in params]
+        some_SV = adjusted_SV[drawn] - adjusted_SV[drawn].amax(dim=1, keepdim=True)
+        some_SV /= torch.tensor(temperatures, device=device).unsqueeze(1)
+        keys = [noise_keys(rows[place].seed, rows[place].position) for place in drawn]
+        keys_S2 = torch.tensor(keys, dtype=torch.int32, device=device)
+        every_id = torch.arange(some_SV.shape[1], dtype=torch.int32, device=device)
+        adjusted_SV[drawn] = filter_rows(some_SV, params) + gumbel_noise(keys_S2, every_id.unsqueeze(0))
+    found: list[list[int]] = adjusted_SV.nan_to_num(-torch.inf).topk(count, dim=1).indices.tolist()
+    return found
+
+
 def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
     """The rows at `indices`, in order; not copied if they are all of them."""
     return x if len(indices) == x.shape[0] else x[indices]

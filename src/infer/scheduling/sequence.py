@@ -75,8 +75,8 @@ class Sequence:
     """The tokens of one output, and the column of counts that says how far the cache has come with them."""
 
     __slots__ = (
-        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "draft_counts", "drafts",
-        "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
+        "arrival", "bare_until", "cells", "column", "cumulative_logprob", "draft_backs", "draft_counts",
+        "drafts", "finish_reason", "group", "index", "is_beam", "is_running", "is_swapped", "max_total",
         "num_cached", "num_from_host", "num_prompt", "num_slots", "num_tokens_then", "place",
         "request_id", "seq_id", "sort_key", "stop_ids", "stop_reason", "ticket", "tokens",
         "waiting_since", "was_admitted",
@@ -95,6 +95,7 @@ class Sequence:
         self.tokens = array("I", tokens)  # a copy, 32 bits each: long prompts are read by whole blocks
         self.draft_counts: DraftCounts | None = None  # so far, if it has had drafts
         self.drafts: tuple[int, ...] = ()  # proposed ids that follow `tokens`, until a step has judged them
+        self.draft_backs: tuple[int, ...] = ()  # distance of each from its parent, if they are a tree
         self.num_prompt = len(request.prompt)
         self.max_total = group.max_total
         self.stop_ids = group.stop_ids

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -126,15 +126,18 @@ class Acceptance:
     _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which begin with the prior
     _judged: float = PRIOR_WEIGHT
 
-    def update(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a window. Drafts after the first that was refused were not judged and teach nothing."""
+    def update(self, num_drafts: int, num_accepted: int, longest: int | None = None) -> None:
+        """Count a window. Drafts after the first that was refused were not judged and teach nothing.
+
+        `longest`: the drafts of its longest path, if they are a tree.
+        """
         assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts accepted"
         if not num_drafts:
             return
         self.num_drafts += num_drafts
         self.by_length += [0] * (num_accepted + 1 - len(self.by_length))
         self.by_length[num_accepted] += 1
-        for place in range(min(num_accepted + 1, num_drafts)):
+        for place in range(min(num_accepted + 1, num_drafts if longest is None else longest)):
             self._right += (place < num_accepted) - self._right / MEMORY
             self._judged += 1 - self._judged / MEMORY
 
@@ -167,8 +170,17 @@ class Acceptance:
 class DraftLengths:
     """Gives each sequence of a step its number of drafts, and learns from how they fared."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        survival: Callable[[float, float, int], float] = lambda before, rate, place: before * rate,
+        turns: Callable[[int], int] = int,
+    ) -> None:
+        """`survival`: the probability that the draft at a place is kept, given that of the one before and a
+        rate; `turns`: the passes that make a number of drafts. The defaults are those of chains.
+        """
+        self.costs, self._survival, self._turns = costs, survival, turns
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
         self._known: dict[int, Acceptance] = defaultdict(Acceptance)
         self._last_probe = 0
@@ -240,7 +252,10 @@ class DraftLengths:
             return counts
         layer, survivals = [1.0] * len(rows), list[float]()  # all rows at depth 1, then all at depth 2, ..
         for depth in range(longest):
-            layer = [layer[row] * rate if depth < most else -1.0 for row, (rate, most) in enumerate(rows)]
+            layer = [
+                self._survival(layer[row], rate, depth) if depth < most else -1.0
+                for row, (rate, most) in enumerate(rows)
+            ]
             survivals += layer
         order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)[: sum(available)]
         end = base + len(order) + 1
@@ -250,7 +265,7 @@ class DraftLengths:
         best, taken = base / seconds[0], order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = self.costs.drafting(base, len(rows), cap)
+            drafting = self.costs.drafting(base, len(rows), self._turns(cap))
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
             if (fastest := max(speeds)) > best:
@@ -263,11 +278,13 @@ class DraftLengths:
         """Count the windows of a sequence from now on, also if its lengths are not chosen here."""
         self._known[seq_id] = Acceptance()
 
-    def update(self, seq_id: int, num_drafts: int, num_accepted: int) -> Acceptance | None:
+    def update(
+        self, seq_id: int, num_drafts: int, num_accepted: int, longest: int | None = None
+    ) -> Acceptance | None:
         """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
         known = self._known.get(seq_id)
         if known is not None:
-            known.update(num_drafts, num_accepted)
+            known.update(num_drafts, num_accepted, longest)
         return known
 
     def forget(self, seq_id: int) -> Acceptance:

@@ -15,6 +15,9 @@ A *soft cap* c bounds the scores: s becomes c tanh(s / c) before the softmax (Ge
 score of each query head, to which no value belongs: it takes its share of the softmax and adds nothing
 (gpt-oss). A kernel without either must not be chosen for a layer that has them.
 
+The drafts of a tree (execution/trees.py) do not see all positions before them: `sees_QK` says which, in place
+of the rule above.
+
 Grouped queries: query heads n * N/G .. (n + 1) * N/G - 1 share kv head n. Softmax is float32.
 
     attend_naive   one query at a time over the slice it may see: slow, and obviously right
@@ -51,6 +54,7 @@ def attend_naive(
     window: int | None,
     softcap: float | None = None,
     sinks_N: torch.Tensor | None = None,
+    sees_QK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification: attention of the last Q of K positions, one query at a time; [Q, N, H]."""
     num_queries = q_QNH.shape[0]
@@ -60,7 +64,10 @@ def attend_naive(
 
     for query in range(num_queries):
         position = num_positions - num_queries + query
+        seen: slice | torch.Tensor
         seen = slice(0 if window is None else max(position - window + 1, 0), position + 1)
+        if sees_QK is not None:
+            seen = sees_QK[query]
         scores_GMS = scale * torch.einsum("gmh,sgh->gms", q_QGMH[query], k_KGH[seen].float())
         weights_GMS = _softmax(scores_GMS, softcap, sinks_N)
         out_QGMH[query] = torch.einsum("gms,sgh->gmh", weights_GMS, v_KGH[seen].float())
@@ -87,6 +94,7 @@ def _attend_products(
     window: int | None,
     softcap: float | None,
     sinks_N: torch.Tensor | None,
+    sees_QK: torch.Tensor | None,
 ) -> torch.Tensor:
     """`attend_naive` of some queries at a time: scores, softmax and sums are three whole tensors."""
     num_queries, num_positions, num_kv_heads = len(q_QNH), len(k_KGH), k_KGH.shape[1]
@@ -97,7 +105,10 @@ def _attend_products(
         start = 0 if window is None else max(end - (some.stop - first) - window + 1, 0)
         q_QGMH = q_QNH[some].float().unflatten(1, (num_kv_heads, -1))
         scores_GMQS = scale * torch.einsum("qgmh,sgh->gmqs", q_QGMH, k_KGH[start:end].float())
-        mask_QS = _may_see(some.stop - first, end - start, window, q_QNH.device)
+        if sees_QK is None:
+            mask_QS = _may_see(some.stop - first, end - start, window, q_QNH.device)
+        else:
+            mask_QS = sees_QK[some, start:end]
         if softcap is not None:
             scores_GMQS = softcap * torch.tanh(scores_GMQS / softcap)
         weights_GMQS = _softmax(scores_GMQS.masked_fill(~mask_QS, -torch.inf), None, sinks_N)
@@ -115,11 +126,12 @@ def attend_sdpa(
     window: int | None,
     softcap: float | None = None,
     sinks_N: torch.Tensor | None = None,
+    sees_QK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last Q of K positions through PyTorch's SDPA, masked only where it must be."""
     if softcap is not None or sinks_N is not None:
         return _attend_products(
-            q_QNH, k_KGH, v_KGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N
+            q_QNH, k_KGH, v_KGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, sees_QK=sees_QK
         )
     num_queries, num_heads, head_dim = q_QNH.shape
     if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # some positions are out of sight
@@ -133,12 +145,14 @@ def attend_sdpa(
         return F.scaled_dot_product_attention(q_1GMH, k_1GKH, v_1GKH, scale=scale).reshape(q_QNH.shape)
 
     window_cuts = window is not None and window < num_positions
-    is_plain_causal = num_queries == num_positions and not window_cuts
+    is_plain_causal = num_queries == num_positions and not window_cuts and sees_QK is None
+    if sees_QK is None and not is_plain_causal:
+        sees_QK = _may_see(num_queries, num_positions, window, q_QNH.device)
     out_1NQH = F.scaled_dot_product_attention(
         q_QNH.transpose(0, 1).unsqueeze(0),
         k_1GKH,
         v_1GKH,
-        attn_mask=None if is_plain_causal else _may_see(num_queries, num_positions, window, q_QNH.device),
+        attn_mask=sees_QK,
         is_causal=is_plain_causal,
         scale=scale,
         enable_gqa=num_heads != num_kv_heads,
