@@ -26,6 +26,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=40
 )  # timings are for benchmarks
 hypothesis.settings.load_profile("fixed")
+
+
+_FREEZING: dict[str, Callable[[], None]] = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +67,36 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hide packages and tests from the garbage collector, which walks whenever an engine is closed."""
+    """Hide packages and tests from the garbage collector, which walks whenever an engine is closed.
+
+    The first engine that thaws what it froze would bring them back, and each walk after it would take half a
+    second. So engines in tests neither freeze nor thaw; the tests of freezing ask for `real_freezing`.
+    """
+    _freeze_again()
+    for name in _FREEZING:
+        setattr(gc, name, lambda: None)
+
+
+def _freeze_again() -> None:
     gc.collect()
-    gc.freeze()
+    _FREEZING["freeze"]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_after_each_file() -> Iterator[None]:
+    """Hide what a file's tests have imported and cached as well."""
+    yield
+    _freeze_again()
+
+
+@pytest.fixture
+def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let objects be frozen and thawed within a test."""
+    with monkeypatch.context() as patch:
+        for name, function in _FREEZING.items():
+            patch.setattr(gc, name, function)
+        yield
+    _FREEZING["freeze"]()
 
 
 @functools.cache

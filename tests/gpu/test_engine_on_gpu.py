@@ -379,6 +379,7 @@ def test_graphs_of_an_engine_that_is_gone_do_not_spoil_a_capture(qwen3: str) -> 
         gc.enable()
 
 
+@pytest.mark.usefixtures("real_freezing")
 def test_an_engine_is_frozen_while_it_lives_and_its_memory_comes_back(qwen3: str) -> None:
     def build() -> LLM:
         return LLM(qwen3, device="cuda", dtype="bfloat16", **FEW_SIZES)

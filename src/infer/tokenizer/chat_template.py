@@ -29,6 +29,7 @@ text they make.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -88,8 +89,7 @@ class ChatTemplate:
         self.source = source
         self._tokenizer = tokenizer
         try:
-            names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
-            self._template = _ENVIRONMENT.from_string(source)
+            names, self._template = _compile(source)
         except RecursionError:
             raise ConfigError(f"chat template {name} is nested too deeply") from None
         except jinja2.TemplateSyntaxError as error:
@@ -220,6 +220,13 @@ class ChatTemplate:
             if not isinstance(value, KWARGS[name]):
                 wanted = "true or false" if KWARGS[name] is bool else "a string"
                 raise TemplateError(f"{name} must be {wanted}, got {show_value(value)}", param=name)
+
+
+@functools.lru_cache(maxsize=16)  # engines of one process often have the same
+def _compile(source: str) -> tuple[set[str], jinja2.Template]:
+    """The names that a template reads, and the template."""
+    names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+    return names, _ENVIRONMENT.from_string(source)
 
 
 def _without_mark(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,7 @@ from infer.engine import gc_freeze
 from infer.engine.gc_freeze import freeze_with, freezing
 from tests.support.tiny import make_engine
 
-
-@pytest.fixture(autouse=True)
-def frozen_again() -> Iterator[None]:
-    """The tests of a run are frozen, too: a collector that sees them takes a second."""
-    yield
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("real_freezing")
 
 
 def is_thawed() -> bool:

@@ -14,6 +14,8 @@ import gc
 import sys
 from types import FrameType
 
+import pytest
+
 from benchmarks import engine_cpu
 from infer.engine.engine import Engine
 
@@ -64,6 +66,7 @@ def left_by_a_round(engine: Engine) -> tuple[int, int]:
     return num_in_circles, len(gc.get_objects()) - num_tracked
 
 
+@pytest.mark.usefixtures("real_freezing")
 def test_steps_leave_nothing_to_the_garbage_collector() -> None:
     engine = engine_cpu.make_engine(64)
     num_cached = engine.stats().num_cached_blocks

@@ -108,9 +108,8 @@ def interrupt_self() -> None:
 
 
 def test_the_last_line_of_a_server_that_was_stopped_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gc.freeze", lambda: None)  # other tests follow in this process
     caplog.set_level(logging.INFO, logger="infer")
     config = ServerConfig(uds=str(tmp_path / "s"))
     asyncio.run(serve({}, config, announce=lambda url: interrupt_self()))

@@ -60,6 +60,7 @@ def attend_naive(
     num_queries = q_QNH.shape[0]
     num_positions, num_kv_heads, _ = k_KGH.shape
     q_QGMH = q_QNH.float().unflatten(1, (num_kv_heads, -1))
+    k_GHK, v_GKH = k_KGH.float().permute(1, 2, 0), v_KGH.float().transpose(0, 1)
     out_QGMH = torch.empty_like(q_QGMH)  # M query heads share each kv head
 
     for query in range(num_queries):
@@ -68,9 +69,8 @@ def attend_naive(
         seen = slice(0 if window is None else max(position - window + 1, 0), position + 1)
         if sees_QK is not None:
             seen = sees_QK[query]
-        scores_GMS = scale * torch.einsum("gmh,sgh->gms", q_QGMH[query], k_KGH[seen].float())
-        weights_GMS = _softmax(scores_GMS, softcap, sinks_N)
-        out_QGMH[query] = torch.einsum("gms,sgh->gmh", weights_GMS, v_KGH[seen].float())
+        weights_GMS = _softmax(scale * (q_QGMH[query] @ k_GHK[..., seen]), softcap, sinks_N)
+        out_QGMH[query] = weights_GMS @ v_GKH[:, seen]
 
     return out_QGMH.flatten(1, 2).to(q_QNH.dtype)
 
