@@ -119,11 +119,6 @@ class Workload:
         return sum(turn.max_tokens for session in self.sessions for turn in session.turns)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """The number of tokens in first turns; later turns repeat what came before."""
-        return sum(session.turns[0].prompt_len for session in self.sessions)
-
-    @property
     def longest(self) -> int:
         """The number of tokens of the longest session at its end; approximate for a chat."""
         return max(

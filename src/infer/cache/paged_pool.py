@@ -468,24 +468,14 @@ class PagedKVCachePool:
         )
 
     @property
-    def free_blocks(self) -> Collection[int]:
-        """The blocks without an owner; live, to be read only."""
-        return self._device.free
+    def spare_blocks(self) -> tuple[Collection[int], Collection[int]]:
+        """The blocks without an owner, and those that only the prefix tree holds; live, to be read only."""
+        return self._device.free, self._device.idle
 
     @property
-    def idle_blocks(self) -> Collection[int]:
-        """The blocks that only the prefix tree holds; live, to be read only."""
-        return self._device.idle
-
-    @property
-    def free_host_blocks(self) -> Collection[int]:
-        """The host blocks without an owner; live, to be read only."""
-        return self._host.free
-
-    @property
-    def idle_host_blocks(self) -> Collection[int]:
-        """The host blocks that are copies of evicted blocks and nothing else; live, to be read only."""
-        return self._host.idle
+    def spare_host_blocks(self) -> tuple[Collection[int], Collection[int]]:
+        """The same of host memory, where the tree holds copies of evicted blocks."""
+        return self._host.free, self._host.idle
 
     def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield every sequence's id, its device blocks and its host blocks, for pictures."""

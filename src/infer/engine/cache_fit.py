@@ -223,9 +223,7 @@ def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> Kept
     if state is not None:  # every block has room for a tail, too
         per_token += -(-layout.num_layers * state.num_tail * dtype.itemsize // cache.block_size)
     return KeptCache(
-        layout,
-        per_token,
-        workspace_share(layout.num_planes, gathers=config.gathers_kv, widening=widening),
+        layout, per_token, workspace_share(layout.num_planes, gathers=config.gathers_kv, widening=widening)
     )
 
 

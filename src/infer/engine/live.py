@@ -206,9 +206,9 @@ class LiveView:
             for seq_id, blocks, swapped in pool.tables_of_all()
         ]
         own = [row[:2] for row in held]
-        codes_of_blocks = _codes(own, pool.num_blocks, pool.free_blocks, pool.idle_blocks)
+        codes_of_blocks = _codes(own, pool.num_blocks, *pool.spare_blocks)
         swapped = [(code, blocks) for code, _, blocks in held]
-        host = _codes(swapped, pool.num_host_blocks, pool.free_host_blocks, pool.idle_host_blocks)
+        host = _codes(swapped, pool.num_host_blocks, *pool.spare_host_blocks)
         per_cell, cells = _cells(codes_of_blocks)
         host_per_cell, host_cells = _cells(host)
         first = turns[0].group if turns else None
@@ -314,10 +314,7 @@ def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
 
 
 def _codes(
-    held: Iterable[tuple[int, list[int]]],
-    num_blocks: int,
-    free: Collection[int],
-    idle: Collection[int],
+    held: Iterable[tuple[int, list[int]]], num_blocks: int, free: Collection[int], idle: Collection[int]
 ) -> np.ndarray:
     """A code for each block, from what sequences hold and whichever of `free` and `idle` are fewer."""
     is_idle_few = len(idle) <= len(free)

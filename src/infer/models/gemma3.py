@@ -92,7 +92,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 class Block(nn.Module):
     """Attention, then the MLP, each between two norms and each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float = 1.0) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.attention_norm = RMSNorm(size, eps=eps, offset=norm_offset)
@@ -108,15 +108,25 @@ class Block(nn.Module):
         stream.add(self.post_mlp_norm(self.mlp(self.mlp_norm(stream))))
 
 
-class Gemma3(Model):
-    """A stack of local and global blocks, with one rotary table for each kind."""
+class Sandwich(Model):
+    """A stack of these blocks, with one rotary table for each kind of layer."""
+
+    def __init__(
+        self, config: ModelConfig, *, norm_offset: float = 0.0, embedding_scale: float | None = None
+    ) -> None:
+        super().__init__(config, embedding_scale=embedding_scale)
+        self.layers = nn.ModuleList(
+            Block(config, layer, rotary, norm_offset=norm_offset)
+            for layer, rotary in enumerate(layer_rotaries(config))
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
+
+
+class Gemma3(Sandwich):
+    """A stack with centred norms and scaled embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, embedding_scale=config.hidden_size**0.5)
-        self.layers = nn.ModuleList(
-            Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
+        super().__init__(config, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
 
 
 # A norm after each half; the name of Llama's second norm means another one here. Else Qwen 3's names.

@@ -15,12 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
-from infer.layers.norm import RMSNorm
-from infer.models import gemma3, llama
+from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import Target, WeightMap
 
@@ -32,18 +28,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
     shared = llama.read_shared_config(keys, family="glm4", default_head_dim=128, rotary_share=0.5)
     return replace(shared, pairs_neighbours=True, qkv_bias=keys.flag("attention_bias", default=True))
-
-
-class Glm4(Model):
-    """A stack of blocks with a norm before and after each half."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(
-            gemma3.Block(config, layer, rotary, norm_offset=0.0)
-            for layer, rotary in enumerate(layer_rotaries(config))
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 
 
 # fmt: off

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from infer.kernels.elementwise.embedding import scaled
 from infer.layers.attention import StepContext
-from infer.layers.mlp import GatedMLP
-from infer.layers.moe import MixtureOfExperts
-from infer.layers.rotary import Rotary
 from infer.models import llama
 from infer.models.config import ModelConfig
 from infer.models.raw_config import RawConfig
@@ -42,10 +41,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 class Block(llama.Block):
     """Llama's block, whose two halves are scaled before they are added to the residual stream."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, rotary: Rotary, mlp: GatedMLP | MixtureOfExperts
-    ) -> None:
-        super().__init__(config, layer, rotary, mlp)
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(config, attention, mlp)
         self.factor = config.residual_scale
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:

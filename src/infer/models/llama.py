@@ -32,7 +32,6 @@ from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
-from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
 from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import (
@@ -108,12 +107,12 @@ class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, rotary: Rotary, mlp: GatedMLP | MixtureOfExperts
+        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, norm_offset: float = 0.0
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = SelfAttention(config, layer, rotary)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
         self.mlp = mlp
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
@@ -130,7 +129,7 @@ class Llama(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, embedding_scale=config.embedding_scale)
         self.layers = nn.ModuleList(
-            self.block(config, layer, rotary, self.make_mlp(config, layer))
+            self.block(config, SelfAttention(config, layer, rotary), self.make_mlp(config, layer))
             for layer, rotary in enumerate(layer_rotaries(config))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)

@@ -45,7 +45,7 @@ from infer.models.raw_config import RawConfig
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.projection import PendingProduct
-from infer.quant.residual import NormedInput, ResidualStream, as_tensor
+from infer.quant.residual import NormedInput, as_tensor
 
 _DEFAULTS = {  # the reference's: published configs leave out what equals them
     "head_dim": 256,
@@ -158,24 +158,6 @@ def _turned_order(head_dim: int, rotated_dim: int) -> list[int]:
     ]  # fmt: skip
 
 
-class HybridBlock(nn.Module):
-    """Attention of either kind, then the MLP, each after a norm and each added to the residual stream."""
-
-    def __init__(
-        self, config: ModelConfig, attention: GatedAttention | DeltaAttention, mlp: nn.Module
-    ) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
-        self.mlp = mlp
-
-    def forward(self, stream: ResidualStream, step: StepContext) -> None:
-        """Add attention's output to the stream, then the MLP's."""
-        stream.add(self.attention(self.attention_norm(stream), step))
-        stream.add(self.mlp(self.mlp_norm(stream)))
-
-
 class Qwen35(Model):
     """A stack of blocks with linear and with full attention."""
 
@@ -183,7 +165,9 @@ class Qwen35(Model):
         super().__init__(config)
         self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
         self.layers = nn.ModuleList(
-            HybridBlock(config, self._attention(config, layer), Mixtral.make_mlp(config, layer))
+            llama.Block(
+                config, self._attention(config, layer), Mixtral.make_mlp(config, layer), norm_offset=1.0
+            )
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)

@@ -106,7 +106,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("phi3", ("Phi3ForCausalLM",), ("phi3",),
            phi3.read_config, llama.Llama, phi3.WEIGHT_MAP),
     Family("glm4", ("Glm4ForCausalLM",), ("glm4",),
-           glm4.read_config, glm4.Glm4, glm4.WEIGHT_MAP),
+           glm4.read_config, gemma3.Sandwich, glm4.WEIGHT_MAP),
     Family("ministral3", ("Ministral3ForCausalLM",), ("ministral3",),
            ministral3.read_config, llama.Llama, llama.WEIGHT_MAP),
     Family("mistral3", ("Mistral3ForConditionalGeneration",), ("mistral3",),

@@ -18,23 +18,8 @@ SCHEMES: dict[str, Scheme] = {
     row.name: row
     for row in (
         Scheme(name="none", devices=("cpu", "cuda"), make=Dense),
-        Scheme(
-            name="fp8",
-            devices=("cuda",),
-            make=GPUWeights,
-            cost="KL 0.02 to 0.03 on SmolLM2-135M",
-        ),
-        Scheme(
-            name="int8",
-            devices=("cpu", "cuda"),
-            make=Int8,
-            cost="KL 0.004 on SmolLM2-135M",
-        ),
-        Scheme(
-            name="int4",
-            devices=("cpu", "cuda"),
-            make=Int4,
-            cost="KL 0.08 on stories15M",
-        ),
+        Scheme(name="fp8", devices=("cuda",), make=GPUWeights, cost="KL 0.02 to 0.03 on SmolLM2-135M"),
+        Scheme(name="int8", devices=("cpu", "cuda"), make=Int8, cost="KL 0.004 on SmolLM2-135M"),
+        Scheme(name="int4", devices=("cpu", "cuda"), make=Int4, cost="KL 0.08 on stories15M"),
     )
 }

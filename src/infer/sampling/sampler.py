@@ -25,14 +25,7 @@ import torch
 
 from infer.kernels.runtime.dispatch import on_cpu
 from infer.kernels.sampling.adjust_logits import forbidden_by
-from infer.kernels.sampling.gumbel import (
-    argmax_rows,
-    draw,
-    draw_rows,
-    gumbel_noise,
-    noise_keys,
-    where_finite,
-)
+from infer.kernels.sampling.gumbel import argmax_rows, draw, draw_rows, gumbel_noise, noise_keys, where_finite
 from infer.sampling.filters import filter_candidates, filter_rows
 from infer.sampling.logprobs import top_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs, SamplingParams

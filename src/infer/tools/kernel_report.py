@@ -161,10 +161,7 @@ def _attention_of(
             no_cuda = str(error).partition(" needs ")[2].partition(";")[0]
         backend = "triton" if no_cuda else backend
     what = f"{model.num_heads} heads of {model.head_dim}, {model.num_kv_heads} of keys"
-    for name, alone in (
-        ("attention, rows that decode alone", True),
-        ("attention, rows with prompts", False),
-    ):
+    for name, alone in (("attention, rows that decode alone", True), ("attention, rows with prompts", False)):
         problem = DecodeProblem(
             1, model.num_kv_heads, model.head_dim, backend, profile, has_codes, alone, no_cuda
         )

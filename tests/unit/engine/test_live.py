@@ -83,7 +83,7 @@ def check_blocks(world: OracleWorld, snapshot: LiveSnapshot) -> None:
     usage = pool.usage()
     assert sum(snapshot.counts) == snapshot.num_blocks == pool.num_blocks
     assert snapshot.counts[:2] == (usage.num_free, usage.num_idle)
-    cells, free = unrolled(snapshot.cells), set(pool.free_blocks)
+    cells, free = unrolled(snapshot.cells), set(pool.spare_blocks[0])
     assert len(cells) == pool.num_blocks
     for block, code in enumerate(cells):
         owners = [owner for owner in pool._device.owners_of(block) if owner in sequences]

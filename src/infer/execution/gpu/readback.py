@@ -134,12 +134,7 @@ class Readback:
     """Pinned memory for the ids of the last few steps, and the events that say they have arrived."""
 
     def __init__(
-        self,
-        max_rows: int,
-        device: torch.device,
-        *,
-        steps_ahead: int,
-        drafts_KS: torch.Tensor | None = None,
+        self, max_rows: int, device: torch.device, *, steps_ahead: int, drafts_KS: torch.Tensor | None = None
     ) -> None:
         """`drafts_KS`: drafts that are to be read, of one window while those of the next are made."""
         self._device, self._is_cuda = device, is_gpu(device)

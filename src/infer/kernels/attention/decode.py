@@ -40,17 +40,8 @@ weighted alike. Each later tile of positions, or part from scratch memory, is ad
 projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
 Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). `DECODE_WAYS`
-(choice.py) is the order of them, by backend and S * G, the kv heads of all rows. On an H200 (`auto`):
-
-    S * G                        every token decodes             rows and chunks of prompts
-    up to 64 (heads of 128)      projected, CUDA C++             Triton
-    up to 256 (heads of 64)      projected, CUDA C++             Triton
-    up to 256                    projected, Triton               Triton
-    more                         CUDA C++                        CUDA C++
-
-With `auto`, keys and values of 8 bits (kv_codes.py) always go to CUDA C++, which reads bytes 2.6 times as
-fast. `cuda` means CUDA C++ everywhere, `triton` Triton, which also serves other GPUs, types and head sizes;
-`torch_ref` is the specification.
+(choice.py) says which runs, by backend and by the kv heads of all rows; `infer doctor --kernels` prints it.
+Triton also serves other GPUs, types and head sizes, and scores with caps or sinks.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
          the block tables, B blocks per row, W work items.

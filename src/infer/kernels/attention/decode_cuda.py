@@ -57,8 +57,7 @@ class CudaKernel(NamedTuple):
 
 
 DECODE = CudaKernel(
-    "decode_attention",
-    (*(ctypes.c_void_p,) * 13, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float),
+    "decode_attention", (*(ctypes.c_void_p,) * 13, *(ctypes.c_longlong,) * 3, ctypes.c_int, ctypes.c_float)
 )
 PROJECTED = CudaKernel(
     "decode_projected",

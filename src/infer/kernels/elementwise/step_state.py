@@ -26,12 +26,7 @@ import torch
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
-from infer.kernels.sampling.sample_state import (
-    MAX_COUNT,
-    SampleState,
-    constant,
-    field,
-)
+from infer.kernels.sampling.sample_state import MAX_COUNT, SampleState, constant, field
 
 _HAS_USES, _FIELDS, _MAX_COUNT = field("has_uses"), constant(NUM_FIELDS), constant(MAX_COUNT)
 

@@ -1,17 +1,12 @@
 """Products with coded weights (coded.py): which kernel runs, for how many tokens.
 
-    up to 8 tokens, Hopper        small models (to 16 with a stream of 1,024 or less): one kernel
-                                  with prologue and epilogue, as dense weights have            pdl.cu
-    up to 512 tokens, Hopper      the same for all other matrices (fp8: up to 1,024, of which
-                                  more than 128 are rounded to FP8; in groups up to 384)       wgmma.cu
+    up to 1,024 tokens, Hopper    one kernel with prologue and epilogue, as dense weights have   compiled.py
     up to 64 tokens               unpacked tile by tile                                        coded_triton.py
     above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
                                   and the library multiplies on FP8 matrix units
     above, W8A8, Ampere to Hopper the same with int8, where the file's scheme rounds tokens to 8 bits
     above                         W is unpacked to the type of x, and the library multiplies
     CPU                           the specification, in float32
-
-The first two need a whole Hopper (132 SMs), rows of whole 64s of columns and no experts.
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
 """

@@ -32,7 +32,6 @@ import torch
 
 from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
-from infer.kernels.linear.coded import CodedWeights
 from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
 from infer.kernels.linear.low_rank import LowRankStack
 from infer.kernels.linear.pdl import PdlConfig, PdlKernel
@@ -159,12 +158,3 @@ class CompiledLinears:
         if not self._shrink.num_ready or not takes(stack):
             return None
         return self.low_rank.find(x_MX, w, N, K, gated=gated)
-
-    def find(
-        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
-    ) -> PdlConfig | WgmmaConfig | None:
-        """The cut of a product that runs in CUDA C++; None: Triton or cuBLAS computes it."""
-        for kernel in self._kernels:
-            if config := kernel.find(x_MX, w, N, K, gated=gated):
-                return config
-        return None

@@ -15,13 +15,8 @@ How a matrix is cut into blocks decides how much of W is on its way before the w
     warps       enough that each has two chunks of K, both in registers before the wait; 16 at most
     many rows   gate and up of a wider model do not fit at once: small blocks of 4 warps, several
                 to an SM, and the next ones load while these compute
-
-Weights of 8 or 4 bits (coded.py) have half of the bytes or less: blocks of 16 rows and 8 or 16 warps, and of
-32 rows where there are many. With one token long rows of a large model are faster here, too, and with up to
-16 tokens a model whose stream is narrow: there waiting and unpacking take longer than reading x does.
-
-In a chain of layers of two models, 1 and 8 tokens, a sweep over some fifty cuts found nothing faster by more
-than 2.5 %: clusters of blocks that share K were as good, and nothing was gained by asking L2 for more.
+    codes       weights of 8 or 4 bits (coded.py) have half of the bytes or less: 16 rows and 8 or 16 warps,
+                or 32 rows where there are many; one token with long rows of a large model, too
 
 Shapes:  M tokens, N outputs (of the gate half when gated), F outputs of a gated layer (W has 2F rows),
 K inputs, P parts.

@@ -1,10 +1,8 @@
 """The first product of LoRA adapters for few rows, in CUDA C++ (shrink.cu): h = A x, one launch for a matrix.
 
 A cluster of blocks has a tile of 8 rows with one adapter, and 16 ranks. Every warp holds its share of A in
-registers before it waits for x, so K decides how many blocks there are: `_TURNS` chunks for each warp. With
-32 rows of the 8B shape blocks of four warps and those with half of the turns took 1 us less for a layer than
-blocks of eight, and blocks of sixteen 4 us more: they stand in the way of the next kernel's blocks.
-The kernel of the matrix itself adds B h (wgmma.py).
+registers before it waits for x, so K decides how many blocks there are: `_TURNS` chunks for each warp. Blocks
+of more warps would stand in the way of the next kernel's. The matrix's own kernel adds B h (wgmma.py).
 
 Shapes:  T rows, K columns of x, C columns of h.
 """

@@ -10,21 +10,17 @@ A step that decodes M sequences reads every weight once to use it M times. For s
 layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
 product is built for large M and reaches a third of it on small models.
 
-    M <= 8      of small models on Hopper: tensor cores, weights
-                loaded before the wait of a PDL launch             pdl.py
-    M <= 64     of all others, and M <= 128 for gates and what
-                writes into the stream: through shared memory      wgmma.py
+    Hopper      CUDA C++, for matrices that were compiled for it   compiled.py
     M = 1       dot products, the norm folded in                   triton_kernels.gemv_kernel
     M <= 4      the same without the norm where that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
     above       cuBLAS (F.linear), then `gated_activation`
 
-The first two are for matrices that were compiled for them (compiled.py). The choice among the others is
-looked up by number of tokens and shape of W (triton_configs.py). From two tokens on, a norm in every program
-costs more than one launch for all of them. It is cheapest where the sum is made: the epilogue of a matrix
-that writes into the residual stream (`linear_add`) adds and multiplies with the norm's gain before it stores,
-and the matrix that reads the stream next applies what is left, one number per token. Both must run on the
-tensor cores for that; a layer then takes two launches less:
+The choice among Triton's is looked up by number of tokens and shape of W (triton_configs.py). From two tokens
+on, a norm in every program costs more than one launch for all of them. It is cheapest where the sum is made:
+the epilogue of a matrix that writes into the residual stream (`linear_add`) adds and multiplies with the
+norm's gain before it stores, and the matrix that reads the stream next applies what is left, one number per
+token. Both must run on the tensor cores for that; a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
@@ -34,7 +30,7 @@ of x before it is used, because the next layer adds to what is stored. Before it
 large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
 
 With one tile shape a row's bits do not depend on M; they may differ between buckets of M and between kernels,
-cuBLAS included. The first kernel has one bucket: with 1 to 8 tokens a row has the same bits.
+cuBLAS included. The kernel of pdl.py has one bucket: with 1 to 8 tokens a row has the same bits.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
 Calls on one device are expected to follow each other on one stream: programs that split K among them

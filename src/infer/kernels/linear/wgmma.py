@@ -5,43 +5,32 @@ bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of sm
 Above 64 tokens cuBLAS is as fast where attention reads the result; gates, whose activation it leaves to
 another kernel, and matrices that write into the residual stream are still multiplied here.
 
-How a matrix is cut into blocks: a block keeps as much of W under way as the shared memory of an SM holds,
-which is what the memory needs to be busy. How many blocks there are:
+A block keeps as much of W under way as the shared memory of an SM holds: that keeps the memory busy. The
+number of blocks:
 
-    a layer's matrices    rows and the split of K so that about three quarters of the SMs have a block: the
-                          next kernel loads its first weights on the others
+    a layer's matrices    about three quarters of the SMs have one: the next kernel loads its first weights on
+                          the others
     long rows             (of `down` in a large model) take their time; all SMs help
     many rows             (of gate and up) enough to a block that one for each SM suffices: a second round
                           for a few of them would take as long as the first
     more than that        (a head) small blocks, two or three to an SM, round after round
 
-Clusters of more than two blocks do not find room everywhere: only 30 clusters of four run at once. Some
-dozens of cuts of each matrix were tried in chains of layers of four models, with 16, 32 and 64 tokens; some
-with 80 to 128, in steps of three models.
+Clusters of more than two blocks do not find room everywhere: only 30 clusters of four run at once.
 
 Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
-to wait for and more to do with each, so several blocks share an SM: up to three of 64 rows, K being split
-while there are no more than two blocks for each SM. With more than 32 tokens x is the larger part of what is
-read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and unpacking the first
-ones is most of its time: there teams of warps share the stages of a block. Some dozens of cuts of each matrix
-were tried in chains of layers of three models, with 1 to 64 tokens. With more than 64 there is one block to
-an SM, and the cut with the shortest rounds of blocks is chosen; each 96 or 128 tokens have their own blocks,
-neighbours that read the same W from L2. Nine cuts of each matrix of two models were tried with 128 and 256
-tokens: none beat the rule's choice by more than 1.5 %. There the weights of groups are scaled and rounded as
-in a dense matrix, instead of the sums of groups, which would take as many registers again.
-
-With more than 128 tokens arithmetic takes longer than reading W. Tokens of FP8 weights with a scale for each
-row are then rounded to FP8, too, each with a scale of its own (one short launch), and the matrix unit
-multiplies codes twice as fast: a layer of 8B takes 127 us instead of 161 with 256 tokens, 213 instead of 289
-with 512. It is as fast as laying W out for the library with 1,024 tokens, and slower with 2,048. The rule for
-the cuts is the same; of 18 cuts of each matrix, with 192 to 1,024 tokens, it chooses the fastest.
+to wait for and more to do with each, so several blocks share an SM. With more than 32 tokens x is the larger
+part of what is read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and
+unpacking the first ones is most of its time: there teams of warps share the stages of a block. With more than
+64 tokens the cut with the shortest rounds of blocks is chosen; each 96 or 128 tokens have their own blocks,
+neighbours that read the same W from L2, and weights of groups are scaled before the product, since the sums
+of groups would take as many registers again. With more than 128 tokens arithmetic takes longer than reading
+W: tokens of FP8 weights with a scale for each row are then rounded to FP8, too.
 
 The next kernel is let in early, except attention of more than 32 rows after a projection whose blocks are on
 most SMs. An SM divides one memory into shared memory and L1, and can change the division only while it is
-empty. That attention reads through L1; started next to a block, it is left to its end with the L1 that the
-block did not take, and has fewer loads under way: with 128 rows of 450 positions it took 74 us instead of 62
-in a 0.6B model, 71 instead of 62 in 8B, and 236 instead of 201 with 64 long rows in 3B. With fewer
-rows another attention kernel runs, which an early start helps.
+empty: that attention, which reads through L1, would be left with the L1 that the block did not take.
+
+docs/log.md has what was tried and measured.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """

@@ -72,13 +72,7 @@ from infer.kernels.sampling.gumbel import argmax_rows, gumbel_noise
 from infer.kernels.sampling.gumbel import noise_keys as noise_keys_on_host
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SMALLEST_TEMPERATURE
-from infer.kernels.sampling.sample_state import (
-    MAX_BIASED,
-    SampleState,
-    constant,
-    field,
-    num_mask_words,
-)
+from infer.kernels.sampling.sample_state import MAX_BIASED, SampleState, constant, field, num_mask_words
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/params.py
 GROUP = 512  # tokens of a group, whose peak is known
