@@ -264,13 +264,9 @@ class _Lines:
     def tool(self, tool: Tool) -> str:
         """The rule of one tool's call."""
         write = {
-            "json": self._json,
-            "named": self._named,
-            "xml": self._xml,
-            "pythonic": self._pythonic,
-            "harmony": self._harmony,
-            "gemma": self._gemma,
-        }
+            "json": self._json, "named": self._named, "xml": self._xml, "pythonic": self._pythonic,
+            "harmony": self._harmony, "gemma": self._gemma,
+        }  # fmt: skip
         return self._rule(write[self._dialect.form](tool))
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:

@@ -468,9 +468,7 @@ def _to_python(value: Any) -> str:
 
 def _build_environment() -> jinja2.Environment:
     environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.add_filter("tojson", _to_json)
     environment.add_filter("topython", _to_python)
