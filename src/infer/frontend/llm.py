@@ -338,11 +338,8 @@ class LLM(TextModel):
         show_progress: bool = False,
     ) -> list[ScoredDocument]:
         """The documents in the order of how well they answer the query, the best first; at most `top_n`."""
-        return rank(
-            documents,
-            self.score(query, documents, instruction=instruction, show_progress=show_progress),
-            top_n,
-        )
+        scores = self.score(query, documents, instruction=instruction, show_progress=show_progress)
+        return rank(documents, scores, top_n)
 
     def _hidden_states(
         self, job: EmbeddingJob, *, show_progress: bool, adapter: str = ""

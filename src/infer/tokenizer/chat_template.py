@@ -125,7 +125,8 @@ class ChatTemplate:
 
         A template closes a message after its text, so the text is marked, and cut at the mark.
         """
-        messages = map_strings([dict(each) for each in clean_messages(messages)], _without_mark)
+        given = [dict(each) for each in clean_messages(messages)]
+        messages = map_strings(given, lambda text: text.replace(OPEN_END, ""))
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise TemplateError(
@@ -220,10 +221,6 @@ class ChatTemplate:
             if not isinstance(value, KWARGS[name]):
                 wanted = "true or false" if KWARGS[name] is bool else "a string"
                 raise TemplateError(f"{name} must be {wanted}, got {show_value(value)}", param=name)
-
-
-def _without_mark(text: str) -> str:
-    return text.replace(OPEN_END, "")
 
 
 def _own_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
