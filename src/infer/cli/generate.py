@@ -204,7 +204,9 @@ def answer_all(
         raise
     load_s = perf_counter() - started
     params = flags.fit_to_model(params, args, llm.context_len, llm.sampling_defaults)
-    if args.n > 1 and params.temperature == 0 and _chooses_temperature(llm, args):
+    # a server applies its own parameters where flags set none
+    is_known = not isinstance(llm, RemoteModel) or "temperature" in flags.sampling_given(args)
+    if args.n > 1 and params.temperature == 0 and is_known:
         notice(f"[temperature is 0, so all {args.n} answers are the same; --temperature 0.7 draws others]")
     if not (args.raw or isinstance(llm, RemoteModel) or llm.encoder.ships_chat_template):
         logger.info("no chat template, so prompts are continued as plain text model=%s", llm.name)
@@ -225,11 +227,6 @@ def answer_all(
             speed = num_tokens / total_s
             notice(f"{count} answers, {num_tokens} tokens in {total_s:.2f} s, {speed:.1f} tokens/s")
     return len(prompts) - len(answers)
-
-
-def _chooses_temperature(llm: LLM | RemoteModel, args: argparse.Namespace) -> bool:
-    """Return True if the parameters here decide: a server applies its own where flags set none."""
-    return not isinstance(llm, RemoteModel) or "temperature" in flags.sampling_given(args)
 
 
 def answer_each(

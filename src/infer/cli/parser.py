@@ -25,17 +25,9 @@ from infer.errors import nearest
 
 MOVED_BENCHES = ("matrix", "backends", "attention", "memory", "startup", "policies")
 ELSEWHERE = {
-    "complete": "generate",
-    "pull": "fetch",
-    "download": "fetch",
-    "ls": "list",
-    "models": "list",
-    "remove": "rm",
-    "delete": "rm",
-    "start": "serve",
-    "benchmark": "bench",
-    "version": "--version",
-}
+    "complete": "generate", "pull": "fetch", "download": "fetch", "ls": "list", "models": "list",
+    "remove": "rm", "delete": "rm", "start": "serve", "benchmark": "bench", "version": "--version",
+}  # fmt: skip
 
 # values by metavar, where the help of a flag names no default
 EXAMPLES = {"X": "0.5", "ID=BIAS": "42=-100", "GB/S": "450", "US": "6"}

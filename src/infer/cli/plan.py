@@ -205,10 +205,14 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device
             else f"each of {num_ranks} GPUs"
         )
+    number, draft = plan.num_parameters, plan.draft
+    count = f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
+    drafting = f"{draft.name}: {format_bytes(draft.weights)} of weights, the rest for its steps"
+    adapting = f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
     rows = [
-        ("weights", plan.weights, f"{_count(plan.num_parameters)} parameters {in_form(plan.choice.weights)}"),
-        *([("draft model", plan.draft.total, _describe_draft(plan.draft))] if plan.draft.name else []),
-        *([("adapters", plan.adapters, _describe_adapters(plan))] if plan.adapters else []),
+        ("weights", plan.weights, f"{count} parameters {in_form(plan.choice.weights)}"),
+        *([("draft model", draft.total, drafting)] if draft.name else []),
+        *([("adapters", plan.adapters, adapting)] if plan.adapters else []),
         ("activations", plan.step.activations, "of the largest step"),
         *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
         (
@@ -218,7 +222,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             + (f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else "")
             + f": {cache.num_tokens:,} tokens, "
             f"{format_bytes(cache.bytes_per_token)} each"
-            + (f", {format_bytes(plan.draft.beside.per_token)} the draft's" if plan.draft.name else ""),
+            + (f", {format_bytes(draft.beside.per_token)} the draft's" if draft.name else ""),
         ),
     ]
     if plan.workspace:
@@ -262,22 +266,6 @@ def _draft_json(draft: DraftMemory) -> dict[str, Any]:
     if not draft.name:
         return {}
     return {"draft_model": draft.name, "draft_weights": draft.weights, "draft_steps": draft.beside.step}
-
-
-def _describe_adapters(plan: MemoryPlan) -> str:
-    """Return the purpose of the room for LoRA adapters."""
-    return f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
-
-
-def _describe_draft(draft: DraftMemory) -> str:
-    from infer.tools.memory_plan import format_bytes
-
-    return f"{draft.name}: {format_bytes(draft.weights)} of weights, the rest for its steps"
-
-
-def _count(number: int) -> str:
-    """Return a number of parameters; in millions, if there are any."""
-    return f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
 
 
 def _scheme_table(forms: Forms) -> list[str]:

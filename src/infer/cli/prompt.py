@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.cli.answer import notice
 from infer.cli.terminal import is_terminal
@@ -36,6 +36,7 @@ MAX_KEPT = 1000  # messages in the history
 MAX_KEPT_LEN = 10_000  # characters of a message that is kept
 
 ReadLine = Callable[[str], str]  # shows a prompt; raises EOFError or KeyboardInterrupt, as input() does
+Completes = Callable[[str], Iterable[str]]  # the words that Tab offers for the last one of a text
 
 
 class Said(NamedTuple):
@@ -43,13 +44,6 @@ class Said(NamedTuple):
 
     text: str
     is_command: bool = False
-
-
-class Completes(Protocol):
-    """The words that Tab offers: those that may stand in the place of the last one."""
-
-    def __call__(self, text: str) -> Iterable[str]:
-        """Return the words for the text before the cursor."""
 
 
 class Cleared(KeyboardInterrupt):

@@ -40,9 +40,7 @@ examples:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     models = parser.add_argument_group("models")
-    models.add_argument(
-        "positional_model", nargs="?", metavar="MODEL", help="model directory, GGUF file or hub id"
-    )
+    flags.add_rows(models, {"positional_model [MODEL]": (str, "model directory, GGUF file or hub id")})
     models.add_argument(
         "--model",
         dest="models",

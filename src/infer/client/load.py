@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -25,7 +25,6 @@ from infer.tools.memory_plan import check_settings
 
 logger = logging.getLogger(__name__)
 
-_has_hook = False  # a fork of this process is noticed in the child
 _is_forked = False  # a process that was forked after its parent had loaded a model
 
 
@@ -119,11 +118,9 @@ def use_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
+@cache  # once in a process
 def _notice_forks() -> None:
-    global _has_hook
-    if not _has_hook:
-        _has_hook = True
-        os.register_at_fork(after_in_child=_use_one_thread)
+    os.register_at_fork(after_in_child=_use_one_thread)
 
 
 def _use_one_thread() -> None:

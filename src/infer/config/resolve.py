@@ -441,4 +441,4 @@ def _overruled(config: EngineConfig, scheduler: ResolvedScheduler, model: ModelF
     if type(cache)().block_size != cache.block_size < model.state_tokens:
         found["block_size"] = f"{model.state_tokens}, because a block must hold the state of a layer"
     decided = {name: getattr(scheduler, name) for name in ("max_batch_size", "max_num_batched_tokens")}
-    return found | {name: f"without effect: {why}" for name, why in unused_knobs(config, decided)}
+    return found | {name: f"without effect: {why}" for name, why in unused_knobs(config, decided).items()}

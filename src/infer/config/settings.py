@@ -61,8 +61,7 @@ class LoadConfig:
     """The model, its source and its number format."""
 
     model: str | None = knob(
-        None,
-        "model directory, GGUF file or hub id (org/name); default: SmolLM2-135M-Instruct, fetched once",
+        None, "model directory, GGUF file or hub id (org/name); default: SmolLM2-135M-Instruct, fetched once"
     )
     revision: str | None = knob(None, "branch, tag or commit of a hub id; pins every file")
     tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
@@ -332,8 +331,7 @@ class SchedulerConfig:
         "at full speed",
     )
     max_prefill_chunks_per_step: int | None = knob(
-        None,
-        "chunks of prompts that one step may compute, beside the limits in tokens; default: no limit",
+        None, "chunks of prompts that one step may compute, beside the limits in tokens; default: no limit"
     )
     preemption: str = knob(
         "auto",

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
@@ -333,22 +334,13 @@ class _SchemaCheck:
 
     def _check_circles(self) -> None:
         """Refuse a schema that is said to be itself: `$ref` and `allOf` lead back to it."""
-        done: set[int] = set()
-        for start in self._same:
-            path, stack = {start}, [(start, iter(self._same[start].items()))]
-            while stack:
-                schema, following = stack[-1]
-                for other, where in following:
-                    if other in path:
-                        raise self._refuse(where, "leads back to its own schema and says nothing about it")
-                    if other not in done and other in self._same:
-                        path.add(other)
-                        stack.append((other, iter(self._same[other].items())))
-                        break
-                else:
-                    done.add(schema)
-                    path.discard(schema)
-                    stack.pop()
+        try:
+            TopologicalSorter(self._same).prepare()
+        except CycleError as error:
+            circle = error.args[1]  # each of these schemas is said to be the one before it
+            first = next(schema for schema in self._same if schema in circle)
+            where = self._same[circle[circle.index(first) + 1]][first]
+            raise self._refuse(where, "leads back to its own schema and says nothing about it") from None
 
     def visit(self, schema: object, where: str, depth: int) -> int:
         if isinstance(schema, bool):

@@ -54,12 +54,9 @@ _LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a number of JSON gets b
 MAX_FORCED = 256  # tokens that end a reasoning early
 
 _MAX_BYTES = {
-    "json_object": 0,
-    "json_schema": MAX_SCHEMA_BYTES,
-    "regex": MAX_REGEX_BYTES,
-    "choice": MAX_CHOICE_BYTES,
+    "json_object": 0, "json_schema": MAX_SCHEMA_BYTES, "regex": MAX_REGEX_BYTES, "choice": MAX_CHOICE_BYTES,
     "grammar": MAX_GRAMMAR_BYTES,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

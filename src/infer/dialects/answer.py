@@ -30,13 +30,8 @@ _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begu
 CHOICES = ("auto", "none", "required")  # no tool can have one of these as its name
 
 EFFORTS: Mapping[str, int | None] = {  # tokens of reasoning; None: no limit
-    "none": 0,
-    "minimal": 512,
-    "low": 1024,
-    "medium": 4096,
-    "high": None,
-    "xhigh": None,
-}
+    "none": 0, "minimal": 512, "low": 1024, "medium": 4096, "high": None, "xhigh": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

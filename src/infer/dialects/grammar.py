@@ -173,15 +173,9 @@ class _Lines:
         self._symbols: dict[tuple[str, str], str] = {}  # rules of schemas, by tool and schema
         self._size = 0
         self.lead = ""  # text in front of everything
-        gap = (
-            tokenizer.gap_after_special
-            if self._is_special(dialect.begins[0] if dialect.begins else "")
-            else ""
-        )
+        first = tokenizer.token_id(dialect.begins[0]) if dialect.begins else None
+        gap = tokenizer.gap_after_special if first in tokenizer.special_ids else ""
         self._opening = gap + dialect.opening
-
-    def _is_special(self, marker: str) -> bool:
-        return self._tokenizer.token_id(marker) in self._tokenizer.special_ids
 
     def marker(self, text: str) -> str:
         token_id = self._tokenizer.token_id(text) if text else None
@@ -264,13 +258,9 @@ class _Lines:
     def tool(self, tool: Tool) -> str:
         """The rule of one tool's call."""
         write = {
-            "json": self._json,
-            "named": self._named,
-            "xml": self._xml,
-            "pythonic": self._pythonic,
-            "harmony": self._harmony,
-            "gemma": self._gemma,
-        }
+            "json": self._json, "named": self._named, "xml": self._xml, "pythonic": self._pythonic,
+            "harmony": self._harmony, "gemma": self._gemma,
+        }  # fmt: skip
         return self._rule(write[self._dialect.form](tool))
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:

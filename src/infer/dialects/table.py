@@ -149,17 +149,10 @@ DIALECTS = (  # the first one that a template asks for wins
 )  # fmt: skip
 BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 ALIASES = {  # names that other servers have for the same
-    "qwen3_xml": "qwen3_coder",
-    "qwen25": "hermes",
-    "qwen": "hermes",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "llama3_pythonic": "pythonic",
-    "phi4_mini_json": "phi4_mini",
-    "openai": "harmony",
-    "gpt-oss": "harmony",
-}
+    "qwen3_xml": "qwen3_coder", "qwen25": "hermes", "qwen": "hermes", "llama3": "llama3_json",
+    "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "llama3_pythonic": "pythonic",
+    "phi4_mini_json": "phi4_mini", "openai": "harmony", "gpt-oss": "harmony",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from infer.frontend.prompts import (
     read_prompt,
 )
 from infer.sampling.params import SamplingParams
-from infer.scheduling.request import StepOutput
 
 
 class AsyncLLM(TextModel):
@@ -141,11 +140,8 @@ class AsyncLLM(TextModel):
         return await asyncio.to_thread(open_request, *given, **options)
 
     async def _answer(self, builder: OutputBuilder) -> RequestOutput:
-        async with contextlib.aclosing(self.client.generate(builder.request)) as outputs:
-            async for output in outputs:
-                self._take(builder, output)
-                if builder.is_finished:
-                    break
+        async for _ in self._read(builder):
+            pass
         return builder.build()
 
     async def _stream(
@@ -153,19 +149,20 @@ class AsyncLLM(TextModel):
     ) -> AsyncGenerator[TextDelta, None]:
         builder = await self._open(open_request, *given, **options)
         check_streams(builder.request.params, "use generate")
+        async with contextlib.aclosing(self._read(builder)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _read(self, builder: OutputBuilder) -> AsyncGenerator[TextDelta, None]:
+        """Yield the pieces of an answer; a sequence that met a stop string is aborted."""
         async with contextlib.aclosing(self.client.generate(builder.request)) as outputs:
             async for output in outputs:
-                delta = self._take(builder, output)
+                delta, can_stop = builder.take(output)
+                if can_stop:
+                    self.client.abort(output.request_id, output.index)
+                if delta is not None and delta.error is not None:
+                    raise EngineError(delta.error)
                 if delta is not None:
                     yield delta
                 if builder.is_finished:
                     return
-
-    def _take(self, builder: OutputBuilder, output: StepOutput) -> TextDelta | None:
-        """Add an output to its answer; a sequence that met a stop string is aborted."""
-        delta, can_stop = builder.take(output)
-        if can_stop:
-            self.client.abort(output.request_id, output.index)
-        if delta is not None and delta.error is not None:
-            raise EngineError(delta.error)
-        return delta

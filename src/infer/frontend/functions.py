@@ -176,9 +176,9 @@ def _kind(hint: Any) -> _Kind:
     if origin in (Union, UnionType):
         return _union([_kind(each) for each in args])
     if hint is list or origin is list:
-        return _list(_kind(args[0]) if args else None)
+        return _list(*map(_kind, args))
     if hint is dict or (origin is dict and args[0] is str):
-        return _dict(_kind(args[1]) if args else None)
+        return _dict(*map(_kind, args[1:]))
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _one_of({member.value: member for member in hint})
     if is_typeddict(hint) or (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
@@ -207,7 +207,8 @@ def _one_of(members: Mapping[Any, Any]) -> _Kind:
     """Return the kind of a value that is one of several; the model writes the keys."""
     if not members or not all(isinstance(value, str | int | NoneType) for value in members):
         raise TypeError("the values of a Literal or an Enum must be texts, whole numbers, bools or None")
-    types = {json_type for value in members for json_type in [_SCALARS[_plain_type(value)][0]]}
+    kinds = (bool, int, str, NoneType)  # the first that fits: True is an int as well
+    types = {next(_SCALARS[kind][0] for kind in kinds if isinstance(value, kind)) for value in members}
     schema = {"enum": list(members)}
 
     def read(value: Any, where: str) -> Any:
@@ -232,25 +233,25 @@ def _union(kinds: Sequence[_Kind]) -> _Kind:
     return _Kind({"anyOf": [kind.schema for kind in kinds]}, read)
 
 
-def _list(item: _Kind | None) -> _Kind:
+_ANY = _Kind({}, lambda value, where: value)
+
+
+def _list(item: _Kind = _ANY) -> _Kind:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise _unfit(where, "a list", value)
-        return value if item is None else [item.read(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [item.read(each, f"{where}[{i}]") for i, each in enumerate(value)]
 
-    return _Kind({"type": "array"} if item is None else {"type": "array", "items": item.schema}, read)
+    return _Kind({"type": "array"} | ({"items": item.schema} if item.schema else {}), read)
 
 
-def _dict(item: _Kind | None) -> _Kind:
+def _dict(item: _Kind = _ANY) -> _Kind:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise _unfit(where, "an object", value)
-        return (
-            value if item is None else {key: item.read(each, f"{where}.{key}") for key, each in value.items()}
-        )
+        return {key: item.read(each, f"{where}.{key}") for key, each in value.items()}
 
-    schema: dict[str, Any] = {"type": "object"}
-    return _Kind(schema if item is None else schema | {"additionalProperties": item.schema}, read)
+    return _Kind({"type": "object"} | ({"additionalProperties": item.schema} if item.schema else {}), read)
 
 
 def _record(cls: Any) -> _Kind:
@@ -294,10 +295,6 @@ def _read_object(fields: Mapping[str, _Field], value: Any, where: str) -> dict[s
 
 def _unfit(where: str, words: str, value: Any) -> ValueError:
     return ValueError(f"{where} must be {words}, got {json.dumps(value, ensure_ascii=False)}")
-
-
-def _plain_type(value: object) -> type:
-    return next(kind for kind in (bool, int, str, NoneType) if isinstance(value, kind))
 
 
 def _plain(value: object) -> object:

@@ -246,12 +246,7 @@ class LLM(TextModel):
         return [stream.result() for stream in streams]
 
     def _run(
-        self,
-        streams: list[_Stream],
-        opens: Sequence[Opener],
-        label: str,
-        *,
-        show_progress: bool,
+        self, streams: list[_Stream], opens: Sequence[Opener], label: str, *, show_progress: bool
     ) -> None:
         """Put requests into the engine, each as one of `streams`, and make steps until all have ended."""
         try:
@@ -343,11 +338,8 @@ class LLM(TextModel):
         show_progress: bool = False,
     ) -> list[ScoredDocument]:
         """The documents in the order of how well they answer the query, the best first; at most `top_n`."""
-        return rank(
-            documents,
-            self.score(query, documents, instruction=instruction, show_progress=show_progress),
-            top_n,
-        )
+        scores = self.score(query, documents, instruction=instruction, show_progress=show_progress)
+        return rank(documents, scores, top_n)
 
     def _hidden_states(
         self, job: EmbeddingJob, *, show_progress: bool, adapter: str = ""
@@ -367,10 +359,7 @@ class LLM(TextModel):
         return self._stream(partial(self._open_prompt, prompt, params, **options))
 
     def stream_chat(
-        self,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        **options: Unpack[ChatOptions],
+        self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> TextStream:
         """Answer one conversation, piece by piece; a piece's `events` tell reasoning and calls from text."""
         return self._stream(partial(self._open_chat, messages, params, **options))

@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.dialects.answer import AnswerFormat
-from infer.dialects.events import (
-    AnswerEvent,
-    ContentDelta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCall,
-    join_calls,
-)
+from infer.dialects.events import AnswerEvent, ContentDelta, ReasoningDelta, TextDelta, ToolCall, join_calls
 from infer.dialects.parser import AnswerParser
 from infer.errors import RequestError
 from infer.finish_reason import FinishReason
@@ -158,11 +151,7 @@ class _SequenceText:
     """The text of one sequence so far."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        request: Request,
-        prompt_ids: tuple[int, ...],
-        form: AnswerFormat | None,
+        self, tokenizer: Tokenizer, request: Request, prompt_ids: tuple[int, ...], form: AnswerFormat | None
     ) -> None:
         self._request = request
         self._form = form
@@ -204,32 +193,29 @@ class _SequenceText:
         num_taken = num_reasoning = 0
         events: list[AnswerEvent] = []
         parser = self._parser
-        for token_id in output.token_ids:
-            self.token_ids.append(token_id)
-            num_taken += 1
-            piece = self._detokenizer.push((token_id,))
+
+        def add(piece: str) -> None:
+            nonlocal text
             if parser is None:
                 text += piece
             else:
-                was_reasoning = parser.is_reasoning
-                events += parser.push(piece)
-                num_reasoning += was_reasoning or parser.is_reasoning
+                events.extend(parser.push(piece))
+
+        for token_id in output.token_ids:
+            self.token_ids.append(token_id)
+            num_taken += 1
+            was_reasoning = parser is not None and parser.is_reasoning
+            add(self._detokenizer.push((token_id,)))
+            num_reasoning += was_reasoning or (parser is not None and parser.is_reasoning)
             if self._request.params.stop and self._stop != (stop := self._next_stop(len(self.token_ids))):
-                self._stop, held = stop, self._detokenizer.look_for(stop)
-                if parser is None:
-                    text += held
-                else:
-                    events += parser.push(held)
+                self._stop = stop
+                add(self._detokenizer.look_for(stop))
             if self._detokenizer.stopped is not None or (parser is not None and parser.is_done):
                 break
         self.logprobs.extend(output.logprobs[:num_taken])
         self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
         if self._detokenizer.stopped is not None:
-            rest = self._stop_at(self._detokenizer.stopped)
-            if parser is None:
-                text += rest
-            else:
-                events += parser.push(rest)
+            add(self._stop_at(self._detokenizer.stopped))
         elif parser is not None and parser.is_done:
             self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
@@ -237,10 +223,7 @@ class _SequenceText:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             if self._detokenizer.stopped is not None:  # the text held back turns out to be a stop string
                 rest += self._stop_at(self._detokenizer.stopped)
-            if parser is None:
-                text += rest
-            else:
-                events += parser.push(rest)
+            add(rest)
         if parser is not None:
             if self.finish_reason is not None:
                 is_cut = self.finish_reason == FinishReason.LENGTH or self.stop_reason is not None

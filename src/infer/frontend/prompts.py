@@ -332,10 +332,7 @@ class PromptEncoder:
         return budget
 
     def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, params: SamplingParams | None, **options: Unpack[RequestOptions]
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 

@@ -125,7 +125,8 @@ class ChatTemplate:
 
         A template closes a message after its text, so the text is marked, and cut at the mark.
         """
-        messages = map_strings([dict(each) for each in clean_messages(messages)], _without_mark)
+        given = [dict(each) for each in clean_messages(messages)]
+        messages = map_strings(given, lambda text: text.replace(OPEN_END, ""))
         last = messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             raise TemplateError(
@@ -227,10 +228,6 @@ def _compile(source: str) -> tuple[set[str], jinja2.Template]:
     """The names that a template reads, and the template."""
     names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
     return names, _ENVIRONMENT.from_string(source)
-
-
-def _without_mark(text: str) -> str:
-    return text.replace(OPEN_END, "")
 
 
 def _own_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -475,9 +472,7 @@ def _to_python(value: Any) -> str:
 
 def _build_environment() -> jinja2.Environment:
     environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.add_filter("tojson", _to_json)
     environment.add_filter("topython", _to_python)

@@ -162,12 +162,7 @@ def _index(tokens: list[str]) -> dict[str, int]:
 
 
 def _read_list(
-    metadata: Mapping[str, Any],
-    name: str,
-    kind: type,
-    *,
-    like: list[str] | None = None,
-    default: Any = None,
+    metadata: Mapping[str, Any], name: str, kind: type, *, like: list[str] | None = None, default: Any = None
 ) -> list[Any]:
     """Read one of the parallel lists; with `like` it must be as long, or is filled with `default`."""
     key = f"tokenizer.ggml.{name}"

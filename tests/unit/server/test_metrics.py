@@ -491,7 +491,7 @@ def test_times_of_ranks_are_shown_where_there_are_ranks(monkeypatch: pytest.Monk
     metrics.add("b", shared)
     assert "infer_rank" not in metrics.text().decode()
     stats = EngineStats(rank_step_s=9.5, rank_wait_s=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-    monkeypatch.setattr(shared, "stats", lambda: stats)
+    monkeypatch.setattr(metrics.meters[1], "stats", lambda: stats)
     rows = [line for line in metrics.text().decode().splitlines() if line.startswith("infer_rank")]
     assert rows[0] == 'infer_rank_step_seconds_total{engine="0",model_name="b"} 9.5'
     assert rows[2] == 'infer_rank_wait_seconds_total{engine="0",model_name="b",rank="0",wait="stage"} 2.0'

@@ -180,10 +180,8 @@ def _queue(story: EngineStory, seconds: float) -> str:
     verb = "It waited" if story.begun_at or story.finish_reason else "It has been waiting"
     others = f"{spell_count(story.num_ahead, 'sequence')} waited before it and {story.num_running} ran"
     steps = spell_count(story.waited_steps, "step")
-    if len(held) == 1:
-        return f"{verb} {spell_s(seconds)} in the queue ({steps}) {held[0][1]}; when it came, {others}."
     parts = ", ".join(f"{spell_s(held_s)} {why}" for held_s, why in sorted(held, reverse=True))
-    detail = f": {parts}" if parts else ""
+    detail = f" {held[0][1]}" if len(held) == 1 else f": {parts}" if parts else ""
     return f"{verb} {spell_s(seconds)} in the queue ({steps}){detail}; when it came, {others}."
 
 
@@ -218,11 +216,9 @@ def _prefill(story: EngineStory, seconds: float) -> str:
             f"Its prompt is being computed{beside}: {story.num_computed:,} tokens in {chunks} so far, "
             f"{spell_s(seconds)}."
         )
+    after = f", {spell_s(seconds)} up to its first token" if story.first_at else ""
     return (
-        f"{spell_count(story.num_computed, 'token')} of its prompt were computed in {chunks}{beside}, "
-        f"{spell_s(seconds)} up to its first token."
-        if story.first_at
-        else f"{spell_count(story.num_computed, 'token')} of its prompt were computed in {chunks}{beside}."
+        f"{spell_count(story.num_computed, 'token')} of its prompt were computed in {chunks}{beside}{after}."
     )
 
 

@@ -24,11 +24,8 @@ from time import perf_counter, time
 from typing import Any
 
 from infer.client.client import EngineClient
-from infer.client.subscribers import CLOSED
 from infer.config.settings import CacheConfig
-from infer.engine.live import LiveSnapshot
-from infer.engine.stats import EngineStats, Histogram
-from infer.engine.stories import EngineStory
+from infer.engine.stats import Histogram
 from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
@@ -86,6 +83,10 @@ class MeteredClient:
         self.num_restarts = 0  # those after which its adapters were loaded again
         self.client = client
         self._open: dict[str, _RequestTimes] = {}  # open requests by id
+        # calls that are the client's own: nothing is measured there
+        self.has_taken, self.stats, self.close = client.has_taken, client.stats, client.close
+        self.reset_prefix_cache, self.set_adapter = client.reset_prefix_cache, client.set_adapter
+        self.explain, self.look = client.explain, client.look
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
         """Yield the outputs of a request and measure them; its end is counted, however it comes."""
@@ -106,19 +107,11 @@ class MeteredClient:
                 del self._open[request.request_id]
             times.finish()
 
-    def has_taken(self, request_id: str) -> bool:
-        """Return True if the engine has taken a request that is being read."""
-        return self.client.has_taken(request_id)
-
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step; it counts as stopped."""
         if (times := self._open.get(request_id)) is not None:
             times.stop(index)
         self.client.abort(request_id, index)
-
-    def stats(self) -> EngineStats:
-        """Return the engine's last snapshot of itself."""
-        return self.client.stats()
 
     @property
     def prefixes(self) -> AbstractSet[int]:
@@ -134,26 +127,6 @@ class MeteredClient:
     def silent_s(self) -> float:
         """Seconds for which the engine has owed a sign of progress; 0: it owes none."""
         return self.client.silent_s
-
-    async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks were forgotten."""
-        return await self.client.reset_prefix_cache()
-
-    async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
-        await self.client.set_adapter(name, path, replaces=replaces)
-
-    async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request that is served or was."""
-        return await self.client.explain(request_id)
-
-    async def look(self) -> LiveSnapshot:
-        """The engine as a page shows it."""
-        return await self.client.look()
-
-    async def close(self, reason: str = CLOSED) -> None:
-        """Stop the engine; open requests get `EngineStopped` with the reason."""
-        await self.client.close(reason)
 
     def observe(self, name: str, value: float) -> None:
         """Count a value of one of MEASURED."""

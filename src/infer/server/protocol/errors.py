@@ -86,20 +86,11 @@ REFUSALS = (  # the first row whose class fits
 )
 
 ERROR_TYPES = {  # vLLM's names; openai's client maps by status
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
-    409: "ConflictError",
-    413: "PayloadTooLargeError",
-    415: "UnsupportedMediaTypeError",
-    422: "UnprocessableEntityError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
+    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
+    405: "MethodNotAllowedError", 408: "RequestTimeoutError", 409: "ConflictError",
+    413: "PayloadTooLargeError", 415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError",
+    500: "InternalServerError", 503: "ServiceUnavailableError", 504: "GatewayTimeoutError",
+}  # fmt: skip
 
 PREFIXES: Mapping[str, Api] = {"/v1/messages": "anthropic", "/api/": "ollama"}  # paths of other APIs
 ANTHROPIC_TYPES = {
@@ -154,23 +145,19 @@ class ApiError(RequestFailure):
             error["details"] = ANTHROPIC_DETAILS[self.param]
         return {"type": "error", "error": error, "request_id": current_id()}
 
-    def rendered(self) -> tuple[int, bytes]:
-        """Status and body in the form of the current request's API; the error goes into its log line."""
+    def encode(self) -> bytes:
+        """The JSON body in the form of the current request's API; the error goes into its log line."""
         record = current_record()
         if record is not None:
             record.error = self
         api = "openai" if record is None else record.api
         bodies = {"openai": self.body, "anthropic": self.anthropic_body, "ollama": {"error": self.message}}
-        return self.status, orjson.dumps(bodies[api])
-
-    def encode(self) -> bytes:
-        """The JSON body as bytes, for a stream that has sent its status."""
-        return self.rendered()[1]
+        return orjson.dumps(bodies[api])
 
     def response(self) -> Response:
         """The error as a whole answer, of a route or (it is ASGI) of a layer around the routes."""
-        status, body = self.rendered()
-        return Response(body, status, headers=dict(self.headers), media_type="application/json")
+        headers = dict(self.headers)
+        return Response(self.encode(), self.status, headers=headers, media_type="application/json")
 
     async def send_unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request whose body has not been read; if it has a body, its connection ends here.

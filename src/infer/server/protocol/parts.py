@@ -110,13 +110,13 @@ class PartWriter(FrameWriter):
         self._has_begun = False
         self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is still to come
 
-    @abstractmethod
     def begin(self) -> list[bytes]:
         """The frames before the first part."""
+        return []
 
-    @abstractmethod
     def open(self, part: Part) -> list[bytes]:
         """The frames that begin a part."""
+        return []
 
     @abstractmethod
     def add(self, part: Part, text: str) -> bytes:

@@ -85,9 +85,7 @@ SAMPLING_NEUTRAL: dict[str, Neutral] = {
     "vllm_xargs": _NO_TRANSFER,
 }
 
-COMPLETION_NEUTRAL: dict[str, Neutral] = {
-    "prompt_embeds": Neutral((), "prompts are text or token ids"),
-}
+COMPLETION_NEUTRAL: dict[str, Neutral] = {"prompt_embeds": Neutral((), "prompts are text or token ids")}
 
 CHAT_NEUTRAL: dict[str, Neutral] = {
     "add_special_tokens": Neutral((False,), "the chat template writes them"),
@@ -513,24 +511,30 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-class EmbeddingRequest(Body):
-    """`POST /v1/embeddings`."""
+class ReadingBody(Body):
+    """A body whose texts are read, and not answered."""
 
     neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
     ignored = ABOUT_THE_CLIENT
-    elsewhere = {"prompt": "this route takes input"}
 
     model: Name | None = None
+    truncate_prompt_tokens: Int | None = None
+    cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class EmbeddingRequest(ReadingBody):
+    """`POST /v1/embeddings`."""
+
+    elsewhere = {"prompt": "this route takes input"}
+
     input: PromptField
     encoding_format: str | None = None
     dimensions: Int | None = None  # the first numbers of each vector; None: all
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None  # the side that is cut off: beginning, or end
-    cache_salt: Name | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class ScoredText(Body):
@@ -546,19 +550,12 @@ MAX_DOCUMENTS = 2048
 Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
 
-class ScoringBody(Body):
+class ScoringBody(ReadingBody):
     """The fields that rerank and score share."""
 
-    neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
-    ignored = ABOUT_THE_CLIENT
-
-    model: Name | None = None
     instruction: str | None = None  # what the query is for; rerankers with a prompt for it read it
     use_activation: bool | None = None  # False: the logit of the score
-    truncate_prompt_tokens: Int | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    cache_salt: Name | None = None
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 
 class RerankRequest(ScoringBody):

@@ -16,7 +16,7 @@ may hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,18 +40,11 @@ NEUTRAL = {
     "disable_fallback": Neutral((True, False), "there is one compiler of constraints"),
     "structural_tag": Neutral((), "use tools, whose calls are constrained"),
 }
-SGLANG: Mapping[str, Callable[..., Structured]] = {
-    "json_schema": Structured.json_schema,
-    "regex": Structured.regex,
-    "ebnf": Structured.grammar,
-}
-CONSTRAINTS = (  # the fields of a body that may hold a constraint, or an option of one
-    "response_format",
-    "structured_outputs",
-    *(f"guided_{kind}" for kind in KINDS),
-    *SGLANG,
-    "guided_whitespace_pattern",
-)
+GUIDED = {f"guided_{kind}": kind for kind in KINDS}
+SGLANG = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+BLANKS = "guided_whitespace_pattern"
+# the fields of a body that may hold a constraint, or an option of one
+CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED, *SGLANG, BLANKS)
 
 NO_BLANKS = " {0}"
 _BLANK = r"[ \n\r\t]|\\[nrt]|\\x(?:20|09|0[aAdD])"
@@ -65,8 +58,7 @@ def read_structured(body: SamplingBody) -> Structured | None:
         for made in (
             None if body.response_format is None else read_format(body.response_format, "response_format"),
             _read_structured_outputs(body.structured_outputs),
-            *_read_guided(body),
-            *_read_sglang(body),
+            *_read_fields(body),
         )
         if made is not None
     ]
@@ -143,20 +135,15 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     return KINDS[asked[0]](given[asked[0]], param=f"{param}.{asked[0]}", **options)
 
 
-def _read_guided(body: SamplingBody) -> list[Structured]:
-    asked = {kind: value for kind in KINDS if (value := getattr(body, f"guided_{kind}")) is not None}
+def _read_fields(body: SamplingBody) -> Iterator[Structured]:
+    """Yield the constraints that are fields of the body."""
     blanks = body.guided_whitespace_pattern
-    if not asked and blanks is not None:
-        raise RequestError.about("guided_whitespace_pattern", "needs guided_json")
-    return [
-        KINDS[kind](value, param=f"guided_{kind}", **_blanks(blanks, "guided_whitespace_pattern", kind))
-        for kind, value in asked.items()
-    ]
-
-
-def _read_sglang(body: SamplingBody) -> list[Structured]:
-    asked = {name: value for name in SGLANG if (value := getattr(body, name)) is not None}
-    return [SGLANG[name](value, param=name) for name, value in asked.items()]
+    if blanks is not None and all(getattr(body, name) is None for name in GUIDED):
+        raise RequestError.about(BLANKS, "needs guided_json")
+    for name, kind in (GUIDED | SGLANG).items():
+        if (value := getattr(body, name)) is not None:
+            options = _blanks(blanks, BLANKS, kind) if name in GUIDED else {}
+            yield KINDS[kind](value, param=name, **options)
 
 
 def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:

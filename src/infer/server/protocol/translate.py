@@ -25,10 +25,9 @@ from infer.scheduling.request import Request
 from infer.server.protocol.schemas import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     Prompts,
+    ReadingBody,
     SamplingBody,
-    ScoringBody,
     TokenizeRequest,
 )
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
@@ -182,17 +181,9 @@ def make_job(
         body.note_ignored(["priority"])
     is_chat = isinstance(body, ChatRequest)
     job_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-    limits = [limit for limit in (body.timeout, state.config.request_timeout) if limit]
+    options = request_options(body, state) | {"priority": body.priority or 0}
     requests = tuple(
-        Request(
-            request_id=engine_id(f"{job_id}-{i}"),
-            prompt=tuple(prompt),
-            params=params,
-            priority=body.priority or 0,
-            deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
-            cache_salt=salt_of(body.cache_salt),
-            adapter=state.adapter_of(body.model),
-        )
+        Request(request_id=engine_id(f"{job_id}-{i}"), prompt=tuple(prompt), params=params, **options)
         for i, prompt in enumerate(ids)
     )
     return Job(
@@ -202,11 +193,25 @@ def make_job(
         model_name=body.model if body.model is not None else model.name,
         requests=requests,
         prompts=texts,
-        time_limit_s=min(limits, default=None),
+        time_limit_s=time_limit(body, state),
         is_chat=is_chat,
         is_continued=isinstance(body, ChatRequest) and bool(body.continue_final_message),
         form=form,
     )
+
+
+def request_options(body: SamplingBody | ReadingBody, state: ServerState) -> dict[str, Any]:
+    """The options of an engine's request that every body has."""
+    return {
+        "deadline": None if body.timeout is None else time.monotonic() + body.timeout,
+        "cache_salt": salt_of(body.cache_salt),
+        "adapter": state.adapter_of(body.model),
+    }
+
+
+def time_limit(body: SamplingBody | ReadingBody, state: ServerState) -> float | None:
+    """The seconds after which an answer is too late: the client's limit or the server's; None: any number."""
+    return min((limit for limit in (body.timeout, state.config.request_timeout) if limit), default=None)
 
 
 async def make_params(
@@ -278,7 +283,7 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 
 
 def most_tokens(
-    body: SamplingBody | EmbeddingRequest | ScoringBody, encoder: PromptEncoder, num_output: int | None
+    body: SamplingBody | ReadingBody, encoder: PromptEncoder, num_output: int | None
 ) -> int | None:
     """The number of tokens at the end of a prompt that are kept; None: all.
 

@@ -11,7 +11,6 @@ import array
 import asyncio
 import base64
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -24,11 +23,11 @@ from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
 from infer.frontend.prompts import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
-from infer.server.protocol.schemas import EmbeddingRequest, ScoringBody
+from infer.server.protocol.schemas import Body, EmbeddingRequest, ReadingBody
 from infer.server.protocol.stream import unless_disconnected
-from infer.server.protocol.translate import most_tokens, split_prompts
+from infer.server.protocol.translate import most_tokens, request_options, split_prompts, time_limit
 from infer.server.routes.json_route import ignored_headers, make_router, server_state
-from infer.server.state import ServedModel, engine_id, mark, salt_of
+from infer.server.state import ServedModel, engine_id, mark
 
 router = make_router()
 T = TypeVar("T")
@@ -53,8 +52,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
 
     vectors, num_tokens, name = await make_vectors(http, body, write)
     rest = {"model": name, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
-    content = await asyncio.to_thread(join_list, b'{"object":"list","data":[', vectors, rest)
-    return Response(content, headers=ignored_headers(body), media_type="application/json")
+    return await list_response(b'{"object":"list","data":[', vectors, rest, body)
 
 
 async def make_vectors(
@@ -85,7 +83,7 @@ async def make_vectors(
 
 async def run_job(
     http: HttpRequest,
-    body: EmbeddingRequest | ScoringBody,
+    body: ReadingBody,
     model: ServedModel,
     job: EmbeddingJob,
     finish: Callable[[int, list[float]], T],
@@ -94,13 +92,9 @@ async def run_job(
     """The results of `finish` for the hidden states of a job's inputs, which the body calls `param`."""
     mark("tokenize")
     state = server_state(http)
-    limit = min((each for each in (body.timeout, state.config.request_timeout) if each), default=None)
-    requests = job.requests(
-        lambda: engine_id(f"embd-{uuid.uuid4().hex}"),
-        deadline=time.monotonic() + body.timeout if body.timeout is not None else None,
-        cache_salt=salt_of(body.cache_salt),
-        adapter=state.adapter_of(body.model),
-    )
+    limit = time_limit(body, state)
+    options = request_options(body, state)
+    requests = job.requests(lambda: engine_id(f"embd-{uuid.uuid4().hex}"), **options)
     try:
         async with asyncio.timeout(limit):
             return await unless_disconnected(http.receive, _embed(model, requests, finish, param))
@@ -136,6 +130,14 @@ def join_list(opening: bytes, items: Sequence[bytes], rest: Mapping[str, object]
     """The JSON of a list and of the fields after it; `bytes.join` keeps no lock over long texts."""
     commas = (text for item in items for text in (b",", item))
     return b"".join([opening, *list(commas)[1:], b"],", orjson.dumps(rest)[1:]])
+
+
+async def list_response(
+    opening: bytes, items: Sequence[bytes], rest: Mapping[str, object], body: Body
+) -> Response:
+    """An answer of a list and the fields after it."""
+    content = await asyncio.to_thread(join_list, opening, items, rest)
+    return Response(content, headers=ignored_headers(body), media_type="application/json")
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:

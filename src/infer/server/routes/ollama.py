@@ -20,7 +20,6 @@ either name.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import re
@@ -58,7 +57,7 @@ from infer.server.protocol.schemas import (
 from infer.server.protocol.stream import Generation, Piece
 from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
-from infer.server.routes.embeddings import join_list, make_vectors
+from infer.server.routes.embeddings import list_response, make_vectors
 from infer.server.routes.json_route import (
     answer,
     ignored_headers,
@@ -313,13 +312,12 @@ def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
             named = {"tool_call_id": waiting.close(said), "name": said.tool_name}
             message |= {key: value for key, value in named.items() if value is not None}
         messages.append(message)
-    fields = _sampling(turns, body) | _thinking(body) | _format(body)
+    fields: dict[str, Any] = {"model": name, "messages": messages}
     if messages and messages[-1]["role"] == "assistant":
         fields["continue_final_message"] = True  # the answer goes on where its text ends
     if body.tools:
         fields["tools"] = body.tools
-    body.note_ignored(turns.ignored)
-    return ChatRequest.model_validate({"model": name, "messages": messages, **fields})
+    return _make_chat(turns, body, fields)
 
 
 def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
@@ -358,13 +356,16 @@ class OpenCalls:
 
 def generate_to_chat(body: OllamaGenerate, name: str) -> ChatRequest:
     """The chat that a body of `/api/generate` is: the system's message, if any, and the user's."""
-    turns = Turns()
-    messages = [{"role": "user", "content": body.prompt}]
-    if body.system:
-        messages.insert(0, {"role": "system", "content": body.system})
-    fields = _sampling(turns, body) | _thinking(body) | _format(body)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return _make_chat(Turns(), body, {"model": name, "messages": messages})
+
+
+def _make_chat(turns: Turns, body: OllamaBody, fields: dict[str, Any]) -> ChatRequest:
+    """A chat with the fields that both routes have."""
+    fields |= _sampling(turns, body) | _thinking(body) | _format(body)
     body.note_ignored(turns.ignored)
-    return ChatRequest.model_validate({"model": name, "messages": messages, **fields})
+    return ChatRequest.model_validate(fields)
 
 
 def _sampling(turns: Turns, body: OllamaBody) -> dict[str, Any]:
@@ -479,9 +480,14 @@ async def probe() -> Response:
     return Response("infer is running", media_type="text/plain")
 
 
+def spell_time(at: datetime) -> str:
+    """A time of UTC, as Ollama writes it."""
+    return at.isoformat().replace("+00:00", "Z")
+
+
 def now() -> str:
-    """The time, as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    """The time now."""
+    return spell_time(datetime.now(UTC))
 
 
 def nanoseconds(start: float, end: float) -> int:
@@ -517,14 +523,6 @@ class OllamaWriter(PartWriter):
         output = answers[0].outputs[0]
         self._take(output.token_ids, output.logprobs or ())
         return super().whole(answers)
-
-    def begin(self) -> list[bytes]:
-        """Nothing stands before the first piece."""
-        return []
-
-    def open(self, part: Part) -> list[bytes]:
-        """Nothing says that a part begins."""
-        return []
 
     def add(self, part: Part, text: str) -> bytes:
         """A line with more text or reasoning; a call waits for its end."""
@@ -678,8 +676,7 @@ async def embed(body: OllamaEmbed, http: Request) -> Response:
         "load_duration": 0,
         "prompt_eval_count": num_tokens,
     }
-    content = await asyncio.to_thread(join_list, b'{"embeddings":[', vectors, rest)
-    return Response(content, headers=ignored_headers(body), media_type="application/json")
+    return await list_response(b'{"embeddings":[', vectors, rest, body)
 
 
 @router.post("/api/embeddings", response_model=None)
@@ -733,8 +730,7 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
 
 def made_at(model: ServedModel | None) -> str:
     """The time at which a model was loaded; 1970 if it is not."""
-    created = 0 if model is None else model.created
-    return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return spell_time(datetime.fromtimestamp(0 if model is None else model.created, UTC))
 
 
 def expires_at(state: ServerState, model: ServedModel) -> str:
@@ -742,8 +738,8 @@ def expires_at(state: ServerState, model: ServedModel) -> str:
     keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
     if math.isinf(keep_s):
         return NEVER
-    end = datetime.now(UTC) + timedelta(seconds=max(model.used_at + keep_s - monotonic(), 0.0))
-    return end.isoformat().replace("+00:00", "Z")
+    rest_s = max(model.used_at + keep_s - monotonic(), 0.0)
+    return spell_time(datetime.now(UTC) + timedelta(seconds=rest_s))
 
 
 @router.head("/api/tags", response_model=None, include_in_schema=False)

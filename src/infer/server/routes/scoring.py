@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
@@ -21,7 +20,7 @@ from infer.frontend.scoring import open_scores, rank
 from infer.server.protocol.schemas import RerankRequest, ScoredText, ScoreRequest, ScoringBody, Text
 from infer.server.protocol.translate import most_tokens
 from infer.server.routes.embeddings import run_job
-from infer.server.routes.json_route import ignored_headers, make_router, server_state
+from infer.server.routes.json_route import json_response, make_router, server_state
 from infer.server.state import mark
 
 router = make_router()
@@ -39,7 +38,8 @@ async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
         | ({} if body.return_documents is False else {"document": {"text": found.document}})
         for found in rank(documents, scores, body.top_n)
     ]
-    return _answer(body, {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", **about, "results": results})
+    made = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", **about, "results": results}
+    return json_response(made, body)
 
 
 @router.post("/v1/score", response_model=None)
@@ -51,7 +51,7 @@ async def score(body: ScoreRequest, http: HttpRequest) -> Response:
     scores, about = await _score(http, body, first, second)
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     made = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return _answer(body, {**made, **about, "data": data})
+    return json_response({**made, **about, "data": data}, body)
 
 
 async def _score(
@@ -76,10 +76,6 @@ async def _score(
         "model": body.model if body.model is not None else model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _answer(body: ScoringBody, content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), headers=ignored_headers(body), media_type="application/json")
 
 
 def _one_of(body: ScoreRequest, *names: str) -> list[str]:
