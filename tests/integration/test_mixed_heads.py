@@ -154,7 +154,7 @@ def test_narrow_layers_share_a_plane_and_the_plan_counts_it() -> None:
     ],
 )
 def test_what_layers_of_two_sizes_cannot_do_is_refused_by_name(knobs: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="differ in size"):
+    with pytest.raises(ConfigError, match="gemma4, whose layers differ in size"):
         make_engine("plain", **knobs)
 
 

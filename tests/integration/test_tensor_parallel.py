@@ -410,7 +410,7 @@ def test_logprobs_and_embeddings_are_those_of_one_rank(root: Path) -> None:
         (0, "llama", "", "tensor_parallel_size must be a positive integer, got 0"),
         ((1, 4), "llama", "", "pipeline_parallel_size=4 .* which has 3 layers; ask for no more stages than"),
         ((2, 33), "llama", "", r"tensor_parallel_size \* pipeline_parallel_size must be at most 64"),
-        ((2, 2), "qwen3_next", "", "layers keep a state cannot be shared by ranks"),
+        ((2, 2), "qwen3_next", "", "cannot be shared by ranks: its layers keep a state"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(

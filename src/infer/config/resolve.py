@@ -56,6 +56,7 @@ class ModelFacts:
     kept_as: str = ""  # the form that a device has given the weights, where that is not plain numbers
     has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
     model_impl: str = "infer"  # the code that computes it
+    family: str = ""  # the name of its network
     has_mixed_heads: bool = False  # its layers have kv heads of several sizes
     state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: it has none
 
@@ -128,7 +129,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
     if model.state_tokens:
         config = _with_states(config, model)
     elif model.has_mixed_heads:
-        _check_mixed_heads(config)
+        _check_mixed_heads(config, model.family)
     elif model.has_kv_scales and machine.has_fp8:
         config = _with_fp8_cache(config)
     check_machine(config, machine)
@@ -383,11 +384,13 @@ def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
     }
     for what, is_asked in refused.items():
         if is_asked:
-            raise ConfigError(f"{what} cannot be had with a model whose layers keep a state; leave it out")
+            raise ConfigError(
+                f"{what} cannot be had with {model.family}, whose layers keep a state; leave it out"
+            )
     return replace(config, cache=replace(cache, block_size=max(cache.block_size, model.state_tokens)))
 
 
-def _check_mixed_heads(config: EngineConfig) -> None:
+def _check_mixed_heads(config: EngineConfig, family: str) -> None:
     """Refuse what does not work with layers of several sizes."""
     cache, draft = config.cache, config.speculation.draft_model
     refused = {
@@ -397,7 +400,9 @@ def _check_mixed_heads(config: EngineConfig) -> None:
     }
     for what, is_asked in refused.items():
         if is_asked:
-            raise ConfigError(f"{what} cannot be had with a model whose layers differ in size; leave it out")
+            raise ConfigError(
+                f"{what} cannot be had with {family}, whose layers differ in size; leave it out"
+            )
 
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:

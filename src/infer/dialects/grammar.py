@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from infer.constraints.checks import check_keywords, close_objects
 from infer.constraints.description import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
-from infer.dialects.table import GEMMA_QUOTE, Dialect
+from infer.dialects.table import GEMMA_QUOTE, KEYED_MARKERS, Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError
 from infer.tokenizer.tokenizer import Tokenizer
@@ -258,8 +258,8 @@ class _Lines:
     def tool(self, tool: Tool) -> str:
         """The rule of one tool's call."""
         write = {
-            "json": self._json, "named": self._named, "xml": self._xml, "pythonic": self._pythonic,
-            "harmony": self._harmony, "gemma": self._gemma,
+            "json": self._json, "named": self._named, "xml": self._xml, "keyed": self._keyed,
+            "pythonic": self._pythonic, "harmony": self._harmony, "gemma": self._gemma,
         }  # fmt: skip
         return self._rule(write[self._dialect.form](tool))
 
@@ -314,10 +314,20 @@ class _Lines:
         parts = [_quote(head)]
         for name, schema in tool.properties.items():
             rule = self._rule(
-                f"{_quote(f'<parameter={name}>' + chr(10))} {self._xml_value(schema, tool, name)}"
+                f"{_quote(f'<parameter={name}>' + chr(10))} "
+                f"{self._raw_value(schema, tool, name, chr(10) + '</parameter>' + chr(10))}"
             )
             parts.append(rule if name in tool.required else f"{rule}?")
         return " ".join((*parts, _quote("</function>")))
+
+    def _keyed(self, tool: Tool) -> str:
+        begin, middle, value, end = map(self.marker, KEYED_MARKERS)
+        parts = [_quote(tool.name + "\n")]
+        for name, schema in tool.properties.items():
+            head = f'{begin} {_quote(name)} {middle} "\\n" {value}'
+            rule = self._rule(f'{head} {self._raw_value(schema, tool, name, KEYED_MARKERS[-1])} "\\n"')
+            parts.append(rule if name in tool.required else f"{rule}?")
+        return " ".join(parts)
 
     def _gemma(self, tool: Tool) -> str:
         """Plain text in the notation's own quotes; other values are JSON, which is read as well."""
@@ -334,8 +344,9 @@ class _Lines:
             given.append((name in tool.required, self._rule(f"{_quote(key + ':')} {value}")))
         return f'{_quote(f"call:{tool.name}{{")} {self._listed(given, ",")} "}}"'
 
-    def _xml_value(self, schema: Mapping[str, Any] | bool, tool: Tool, name: str) -> str:
-        end = _quote("\n</parameter>\n")
+    def _raw_value(self, schema: Mapping[str, Any] | bool, tool: Tool, name: str, after: str) -> str:
+        """A value as raw text, if it can be text, and what ends it."""
+        end = self.marker(after)
         types = schema_types(schema if isinstance(schema, Mapping) else None)
         if "string" not in types or not isinstance(schema, Mapping):
             return f"{self._schema(schema, tool)} {end}"
@@ -348,7 +359,11 @@ class _Lines:
                 "this model writes arguments as raw text; leave it out, or leave strict out",
                 param="tools",
             )
-        return self._rule(r"/(.|\n)*<\/parameter>\n/", "[lazy]")
+        if end.startswith("<["):  # no text holds this token
+            return self._rule(r"/(.|\n)*/") + " " + end
+        return self._rule(
+            r"/(.|\n)*" + after.lstrip().replace("/", r"\/").replace("\n", r"\n") + "/", "[lazy]"
+        )
 
     def _pythonic(self, tool: Tool) -> str:
         for name in (tool.name, *tool.properties):

@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
-from infer.dialects.table import GEMMA_QUOTE, HARMONY_MARKERS
+from infer.dialects.table import GEMMA_QUOTE, HARMONY_MARKERS, KEYED_MARKERS
 from infer.dialects.values import is_text, python_call, read_value, whole_characters
 
 if TYPE_CHECKING:
@@ -327,6 +327,8 @@ class AnswerParser:
                 yield from self._python_calls(is_fenced=marker != "")
             elif self._dialect.form == "gemma":
                 yield from self._gemma_call()
+            elif self._dialect.form == "keyed":
+                yield from self._keyed_call()
             elif self._dialect.form == "named" and not marker:
                 while not self.is_done:
                     yield from self._named_call(is_bare=True)
@@ -350,11 +352,11 @@ class AnswerParser:
             else:
                 self._say(text)
 
-    def _comes(self, chars: str) -> Reader[bool]:
-        """Return True if the next character that is not a blank is one of these; nothing is read."""
-        for char in chars:
-            if (yield from self._begins_with(char)):
-                self._unread(char)
+    def _comes(self, texts: Iterable[str]) -> Reader[bool]:
+        """Return True if one of these comes next, after blanks; it is not read."""
+        for text in texts:
+            if (yield from self._begins_with(text)):
+                self._unread(text)
                 return True
         return False
 
@@ -465,26 +467,49 @@ class AnswerParser:
         """`f>`, parameters, and the end of the function."""
         name = yield from self._name(">")
         self._start(name)
+        if (yield from self._parameters(name, "<parameter=", ">", "</parameter>", "\n")):
+            yield from self._close("</function>")
+            self._end_call()
+
+    def _keyed_call(self) -> Reader[None]:
+        """`f`, then a key and a value for each parameter; newlines between them may be missing."""
+        assert self._dialect is not None
+        begin, middle, value, end = KEYED_MARKERS
+        name = yield from self._name()
+        if not (yield from self._comes((begin, self._dialect.end))):
+            raise _NotACall
+        self._start(name)
+        if (yield from self._parameters(name, begin, middle, end, "", value)):
+            self._end_call()
+
+    def _parameters(
+        self, name: str, begin: str, middle: str, end: str, blank: str, value: str = ""
+    ) -> Reader[bool]:
+        """Pass on the parameters that come; returns whether they are complete.
+
+        Each is `begin`, a key, `middle`, `value`, a value and `end`; a `blank` around the value is dropped.
+        """
         properties = self._tools[name].properties if name in self._tools else {}
         self._argue("{")
         separator = ""
-        while (yield from self._begins_with("<parameter=")):
-            key = yield from self._name(">", KEY)
+        while (yield from self._begins_with(begin)):
+            key = yield from self._name(middle, KEY)
+            if value:
+                yield from self._expect(value)
             self._argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            if not (yield from self._xml_value(properties.get(key))):
-                return
+            if not (yield from self._xml_value(properties.get(key), end, blank)):
+                return False
             separator = ", "
         rest = "".join(reversed(self._ahead)).lstrip()
-        if self._has_ended and len(rest) > 1 and "<parameter=".startswith(rest):  # cut off, and not closed
+        if self._has_ended and len(rest) > 1 and begin.startswith(rest):  # cut off, and not closed
             self._ahead.clear()
-            return
+            return False
         self._argue("}")
-        yield from self._close("</function>")
-        self._end_call()
+        return True
 
-    def _xml_value(self, schema: Mapping[str, Any] | None) -> Reader[bool]:
+    def _xml_value(self, schema: Mapping[str, Any] | None, end: str, blank: str) -> Reader[bool]:
         """Pass a parameter's value on, text as it comes, the rest in the end; returns whether it has one."""
-        end, held, is_open = "</parameter>", "", is_text(schema)
+        held, is_open = "", is_text(schema)
         kept: list[str] = []
         if is_open:
             self._argue('"')
@@ -494,12 +519,12 @@ class AnswerParser:
             if not char:  # cut off: what is there is passed on, and not closed
                 self._argue(_escape(held) if is_open else "".join(kept) + held)
                 return False
-            if is_first and char == "\n":
+            if is_first and char == blank:
                 is_first = False
                 continue
             is_first = False
             held += char
-            while held and not ("\n" + end).startswith(held) and not end.startswith(held):
+            while held and not (blank + end).startswith(held) and not end.startswith(held):
                 self._argue(_escape(held[0])) if is_open else kept.append(held[0])
                 held = held[1:]
         self._argue('"' if is_open else read_value("".join(kept), schema))

@@ -13,6 +13,7 @@
     granite       <|tool_call|>[{"name": "f", "arguments": {…}}]                   Granite 3
     phi4_mini     <|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>     Phi-4-mini
     glm4          f⏎{…}                                                            GLM-4-0414
+    glm45         <tool_call>f⏎<arg_key>k</arg_key>⏎<arg_value>v</arg_value>⏎</tool_call>    GLM-4.5 and later
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
 A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
@@ -33,7 +34,8 @@ from infer.tokenizer.chat_families import TEMPLATES
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.tokenizer import Tokenizer
 
-Form = Literal["json", "named", "xml", "pythonic", "harmony", "gemma"]
+Form = Literal["json", "named", "xml", "keyed", "pythonic", "harmony", "gemma"]
+KEYED_MARKERS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 GEMMA_QUOTE = '<|"|>'
 HARMONY_MARKERS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
@@ -93,6 +95,8 @@ class Dialect:
             return HARMONY_MARKERS
         if self.form == "gemma":
             return (*self.begins, self.end, GEMMA_QUOTE)
+        if self.form == "keyed":
+            return (*self.begins, self.end, *KEYED_MARKERS)
         return (*self.begins, *filter(None, (self.end,)), *(("[ARGS]", "[CALL_ID]") * (self.form == "named")))
 
 
@@ -102,6 +106,10 @@ DIALECTS = (  # the first one that a template asks for wins
     Dialect(
         name="qwen3_coder", form="xml", begins=(*_TAG, "<function="), end="</tool_call>", opening="\n",
         between="\n", closing="\n", is_repeated=True, shown_by=("<function=",),
+    ),
+    Dialect(
+        name="glm45", form="keyed", begins=_TAG, end="</tool_call>", between="\n", is_repeated=True,
+        shown_by=("<arg_key>",),
     ),
     Dialect(
         name="smollm2", form="json", begins=_TAG, end="</tool_call>", opening="[", between=", ",
@@ -149,7 +157,8 @@ DIALECTS = (  # the first one that a template asks for wins
 )  # fmt: skip
 BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
 ALIASES = {  # names that other servers have for the same
-    "qwen3_xml": "qwen3_coder", "qwen25": "hermes", "qwen": "hermes", "llama3": "llama3_json",
+    "qwen3_xml": "qwen3_coder", "glm47": "glm45", "qwen25": "hermes", "qwen": "hermes",
+    "llama3": "llama3_json",
     "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "llama3_pythonic": "pythonic",
     "phi4_mini_json": "phi4_mini", "openai": "harmony", "gpt-oss": "harmony",
 }  # fmt: skip

@@ -55,6 +55,7 @@ def facts_of(loaded: LoadedModel | LoadChoice) -> ModelFacts:
         kept_as=loaded.kept_as,
         has_kv_scales=loaded.kv_scales is not None,
         model_impl=loaded.config.impl,
+        family=model.family,
         has_mixed_heads=bool(model.layer_specs),
         state_tokens=0 if state is None else state.min_block_size(key_bytes),
     )

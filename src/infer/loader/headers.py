@@ -37,7 +37,7 @@ from infer.loader.formats.quantized import QuantizedTensor, check_method, quanti
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models import gemma4
 from infer.models.config import ModelConfig
-from infer.models.registry import Family, find_family, is_headless, read_architectures
+from infer.models.registry import FAMILIES, Family, find_family, is_headless, read_architectures
 from infer.models.transformers_model import IMPL, open_foreign
 from infer.models.weight_map import Target, WeightMap, find_target
 
@@ -75,15 +75,22 @@ def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family
 
     `path` is the path of its config, or of the directory that has it.
     """
-    why = "model_impl=transformers"
+    why, families = "model_impl=transformers", ""
     if model_impl != IMPL:
         try:
             return find_family(raw)
         except ConfigError as error:
-            if model_impl != "auto":
-                raise ConfigError(f"{error}; model_impl=auto may run it with the code of {IMPL}") from None
             why = str(error)
-    found = open_foreign(path, raw, why)
+            families = f"; families here: {', '.join(family.name for family in FAMILIES)}"
+            families += " (docs/adding-a-model.md tells how to add one)"
+            if model_impl != "auto":
+                raise ConfigError(
+                    f"{why}; model_impl=auto may run it with the code of {IMPL}{families}"
+                ) from None
+    try:
+        found = open_foreign(path, raw, why)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{families}") from None
     names = tuple(read_architectures(raw))
     return Family(IMPL, names, (), lambda _: found.config, found.build, {}, found.load)
 

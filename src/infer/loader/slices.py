@@ -147,11 +147,13 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
         return config
     if config.delta is not None:
         raise ConfigError(
-            "a model whose layers keep a state cannot be shared by ranks; leave out tensor_parallel_size"
+            f"{config.family} cannot be shared by ranks: its layers keep a state; leave out "
+            "tensor_parallel_size"
         )
     if config.layer_specs:
         raise ConfigError(
-            "a model whose layers differ in size cannot be shared by ranks; leave out tensor_parallel_size"
+            f"{config.family} cannot be shared by ranks: its layers differ in size; leave out "
+            "tensor_parallel_size"
         )
     if config.projection_norm:
         raise ConfigError(_NEEDS_ALL_HEADS)

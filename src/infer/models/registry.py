@@ -142,10 +142,8 @@ def find_family(raw: Mapping[str, Any]) -> Family:
         if not architectures and model_type in family.model_types:
             return family
     given = ", ".join(map(str, architectures)) or (model_type and f"model_type {model_type}")
-    supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise ConfigError(
-        f"this checkpoint is {given or 'of no named architecture'}, which is not supported; "
-        f"supported: {supported}; docs/adding-a-model.md tells how to add one"
+        f"this checkpoint is {given or 'of no named architecture'}, which no family here has code for"
     )
 
 

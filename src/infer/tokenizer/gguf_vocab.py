@@ -193,10 +193,12 @@ def _read_id(metadata: Mapping[str, Any], name: str, vocab_size: int) -> int | N
 
 
 def _read_eos_ids(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> tuple[int, ...]:
-    named = (
-        _read_id(metadata, name, len(tokens)) for name in ("eos_token_id", "eot_token_id", "eom_token_id")
-    )
-    turn_ends = (i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in TURN_ENDS)
+    names: tuple[str, ...] = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends: tuple[str, ...] = TURN_ENDS
+    if metadata.get("general.architecture") == "gpt-oss":  # its eot ends a message, not the answer
+        names, ends = names[:1], ("<|return|>", "<|call|>")
+    named = (_read_id(metadata, name, len(tokens)) for name in names)
+    turn_ends = (i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in ends)
     return tuple(dict.fromkeys([i for i in named if i is not None] + list(turn_ends)))
 
 

@@ -20,7 +20,7 @@ from infer.dialects.answer import AnswerFormat, Tool
 from infer.dialects.events import CallDelta, CallStart, ContentDelta
 from infer.dialects.grammar import constraint
 from infer.dialects.parser import AnswerParser
-from infer.dialects.table import BY_NAME, GEMMA_QUOTE, HARMONY_MARKERS, THINK, THINKS, Dialect
+from infer.dialects.table import BY_NAME, GEMMA_QUOTE, HARMONY_MARKERS, KEYED_MARKERS, THINK, THINKS, Dialect
 from infer.errors import RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ TOOLS = (WEATHER, NOW, PICK)
 MARKERS = (
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
     "<|tool_call|>", "<|/tool_call|>", "<function_calls>", "</function_calls>",
-    "<|tool_call>", "<tool_call|>", '<|"|>', *HARMONY_MARKERS,
+    "<|tool_call>", "<tool_call|>", '<|"|>', *HARMONY_MARKERS, *KEYED_MARKERS,
 )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ WAYS_OUT = [
     "]",
     ")",
     "</tool_call>",
+    "</arg_value>",
     "</function_calls>",
     "<",
     ":",
@@ -123,8 +124,10 @@ def walk(form: AnswerFormat, seed: int, *, is_special: bool, prefix: str = "") -
         spelled = {tokenizer.token_text(i): i for i in ids}
         if step > 60:  # the shortest way out
             is_raw = len(ids) > 90 and "\n" in spelled  # the text of a parameter in XML
-            end = GEMMA_QUOTE if form.dialect is BY_NAME["gemma4"] else "</parameter>\n"
-            order = [GEMMA_QUOTE, _next_of_end(text, end)] if is_raw else WAYS_OUT
+            end = {"gemma4": GEMMA_QUOTE, "glm45": KEYED_MARKERS[-1]}.get(
+                form.dialect.name if form.dialect is not None else "", "</parameter>\n"
+            )
+            order = [GEMMA_QUOTE, KEYED_MARKERS[-1], _next_of_end(text, end)] if is_raw else WAYS_OUT
             chosen = next((spelled[each] for each in order if each in spelled), draw.choice(ids))
         else:
             printable = [i for each, i in spelled.items() if each.isprintable() or each == "\n"]

@@ -29,6 +29,11 @@ WRITTEN = {  # text, what an engine may write of a call, and what it may not wri
         "f>\n<parameter=a>\n1\n</parameter>\n</function>",
         "x",
     ),
+    "glm45": (
+        "Hi.\n<tool_call>",
+        "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        '"x"',
+    ),
     "llama3_json": ('{"name": "', 'f", "parameters": {"a": 1}}', '"x"'),
     "mistral": ("[TOOL_CALLS]", '[{"name": "f", "arguments": {"a": 1}}]', '"x"'),
     "mistral_v11": ("Hi.[TOOL_CALLS]", 'f[ARGS]{"a": 1}', '"x"'),

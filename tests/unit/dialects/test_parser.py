@@ -106,6 +106,14 @@ def xml(name: str, **parameters: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def keyed(name: str, blank: str = "\n", **parameters: str) -> str:
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>{blank}<arg_value>{value}</arg_value>{blank}"
+        for key, value in parameters.items()
+    )
+    return f"<tool_call>{name}{blank}{inner}</tool_call>"
+
+
 def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
@@ -175,6 +183,13 @@ RECORDED: list[tuple[str, str, str, Calls]] = [
     ),
     ("smollm2", "No tool helps.", "No tool helps.", []),
     ("qwen3_coder", xml("now"), "", [("now", "{}")]),
+    ("glm45", f"So: {keyed('now')}", "So:", [("now", "{}")]),
+    ("glm45", keyed("now", ""), "", [("now", "{}")]),
+    ("glm45", keyed("get_weather", "", city="\nZürich\n", days="2"), "",
+     [("get_weather", '{"city": "\\nZürich\\n", "days": 2}')]),
+    ("glm45", keyed("new", flag="true", l="[1, 2]", s="a < b"), "",
+     [("new", '{"flag": true, "l": [1, 2], "s": "a < b"}')]),
+    ("glm45", "Write <tool_call>f(x)</tool_call>.", "Write <tool_call>f(x)</tool_call>.", []),
     (
         "qwen3_coder",
         f"Ok.\n{xml('get_weather', city='Zürich', days='2')}\n{xml('get-time')}",
@@ -341,6 +356,12 @@ def test_a_recorded_answer(dialect: str, text: str, content: str, calls: Calls) 
         ("smollm2", '<tool_call>[{"name": "now", "arguments": {}}]', ["</tool_call>"], [("now", "{}")]),
         ("qwen3_coder", "<tool_call>\n<function=now>\n", ["</function>", "\n</tool_call>"], [("now", "{}")]),
         ("gemma3", "```tool_code\n[now()]\n", ["```"], [("now", "{}")]),
+        (
+            "glm45",
+            keyed("get_weather", days="2").removesuffix("</tool_call>"),
+            ["</tool_call>"],
+            [("get_weather", '{"days": 2}')],
+        ),
     ],
 )
 def test_an_end_that_was_cut_off_is_not_text(dialect: str, text: str, ends: list[str], calls: Calls) -> None:
@@ -358,6 +379,7 @@ FORCED = [  # calls as a constraint has them written, and how many of the two ha
         f'<tool_call>[{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "now", "arguments": {{}}}}]</tool_call>',
     ),
     ("qwen3_coder", f"{xml('get_weather', city='Zürich', days='2')}\n{xml('now')}"),
+    ("glm45", f"{keyed('get_weather', city='Zürich', days='2')}\n{keyed('now')}"),
     (
         "llama3_json",
         f'{{"name": "get_weather", "parameters": {CITY}}}; {{"name": "now", "parameters": {{}}}}',

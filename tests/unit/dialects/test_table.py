@@ -147,6 +147,7 @@ PUBLISHED = {  # what tells the notations of published templates apart, and thei
     "Here is my thought process: ... Here is my response:": (None, "granite_3_2"),
     "{{ tools }} <|tool_call>call: <|channel>thought": ("gemma4", "gemma4"),
     "{{ tools }} <tool_call>\n<function=f> {{ '</think>' }}": ("qwen3_coder", "think"),
+    "{{ tools }} <tool_call>f\n<arg_key>k</arg_key> {{ '</think>' }}": ("glm45", "think"),
     "{{ tools }} [TOOL_CALLS]f[ARGS] [THINK][/THINK]": ("mistral_v11", "mistral"),
     "{{ tools }} <|channel|>analysis<|message|>": ("harmony", "harmony"),
     "<|channel|>analysis<|message|>": ("harmony", "harmony"),

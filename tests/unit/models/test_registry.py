@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infer.errors import CheckpointError, ConfigError
+from infer.loader.headers import choose_family
 from infer.models.registry import FAMILIES, find_family, get_family, is_headless
 
 
@@ -46,12 +48,13 @@ def test_a_classifier_and_an_embedding_model_have_the_network_of_their_family_an
 )
 def test_an_unknown_model_is_told_what_is_supported_and_how_to_add_one(raw: Any, given: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_family(raw)
+        choose_family(raw, Path("config.json"), "infer")
 
-    message = str(caught.value)
-    assert given in message
-    assert "docs/adding-a-model.md" in message
-    assert all(name in message for family in FAMILIES for name in family.architectures)
+    found, advice, families = str(caught.value).split("; ")
+    assert given in found and found.endswith("which no family here has code for")
+    assert advice == "model_impl=auto may run it with the code of transformers"
+    assert families.endswith("(docs/adding-a-model.md tells how to add one)")
+    assert all(family.name in families for family in FAMILIES)
 
 
 def test_how_a_checkpoint_is_quantized_is_no_matter_of_its_family() -> None:

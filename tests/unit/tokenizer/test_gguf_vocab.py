@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.errors import CheckpointError
+from infer.loader.formats.gguf_config import _eos_ids
 from infer.tokenizer.gguf_vocab import _merges_from_scores
 from infer.tokenizer.tokenizer import Tokenizer
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, gpt2_tokenizer, spm_metadata, spm_tokenizer
@@ -96,6 +97,15 @@ def test_user_defined_tokens_are_matched_whole_and_shown() -> None:
 def test_ends_of_turns_end_an_answer() -> None:
     tokenizer = gpt2_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], eos_token_id=0)
     assert tokenizer.eos_ids == (0, 2)
+
+
+def test_the_end_of_a_message_of_gpt_oss_is_not_the_end_of_its_answer() -> None:
+    specials = ("<|return|>", "<|end|>", "<|call|>", "<|message|>")
+    metadata = gpt2_metadata(specials, eos_token_id=0, eot_token_id=1)
+    assert Tokenizer.from_gguf(metadata).eos_ids == (0, 1)
+    metadata["general.architecture"] = "gpt-oss"
+    assert Tokenizer.from_gguf(metadata).eos_ids == (0, 2)
+    assert _eos_ids(metadata) == [0]
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,8 @@ def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
 
 
 def _eos_ids(metadata: Mapping[str, Any]) -> list[int]:
-    names = ("eos", "eot", "eom")  # end of sequence, of turn, of message
+    names: tuple[str, ...] = ("eos", "eot", "eom")  # end of sequence, of turn, of message
+    if metadata.get("general.architecture") == "gpt-oss":  # its answers have several messages
+        names = names[:1]
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
     return list(dict.fromkeys(token_id for token_id in ids if isinstance(token_id, int)))
