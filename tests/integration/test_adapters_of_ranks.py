@@ -16,11 +16,11 @@ import torch
 from infer import LLM
 from infer.client import load
 from infer.config.settings import EngineConfig
-from infer.engine import adapters as engine_adapters
 from infer.engine import machine
 from infer.engine.engine import Engine
 from infer.errors import CheckpointError, ConfigError, UnknownModel
 from infer.kernels.cpu.collectives import SharedCommunicator
+from infer.loader.adapter import cut_pair
 from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.slices import Rank
 from infer.tools.memory_plan import find_headers, find_machine, plan_memory
@@ -113,17 +113,15 @@ def test_ranks_load_replace_and_unload_adapters_while_they_serve() -> None:
 def test_a_rank_that_cannot_read_an_adapter_leaves_all_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cut = engine_adapters.cut_pair
-
     def fail(pair: Any, network: Any, rank: Rank) -> Any:
         if rank.number == 1:
             raise OSError("the disk is gone")
-        return cut(pair, network, rank)
+        return cut_pair(pair, network, rank)
 
     with engine_of(base("llama"), 2, enable_lora=True, max_loras=1) as engine:
         engine.set_adapter("x", str(adapter("llama", "all")))
         with monkeypatch.context() as patch:
-            patch.setattr(engine_adapters, "cut_pair", fail)
+            patch.setattr("infer.engine.adapters.cut_pair", fail)
             with pytest.raises(CheckpointError, match="rank 1: the disk is gone"):
                 engine.set_adapter("x", str(adapter("llama", "few")), replaces=True)
         assert serve(engine, [("x", 0)])["x", 0] == expected("llama", "all")[0]

@@ -178,6 +178,7 @@ def test_a_gpu_that_fails_is_noticed_without_a_step(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(rank_worker, "LOOK_S", 0.001)
+    monkeypatch.setattr(rank_worker, "is_gpu", lambda device: True)
     lost: list[DeviceLost] = []
     rank_worker.watch_device(torch.device("cpu"), lost.append)
     assert [str(error) for error in lost] == ["the device failed in a step: CUDA error: an illegal address"]

@@ -309,7 +309,7 @@ def size_cache(
         )
     return replace(
         size, num_host_blocks=num_host_blocks // num_tables * num_tables
-    )  # as `swap_blocks` has it
+    )  # the same for all
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

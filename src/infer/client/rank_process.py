@@ -52,7 +52,6 @@ def _serve(launch: RankLaunch) -> None:
     with quick_imports():
         from infer.client.load import load_part, rank_of, use_threads
         from infer.engine.rank_worker import open_link, serve_rank, watch_device
-        from infer.kernels.runtime.dispatch import is_gpu
         from infer.loader.find.source import resolve_model
         from infer.loader.load import read_headers
 
@@ -61,9 +60,8 @@ def _serve(launch: RankLaunch) -> None:
     link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     loaded = load_part(config, read_headers(source), rank_of(config, launch.rank))
-    if is_gpu(loaded.device):
-        watched = loaded.device, partial(_end_at_once, launch)
-        threading.Thread(target=watch_device, args=watched, name="infer-device-watch", daemon=True).start()
+    watched = loaded.device, partial(_end_at_once, launch)
+    threading.Thread(target=watch_device, args=watched, name="infer-device-watch", daemon=True).start()
     serve_rank(loaded, link, lambda: _report_done(launch.report))
 
 

@@ -38,6 +38,7 @@ from infer.execution.order import read
 from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
+from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.load import LoadedModel
 
 LOOK_S: Final = 0.25  # seconds between two looks at the GPU of a rank
@@ -113,8 +114,10 @@ def watch_device(device: torch.device, on_lost: Callable[[DeviceLost], None]) ->
     """Ask a GPU for faults until there is one, and say so; runs in a thread of its own.
 
     A rank launches steps and waits for none of them, while kernels of other ranks wait for its sums. A stream
-    on which nothing runs is asked: after a fault, every call says so.
+    on which nothing runs is asked: after a fault, every call says so. A CPU has no faults of this kind.
     """
+    if not is_gpu(device):
+        return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     while True:
         try:

@@ -96,7 +96,7 @@ class Model(nn.Module):
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)
-            if self.pipe is not None:  # for those who look for silent ranks
+            if self.pipe is not None:  # silent ranks are looked for
                 self.pipe.tick()
         if self.pipe is None or self.pipe.stage == self.pipe.num_stages - 1:
             hidden = as_tensor(self.norm(stream))

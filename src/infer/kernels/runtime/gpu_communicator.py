@@ -259,7 +259,7 @@ def _map_word(shared: SharedCommunicator, taken: ExitStack) -> int:
     address = ctypes.c_void_p(shared.address)
     code = driver().cuMemHostRegister_v2(address, ctypes.c_size_t(HEADER_BYTES), 3)
     _check(code, "mapping memory of the host")
-    taken.callback(_unmap, shared)  # which keeps the memory itself
+    taken.callback(_unmap, shared)  # it keeps the memory itself
     found = ctypes.c_ulonglong()
     code = driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
     _check(code, "mapping memory of the host")
