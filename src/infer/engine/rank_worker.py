@@ -27,7 +27,9 @@ from infer.engine.build import bind_rank, build_rank, join_ranks, probe_rank
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.order import read
-from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
+from infer.execution.rank_mirror import RankMirror as RankMirror
+from infer.execution.rank_ring import RankLink as RankLink
+from infer.execution.rank_ring import RankMessage, link_bytes
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.loader.load import LoadedModel
