@@ -191,6 +191,26 @@ def test_stages_answer_the_same(family: str, root: Path) -> None:
     assert answers(path, (1, 2)) == answers(path, 1)
 
 
+NODES = [
+    ("llama", "", (2, 1), 2),
+    ("qwen3_moe", "", (2, 1), 2),
+    ("llama", "gptq-act-order", (2, 1), 2),
+    ("llama", "", (1, 2), 2),
+    ("llama", "", (2, 2), 2),
+    ("llama", "", (1, 3), 3),
+    ("mixtral", "", (4, 1), 4),
+    ("qwen3_moe", "", (2, 2), 4),
+]
+
+
+@pytest.mark.parametrize(("family", "recipe", "size", "nnodes"), NODES)
+def test_ranks_on_several_nodes_answer_the_same(
+    family: str, recipe: str, size: tuple[int, int], nnodes: int, root: Path
+) -> None:
+    path = checkpoint(root, family, recipe)
+    assert answers(path, size, nnodes=nnodes) == answers(path, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 def test_every_family_answers_the_same_in_stages(family: str, root: Path) -> None:

@@ -6,15 +6,15 @@ They cannot run recorded steps, which hold the lock of the one pool of threads w
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 
 from infer.client.load import load_part, rank_of
 from infer.config.settings import EngineConfig
-from infer.engine.rank_worker import make_memory, open_link, serve_rank
+from infer.engine.rank_worker import serve_rank
 from infer.errors import DeviceLost
 from infer.loader.find.source import resolve_model
 from infer.loader.load import Communicator, LoadedModel, Pipe, read_headers
+from tests.support.rank_nodes import open_nodes
 
 
 class RankThreads:
@@ -25,10 +25,8 @@ class RankThreads:
         self._reason = "a rank is gone"
         self._error: BaseException | None = None
         headers = read_headers(resolve_model(config.load.model))
-        handle = make_memory(size)
-        num_stages = config.load.pipeline_parallel_size
-        self._links = [open_link(handle, rank, size, num_stages) for rank in range(size)]
-        os.close(handle)
+        self._nodes = open_nodes(size, config.load.pipeline_parallel_size, config.load.nnodes)
+        self._links = self._nodes.links
         self.communicator: Communicator = self._links[0].communicator
         self.pipe: Pipe | None = self._links[0].pipe
         self.lines = self._links[0].lines
@@ -71,10 +69,10 @@ class RankThreads:
 
     def close(self, reason: str = "the engine was closed") -> None:
         self._reason = reason
-        self._links[0].communicator.abort()
+        self._nodes.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def __del__(self) -> None:
-        self._links[0].communicator.abort()
+        self._nodes.close()

@@ -39,7 +39,8 @@ examples:
 
 # Knobs that change no memory: they have no flag here, and a --config file that sets them is taken.
 NO_MEMORY = {
-    "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser", "num_threads", "attention_backend",
+    "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser", "num_threads", "node_rank",
+    "master_addr", "master_port", "attention_backend",
     "decode_attention_backend", "mlp_backend", "use_prefix_caching", "batching_mode", "scheduler_policy",
     "prefill_chunk_size", "max_prefill_chunks_per_step", "preemption", "max_wait_steps", "max_decode_gap",
     "max_queue", "seed", "use_cuda_graphs", "use_overlap", "record_cpu_step", "cpu_products", "deterministic",

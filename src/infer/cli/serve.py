@@ -18,7 +18,7 @@ from typing import Any
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
-from infer.config.settings import EngineConfig, ServerConfig, knob_table, name_fault, parse_alias
+from infer.config.settings import EngineConfig, LoadConfig, ServerConfig, knob_table, name_fault, parse_alias
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
 
@@ -65,7 +65,13 @@ def run(args: argparse.Namespace) -> int:
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
     try:
-        if config.cluster == "ray":
+        if any(engine.load.node_rank > 0 for engine in models.values()):
+            with importing():
+                from infer.client.rank_node import serve_node
+
+            (engine,) = models.values()
+            serve_node(engine)
+        elif config.cluster == "ray":
             _serve_cluster(models, config, args.log_level)
         else:
             _serve_here(models, config)
@@ -135,7 +141,25 @@ def read_models(
             raise ConfigError("every model needs a name of its own: --model NAME=MODEL for each")
         models[name] = EngineConfig.from_knobs(**(engine | {"model": model}))
     _check_aliases(config.model_alias, list(models))
+    _check_nodes([engine.load for engine in models.values()], config)
     return models, config
+
+
+def _check_nodes(loads: Sequence[LoadConfig], config: ServerConfig) -> None:
+    """Refuse what ranks on several machines cannot do."""
+    nnodes, node_rank = loads[0].nnodes, loads[0].node_rank
+    if config.cluster != "none":
+        for name in ("node_rank", "master_addr", "master_port"):
+            if getattr(loads[0], name) != getattr(LoadConfig(), name):
+                raise ConfigError(f"{name} is found by Ray with --cluster ray; leave it out")
+    if config.headless and node_rank == 0:
+        raise ConfigError("headless is for nodes other than the first; give --node-rank as well, from 1 on")
+    num_engines = len(loads) * (config.replicas if config.cluster == "none" else 1)
+    if nnodes > 1 and num_engines > 1:
+        raise ConfigError(
+            f"nnodes={nnodes} is for one engine, and there would be {num_engines}; start a "
+            "server for each, with another master_port"
+        )
 
 
 def _check_aliases(given: Sequence[str], names: Sequence[str]) -> None:

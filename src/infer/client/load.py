@@ -46,8 +46,10 @@ def load_weights(
         use_threads(load.num_threads)
     if size == 1:
         return load_part(config, headers, show_progress=show_progress)
+    if load.node_rank > 0:
+        raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
-    num_threads = max(1, torch.get_num_threads() // size)
+    num_threads = max(1, torch.get_num_threads() // load.num_local_ranks)
     ranks = RankProcesses(config, size, num_threads, on_idle_loss)
     try:
         use_threads(num_threads)
@@ -89,7 +91,7 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
     size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
-    device = choose_device(rank_device(load.device, Rank(0, size)))
+    device = node_device(config)
     if num_stages > 1 and has_gpu_kernels(device):
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} works on CPUs only so far, and the model would be on "
@@ -99,6 +101,17 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
         headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size,
         stage=num_stages - 1, num_stages=num_stages,
     ).check_cuts()  # fmt: skip
+
+
+def node_device(config: EngineConfig) -> torch.device:
+    """The device of this machine's first rank; ranks on several machines are refused on GPUs."""
+    load = config.load
+    if load.nnodes > 1 and has_gpu_kernels(device := choose_device(load.device)):
+        raise ConfigError(
+            f"nnodes={load.nnodes} works on CPUs only so far: ranks on GPUs exchange through the memory of "
+            f"one machine, and the model would be on {device}; leave it out, or set device=cpu"
+        )
+    return choose_device(rank_device(load.device, Rank(0, load.tensor_parallel_size)))
 
 
 def use_threads(number: int) -> None:

@@ -78,6 +78,22 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
 
 
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The news of a node: a rank has done a part of its start, or the group has ended."""
+
+    rank: int = 0
+    reason: str | None = None  # why the group has ended
+    failure: Failure | None = None  # the error of a rank that failed to start
+
+
+class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a node other than the first that a program starts: the first line of its input."""
+
+    knobs: dict[str, Any]
+    log_level: str
+    token: str  # the secret of the nodes
+
+
 DONE = b"done"  # line that the process of a rank reports after each part of its start
 
 

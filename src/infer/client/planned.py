@@ -40,7 +40,7 @@ def _plan(knobs: dict[str, Any]) -> int:
     headers = find_headers(
         load.model, revision=load.revision, show_progress=False, model_impl=load.model_impl
     )
-    return plan_memory(config, headers, machine).total * load.num_ranks
+    return plan_memory(config, headers, machine).total * load.num_local_ranks
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ A thread for each process starts it and waits for its end. A rank that dies, or 
 answer while the others wait for it, ends the group: all waits in shared memory end, the other processes are
 killed, and the step under way raises `DeviceLost`. Nothing outlives this process: the kernel kills ranks
 whose parent is gone, and the memory has no name.
+
+Ranks on other machines are processes of a node there (rank_node.py), which has a copy of the memory.
 """
 
 from __future__ import annotations
@@ -16,23 +18,26 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from infer.client.messages import DONE, Failure, RankLaunch, to_error
+from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
+from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
 from infer.client.spawn import give_orders, spawn
 from infer.client.supervisor import log_level
-from infer.config.settings import EngineConfig
-from infer.engine.rank_worker import make_memory, open_link
-from infer.errors import DeviceLost, InferError
+from infer.config.settings import EngineConfig, LoadConfig
+from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
+from infer.errors import DeviceLost, InferError, RanksEnded
 from infer.loader.load import Communicator, Pipe
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,8 @@ logger = logging.getLogger(__name__)
 RANK_MODULE = "infer.client.rank_process"
 LOOK_S: Final = 0.25  # seconds between two looks at ranks that others wait for
 STOPPED_S: Final = 1.0  # seconds after which a process that a signal has stopped counts as gone
+NODE_SILENT_S: Final = 5.0  # seconds without a sign of life after which another node counts as gone
+HEAD_SILENT_S: Final = 30.0  # the same for node 0, whose engine may keep all other threads waiting
 SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that others wait for counts as gone
 
 
@@ -55,6 +62,7 @@ class _Group:
     num_done: dict[int, int] = field(default_factory=dict)  # finished parts of a start, by rank
     lost: str | None = None  # why the group has ended
     error: InferError | None = None  # the error of a rank that failed to start
+    mirror: RankMirror | None = None  # the other nodes
     is_closing: bool = False
     is_waited_for: bool = False  # rank 0 waits for the others
     expected_since: float | None = None  # time since when rank 0 waits for a step of GPUs; None: it does not
@@ -69,6 +77,10 @@ class _Group:
                 logger.error("ranks are ended reason=%r", reason)
             self.abort()
             self.kill()
+            if self.mirror is not None:
+                failure = None if error is None else to_failure(error)
+                self.mirror.report(msgspec.json.encode(NodeReport(reason=reason, failure=failure)))
+                self.mirror.close()
             self.changed.notify_all()
         if is_idle and not self.is_closing:
             self.on_idle_loss()
@@ -92,6 +104,7 @@ class RankProcesses:
         on_idle_loss: Callable[[], None] = lambda: None,
     ) -> None:
         """Start them; a thread calls `on_idle_loss` when a rank is gone that nobody waits for."""
+        load, gate = config.load, _Gate(config) if config.load.nnodes > 1 else None
         handle = make_memory(size)
         try:
             self._link = open_link(handle, 0, size, config.load.pipeline_parallel_size)
@@ -102,24 +115,12 @@ class RankProcesses:
             self._num_parts = 0  # parts of a start that have been asked for
             self._num_open = 0  # messages that no `check` or `wait` has followed
             group.is_waited_for = True
-            knobs, level = config.knobs(), log_level()
-            self._threads = []
-            for rank in range(1, size):
-                launch = RankLaunch(
-                    knobs=knobs, rank=rank, size=size, memory=handle, report=-1, num_threads=num_threads,
-                    log_level=level,
-                )  # fmt: skip
-                started = threading.Event()
-                thread = threading.Thread(
-                    target=_run_process, args=(group, launch, started), name=f"infer-rank-{rank}", daemon=True
-                )
-                thread.start()
-                started.wait()
-                self._threads.append(thread)
+            if gate is not None:
+                group.num_done.update(dict.fromkeys(range(load.num_local_ranks, size), 0))
+                gate.open(group, self._link)
+            self._threads = _start_ranks(group, config, load.ranks_of_nodes[0][1:], handle, num_threads)
         finally:
             os.close(handle)
-        watch = threading.Thread(target=_watch, args=(group,), name="infer-rank-watch", daemon=True)
-        watch.start()
         self._finalizer = weakref.finalize(self, _end, group, os.getpid())
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
@@ -179,6 +180,105 @@ def _end(group: _Group, owner: int) -> None:
         group.lose("the engine is gone")
 
 
+class _Gate:
+    """The way of the other nodes into a group; a setting that cannot be had is refused when it is made."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._load, self._token = config.load, read_token(config.load)
+        self._facts = facts_of(config, "cpu")  # others are refused before
+
+    def open(self, group: _Group, link: RankLink) -> None:
+        """Let them come, in a thread."""
+        self._server = listen(self._load)
+        group.mirror = _mirror(group, link, self._load)
+        threading.Thread(
+            target=self._gather, args=(group, group.mirror), name="infer-gate", daemon=True
+        ).start()
+
+    def _gather(self, group: _Group, mirror: RankMirror) -> None:
+        add = partial(mirror.add, silent_s=NODE_SILENT_S)
+        if gather_nodes(
+            self._server, self._load, self._token, self._facts, add, lambda: group.lost is not None
+        ):
+            logger.info("all nodes are there nodes=%d", self._load.nnodes)
+            mirror.start()
+
+
+def _mirror(group: _Group, link: RankLink, load: LoadConfig) -> RankMirror:
+    nodes = load.ranks_of_nodes
+    return RankMirror(
+        link, nodes, load.node_rank, on_report=partial(_take_report, group, nodes), on_loss=group.lose
+    )
+
+
+def _take_report(group: _Group, nodes: Sequence[range], node: int, body: bytes) -> None:
+    """Note the news of another node."""
+    try:
+        report = msgspec.json.decode(body, type=NodeReport)
+    except msgspec.MsgspecError as error:
+        group.lose(f"node {node} has sent a report that cannot be read: {error}")
+        return
+    if report.reason is not None:
+        group.is_closing = group.is_closing or node == 0  # a node only follows the first
+        group.lose(report.reason, None if report.failure is None else to_error(report.failure))
+    elif report.rank in nodes[node] and report.rank in group.num_done:
+        with group.changed:
+            group.num_done[report.rank] += 1
+            group.changed.notify_all()
+
+
+def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: int) -> str:
+    """Run the ranks of this node for a group whose node 0 is at the other end; returns why it has ended."""
+    load, size = config.load, config.load.num_ranks
+    own = load.ranks_of_nodes[load.node_rank]
+    handle = make_memory(size)
+    try:
+        link = open_link(handle, own[0], size, load.pipeline_parallel_size)
+        group = _Group(link.communicator.abort, list, lambda: None)  # node 0 looks who is silent
+        group.is_waited_for = True
+        mirror = group.mirror = _mirror(group, link, load)
+        mirror.add(0, connection, HEAD_SILENT_S)
+        mirror.start()
+        threads = _start_ranks(group, config, own, handle, num_threads)
+    finally:
+        os.close(handle)
+    num_told = dict.fromkeys(own, 0)
+    try:
+        with group.changed:
+            while group.lost is None:
+                for rank in own:
+                    for _ in range(group.num_done[rank] - num_told[rank]):
+                        mirror.report(msgspec.json.encode(NodeReport(rank=rank)))
+                num_told = {rank: group.num_done[rank] for rank in own}
+                group.changed.wait()
+            return group.lost
+    finally:
+        group.lose("the node was ended")
+        for thread in threads:
+            thread.join()
+
+
+def _start_ranks(
+    group: _Group, config: EngineConfig, ranks: range, memory: int, num_threads: int
+) -> list[threading.Thread]:
+    """Start the processes of ranks, each with a thread, and the one that watches them."""
+    knobs, level, threads = config.knobs(), log_level(), []
+    for rank in ranks:
+        launch = RankLaunch(
+            knobs=knobs, rank=rank, size=config.load.num_ranks, memory=memory, report=-1,
+            num_threads=num_threads, log_level=level,
+        )  # fmt: skip
+        started = threading.Event()
+        thread = threading.Thread(
+            target=_run_process, args=(group, launch, started), name=f"infer-rank-{rank}", daemon=True
+        )
+        thread.start()
+        started.wait()
+        threads.append(thread)
+    threading.Thread(target=_watch, args=(group,), name="infer-rank-watch", daemon=True).start()
+    return threads
+
+
 def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) -> None:
     """Start a process, note its reports, and wait for its end.
 
@@ -189,6 +289,8 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
     try:
         with group.changed:
             group.num_done[rank] = 0
+            if group.lost is not None:
+                raise RanksEnded(group.lost)
             process = spawn(RANK_MODULE, pass_fds=(launch.memory, writing), is_piped=False, leads=False)
             group.processes[rank] = process
     except BaseException as error:

@@ -120,6 +120,16 @@ class LoadConfig:
         "(docs/features/pipeline-parallelism.md)",
         aliases=("pp", "pp_size"),
     )
+    nnodes: int = knob(
+        1,
+        "machines that the ranks of tensor_parallel_size and pipeline_parallel_size are on, equally many on "
+        "each; on CPUs only so far (docs/features/nodes.md)",
+    )
+    node_rank: int = knob(
+        0, "with nnodes: the number of this machine; 0 has the server, and the others only compute"
+    )
+    master_addr: str = knob("127.0.0.1", "with nnodes: the address at which node 0 waits for the others")
+    master_port: int = knob(29501, "with nnodes: the TCP port there")
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype")
@@ -136,6 +146,19 @@ class LoadConfig:
                 f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got "
                 f"{self.tensor_parallel_size} * {self.pipeline_parallel_size}"
             )
+        if self.nnodes < 1 or self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"nnodes must divide the {self.num_ranks} ranks of tensor_parallel_size="
+                f"{self.tensor_parallel_size} and pipeline_parallel_size={self.pipeline_parallel_size}, got "
+                f"{self.nnodes}"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"node_rank must be from 0 to {self.nnodes - 1} with nnodes={self.nnodes}, got "
+                f"{self.node_rank}"
+            )
+        if not 0 < self.master_port < 1 << 16:
+            raise ConfigError(f"master_port must be from 1 to 65535, got {self.master_port}")
         if self.num_threads is not None and self.num_threads > MAX_THREADS:
             raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")
@@ -146,6 +169,17 @@ class LoadConfig:
     def num_ranks(self) -> int:
         """The number of processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_local_ranks(self) -> int:
+        """The number of those processes on one machine."""
+        return self.num_ranks // self.nnodes
+
+    @property
+    def ranks_of_nodes(self) -> list[range]:
+        """The numbers of the ranks on each machine."""
+        each = self.num_local_ranks
+        return [range(node * each, (node + 1) * each) for node in range(self.nnodes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,6 +629,7 @@ class ServerConfig:
     overwrite: bool = knob(False, "let record replace files that are there")
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
+    headless: bool = knob(False, "serve no HTTP, only ranks for node 0: what node_rank above 0 means anyway")
 
     def _check_model_memory(self, size: str) -> None:
         if parse_bytes(size) < MIN_MODEL_MEMORY:

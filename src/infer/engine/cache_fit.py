@@ -79,7 +79,7 @@ def fit_to_device(
         memory = replace(memory, held=num_ranks * memory.held)
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
-    free_each = free_host // config.settings.load.num_ranks
+    free_each = free_host // config.settings.load.num_local_ranks
     check_host_blocks(config.settings.cache, size, free_each, is_pinned=is_gpu(loaded.device))
     return size
 
@@ -113,9 +113,9 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all of them."""
+    """Return how many ranks of a model take their memory from this device: on a CPU, all on this machine."""
     shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
-    return settings.load.num_ranks if shares else 1
+    return settings.load.num_local_ranks if shares else 1
 
 
 def cache_share(device: torch.device) -> float:

@@ -35,7 +35,9 @@ from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import read
-from infer.execution.rank_ring import RankLink, RankMessage, link_bytes
+from infer.execution.rank_mirror import RankMirror as RankMirror
+from infer.execution.rank_ring import RankLink as RankLink
+from infer.execution.rank_ring import RankMessage, link_bytes
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library, why_not
 from infer.kernels.runtime.dispatch import is_gpu

@@ -28,6 +28,7 @@ PLACES = (
     "chat_template",
     "draft_model",
     "lora_modules",
+    "master_addr",
 )  # knobs that say where something lies
 
 

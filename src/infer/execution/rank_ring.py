@@ -19,9 +19,11 @@ from infer.errors import RanksEnded
 from infer.kernels.cpu.collectives import (
     HEADER_BYTES,
     WORD_BYTES,
+    MirroredWord,
     SharedCommunicator,
     SharedPipe,
     address_of,
+    mirrored_words,
     read_line,
     region_bytes,
 )
@@ -31,6 +33,7 @@ from infer.kernels.runtime.communicator import RankLine
 NUM_SLOTS: Final = 32  # more than are ever under way while stages wait for each other
 SLOT_BYTES: Final = 1 << 15
 _PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends with it
+_COUNT: Final = struct.Struct("<I")
 _ROOM: Final = SLOT_BYTES - _PIECE.size
 _WRAP: Final = 1 << 32
 _MESSAGE: Final = 2  # kind of a wait, as csrc/collectives.c has it
@@ -55,6 +58,25 @@ def link_bytes(size: int) -> int:
     return region_bytes(size) + HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
+def linked_words(size: int, num_stages: int) -> list[MirroredWord]:
+    """Every word that a rank waits for and another rank writes, also those of messages."""
+    start, others = region_bytes(size), frozenset(range(1, size))
+    slots = start + HEADER_BYTES, NUM_SLOTS, SLOT_BYTES
+    taken = [MirroredWord(start + WORD_BYTES * rank, rank, frozenset({0})) for rank in sorted(others)]
+    return [*mirrored_words(size, num_stages), MirroredWord(start, 0, others, *slots), *taken]
+
+
+def slot_length(memory: mmap.mmap, word: MirroredWord, number: int) -> int:
+    """The bytes of the data that a number of a word stands for."""
+    if not word.num_slots:
+        return 0
+    slot = number % word.num_slots
+    if word.counts is not None:
+        (count,) = _COUNT.unpack_from(memory, word.counts + _COUNT.size * slot)
+        return int(4 * count)
+    return _PIECE.size + int(_PIECE.unpack_from(memory, word.first_slot + slot * word.slot_bytes)[1])
+
+
 class RankLink:
     """One rank's end of the link between the ranks of a model: its exchanges, and the messages of rank 0."""
 
@@ -64,7 +86,8 @@ class RankLink:
         assert len(memory) >= link_bytes(size), (len(memory), size)
         self.communicator = SharedCommunicator(library, memory, rank, size, num_stages)
         self.pipe = SharedPipe(library, memory, rank, size, num_stages) if num_stages > 1 else None
-        self._library, self._memory, self._rank, self._size = library, memory, rank, size
+        self.library, self.memory, self.size, self.num_stages = library, memory, size, num_stages
+        self._rank = rank
         self._start = region_bytes(size)
         self._words = address_of(memory, self._start)
         self._region = address_of(memory)
@@ -76,12 +99,12 @@ class RankLink:
         for first in range(0, max(len(view), 1), _ROOM):
             piece = view[first : first + _ROOM]
             number = (self._number + 1) % _WRAP
-            for rank in range(1, self._size):
+            for rank in range(1, self.size):
                 self._wait(self._word(rank), (number - NUM_SLOTS) % _WRAP)
             start = self._slot(number)
-            _PIECE.pack_into(self._memory, start, kind, len(piece), int(first + _ROOM >= len(view)))
-            self._memory[start + _PIECE.size : start + _PIECE.size + len(piece)] = piece
-            self._library.word_set(self._word(0), number)
+            _PIECE.pack_into(self.memory, start, kind, len(piece), int(first + _ROOM >= len(view)))
+            self.memory[start + _PIECE.size : start + _PIECE.size + len(piece)] = piece
+            self.library.word_set(self._word(0), number)
             self._number = number
 
     def receive(self) -> tuple[int, bytearray]:
@@ -91,18 +114,18 @@ class RankLink:
             number = (self._number + 1) % _WRAP
             self._wait(self._word(0), number)
             start = self._slot(number)
-            kind, length, is_whole = _PIECE.unpack_from(self._memory, start)
-            body += self._memory[start + _PIECE.size : start + _PIECE.size + length]
-            self._library.word_set(self._word(self._rank), number)
+            kind, length, is_whole = _PIECE.unpack_from(self.memory, start)
+            body += self.memory[start + _PIECE.size : start + _PIECE.size + length]
+            self.library.word_set(self._word(self._rank), number)
             self._number = number
         return kind, body
 
     def lines(self) -> list[RankLine]:
         """The state of each rank."""
-        return [read_line(self._memory, rank) for rank in range(self._size)]
+        return [read_line(self.memory, rank) for rank in range(self.size)]
 
     def _wait(self, word: int, number: int) -> None:
-        if not self._library.word_wait(word, number, self._region, self._rank, _MESSAGE):
+        if not self.library.word_wait(word, number, self._region, self._rank, _MESSAGE):
             raise RanksEnded("the ranks of this model have been ended")
 
     def _word(self, number: int) -> int:

@@ -237,7 +237,7 @@ def plan_draft(
         weights = head_bytes(headers.eagle, choice.dtype, packs=choice.weights in PACKED)
         return DraftMemory(headers.source.name, weights, beside)
     load = replace(config.load, quantization="auto", max_seq_len=None, tensor_parallel_size=1,
-                   pipeline_parallel_size=1)  # fmt: skip
+                   pipeline_parallel_size=1, nnodes=1)  # fmt: skip
     draft = choose_load(replace(config, load=load), headers, machine)
     beside = draft_bytes(resolved, draft.config, draft.dtype, layout)
     return DraftMemory(headers.source.name, weight_bytes(draft.plan), beside)

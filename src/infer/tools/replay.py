@@ -314,6 +314,7 @@ def replay_config(
         model=model,
         tensor_parallel_size=1,  # orders and plans are the same for any number of ranks
         pipeline_parallel_size=1,
+        nnodes=1,
         dtype=facts.dtype,
         device=device or facts.device,
         max_seq_len=facts.context_len,

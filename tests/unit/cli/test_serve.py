@@ -148,3 +148,39 @@ def test_help_needs_neither_torch_nor_a_web_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["--headless"], "headless is for nodes other than the first; give --node-rank"),
+        (["-tp", "2", "--nnodes", "2", "--headless"], "headless is for nodes other than the first"),
+        (["--nnodes", "2"], "nnodes must divide the 1 ranks"),
+        (["-tp", "4", "--nnodes", "3"], "nnodes must divide the 4 ranks of tensor_parallel_size=4"),
+        (["-tp", "2", "--nnodes", "0"], "nnodes must divide the 2 ranks"),
+        (
+            ["-tp", "2", "--nnodes", "2", "--node-rank", "2"],
+            "node_rank must be from 0 to 1 with nnodes=2, got 2",
+        ),
+        (["--node-rank", "1"], "node_rank must be from 0 to 0 with nnodes=1, got 1"),
+        (["-tp", "2", "--nnodes", "2", "--master-port", "0"], "master_port must be from 1 to 65535, got 0"),
+        (
+            ["-tp", "2", "--nnodes", "2", "--replicas", "2"],
+            "nnodes=2 is for one engine, and there would be 2",
+        ),
+        (["-tp", "2", "--nnodes", "2", "--cluster", "ray", "--node-rank", "1"], "node_rank is found by Ray"),
+        (["--cluster", "ray", "--master-port", "7"], "master_port is found by Ray with --cluster ray"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(given: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read("m", *given)
+
+
+def test_several_models_do_not_share_nodes() -> None:
+    with pytest.raises(ConfigError, match="nnodes=2 is for one engine, and there would be 2"):
+        read("a=x", "--model", "b=y", "-tp", "2", "--nnodes", "2")
+    models, _ = read("x", "-tp", "2", "--nnodes", "2", "--replicas", "2", "--cluster", "ray")
+    assert models[""].load.nnodes == 2
+    models, config = read("x", "-pp", "2", "--nnodes", "2", "--node-rank", "1", "--headless")
+    assert models[""].load.node_rank == 1 and config.headless

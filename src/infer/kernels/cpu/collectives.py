@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -29,12 +30,42 @@ _EXCHANGE = struct.Struct("qqqqqqqqqqqq")
 _PASS = struct.Struct("qqqqqqq")
 _OWN_IDS = struct.Struct("qqqqq")
 _LINE = struct.Struct("<IIIIQQQ")  # a rank's line of the header, as csrc/collectives.c has it
+LINE_STATE = slice(8, _LINE.size)  # the part of a line that nobody waits for
 _PIPE_BYTES = 2 * WORD_BYTES + PIPE_SLOTS * CAPACITY * 4
 
 
 def region_bytes(size: int) -> int:
     """The memory that this many ranks share for their exchanges; untouched parts of it take no room."""
     return HEADER_BYTES + 2 * size * CAPACITY * 4 + size * _PIPE_BYTES
+
+
+class MirroredWord(NamedTuple):
+    """A word that ranks on other machines wait for, and the places of the data that its numbers stand for."""
+
+    offset: int
+    writer: int  # its one rank that writes it
+    readers: frozenset[int]
+    first_slot: int = 0  # offset of the data of number 0
+    num_slots: int = 0  # numbers whose data is kept; 0: a word alone
+    slot_bytes: int = 0
+    counts: int | None = None  # offset of the floats in each slot; None: a slot says itself how long it is
+
+
+def mirrored_words(size: int, num_stages: int) -> list[MirroredWord]:
+    """The words of exchanges and pipes."""
+    group, floats = size // num_stages, CAPACITY * 4
+    words, pipes = [], HEADER_BYTES + 2 * size * floats
+    for rank in range(size):
+        line, first = WORD_BYTES * (1 + rank), rank - rank % group
+        stage = frozenset(range(first, first + group)) - {rank}
+        own = HEADER_BYTES + 2 * rank * floats
+        words.append(MirroredWord(line, rank, stage, own, 2, floats, line + _LINE.size))
+        if rank >= group:  # its rows go to the next stage
+            sent, reader = pipes + rank * _PIPE_BYTES, rank - group
+            slots = sent + 2 * WORD_BYTES, PIPE_SLOTS, floats, sent + 8
+            words.append(MirroredWord(sent, rank, frozenset({reader}), *slots))
+            words.append(MirroredWord(sent + WORD_BYTES, reader, frozenset({rank})))
+    return words
 
 
 def read_line(memory: mmap.mmap, rank: int) -> RankLine:

@@ -77,6 +77,9 @@ class Library:
             ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
         )  # fmt: skip
         c.infer_word_wait.restype = ctypes.c_int64
+        c.infer_word_watch.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
+        c.infer_word_watch.restype = ctypes.c_int64
+        self.word_watch = c.infer_word_watch
         self.word_get, self.word_set, self.word_wait = c.infer_word_get, c.infer_word_set, c.infer_word_wait
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)
         alone = self.all_reduce, self.all_gather, self.pass_on, self.take_rows, self.tick

@@ -12,6 +12,9 @@
  *
  * A pipe takes the rows of one stage to the next: its rank writes a slot when the reader has taken what was there.
  *
+ * Every word has one writer, and what a number of it stands for is written before it. So ranks on several machines
+ * have a copy of this memory on each, and a thread for each word that is read elsewhere carries its changes there.
+ *
  * A rank that waits polls for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: the
  * result must not be used then, and the caller asks whether it was set. */
 #define _GNU_SOURCE
@@ -37,7 +40,8 @@
 typedef struct {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
-    uint8_t rest[56];
+    uint32_t counts[PIPE_SLOTS]; /* of a pipe's `sent`: floats in each slot */
+    uint8_t rest[24];
 } word; /* ranks wait for it */
 
 typedef struct {
@@ -46,7 +50,8 @@ typedef struct {
     _Atomic uint32_t ticks;   /* layers and rows that it has finished */
     _Atomic uint32_t waiting; /* 0: it computes; 1: it waits for other ranks; 2: for a message */
     _Atomic uint64_t times[NUM_TIMES]; /* nanoseconds that it has waited, by kind */
-    uint8_t rest[24];
+    uint32_t counts[2]; /* floats in its even and its odd share */
+    uint8_t rest[16];
 } rank_line; /* a word, and what only its rank writes */
 
 typedef struct {
@@ -120,6 +125,15 @@ int64_t infer_word_wait(word *at, uint32_t value, region *shared, int64_t rank, 
     return is_there;
 }
 
+/* Sleep until a word is another number than the one seen, for the copy of it on another machine; 0: it was aborted. */
+int64_t infer_word_watch(word *at, uint32_t seen, region *shared) {
+    while (infer_word_get(at) == seen) {
+        if (infer_word_get(&shared->aborted)) return 0;
+        sleep_while(at, seen);
+    }
+    return 1;
+}
+
 typedef struct {
     int64_t M; /* rows */
     float *x;
@@ -138,8 +152,9 @@ static uint32_t next_number(const exchange_args *a) {
     return atomic_load_explicit(&a->shared->ranks[a->rank].value, memory_order_relaxed) + 1;
 }
 
-/* Say that the share is there, and wait for all others; 0: it was aborted. */
-static int64_t meet(const exchange_args *a, uint32_t number) {
+/* Say that the share of `count` floats is there, and wait for all others; 0: it was aborted. */
+static int64_t meet(const exchange_args *a, uint32_t number, int64_t count) {
+    a->shared->ranks[a->rank].counts[number & 1] = (uint32_t)count;
     infer_word_set((word *)&a->shared->ranks[a->rank], number);
     for (int64_t rank = a->first; rank < a->first + a->size; rank++)
         if (rank != a->rank && !infer_word_wait((word *)&a->shared->ranks[rank], number, a->shared, a->rank, 0))
@@ -157,7 +172,7 @@ void infer_all_reduce(const void *args, int64_t chunk) {
         uint32_t number = next_number(a);
         float *x = a->x + first;
         memcpy(share_of(a, a->rank, number), x, (size_t)left * sizeof(float));
-        if (!meet(a, number)) return;
+        if (!meet(a, number, left)) return;
         const float *restrict zeroth = share_of(a, a->first, number), *restrict other = share_of(a, a->first + 1, number);
         for (int64_t i = 0; i < left; i++) x[i] = zeroth[i] + other[i];
         for (int64_t rank = 2; rank < a->size; rank++) {
@@ -179,7 +194,7 @@ void infer_all_gather(const void *args, int64_t chunk) {
         int64_t left = a->V - (a->rank - a->first) * a->N, have = left < a->N ? left : a->N;
         for (int64_t row = 0; row < rows && have > 0; row++)
             memcpy(own + row * a->N, a->x + (first + row) * a->x_stride, (size_t)have * sizeof(float));
-        if (!meet(a, number)) return;
+        if (!meet(a, number, rows * a->N)) return;
         for (int64_t rank = 0; rank < a->size; rank++) {
             int64_t width = a->V - rank * a->N < a->N ? a->V - rank * a->N : a->N;
             for (int64_t row = 0; row < rows && width > 0; row++)
@@ -212,6 +227,7 @@ void infer_pass_on(const void *args, int64_t chunk) {
         uint32_t number = infer_word_get(&a->through->sent) + 1;
         if (!infer_word_wait(&a->through->taken, number - PIPE_SLOTS, a->shared, a->rank, 1)) return;
         memcpy(slot_of(a, number), a->x + first, (size_t)left * sizeof(float));
+        a->through->sent.counts[number % PIPE_SLOTS] = (uint32_t)left;
         infer_word_set(&a->through->sent, number);
         atomic_fetch_add(&a->shared->ranks[a->rank].ticks, 1);
     }

@@ -1,0 +1,230 @@
+"""The meeting of the nodes of a model: node 0 listens, the others come, and both sides prove who they are.
+
+    node 0                                      node 1
+    nonce                                   ──►
+                                            ◄── its nonce, number and facts, and a proof of the secret
+    a proof of the same secret, or a refusal ──►
+
+A proof is a keyed hash of both nonces, so the secret itself never travels. It is in INFER_RANK_TOKEN, or in
+the file that INFER_RANK_TOKEN_FILE names, and may be missing only where all nodes are on one machine. Facts
+must be equal: the version, the settings that decide how weights are loaded, and the weights. What follows on
+the connection is neither signed nor encrypted: it belongs on a network that only the nodes can reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from infer import __version__
+from infer.config.settings import EngineConfig, LoadConfig
+from infer.errors import ConfigError
+from infer.loader.find.source import resolve_model
+
+logger = logging.getLogger(__name__)
+
+TOKEN, TOKEN_FILE = "INFER_RANK_TOKEN", "INFER_RANK_TOKEN_FILE"
+MIN_TOKEN_LEN: Final = 16
+GREETING_S: Final = 10.0  # seconds in which the two sides must have met
+RETRY_S: Final = 0.5  # seconds until a node tries again
+TELL_S: Final = 30.0  # seconds between two lines that say who is waited for
+MAX_BYTES: Final = 1 << 16
+_EQUAL: Final = (
+    "dtype", "quantization", "model_impl", "max_seq_len", "tensor_parallel_size", "pipeline_parallel_size",
+    "nnodes",
+)  # fmt: skip
+_NUM_PAGES, _PAGE = 16, 4096  # parts of each file of weights that are compared
+
+
+class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A message of the meeting, as JSON behind its length."""
+
+    nonce: str = ""
+    proof: str = ""
+    node: int = 0
+    facts: dict[str, str] = {}
+    refused: str | None = None  # why the two sides cannot work together
+
+
+def read_token(load: LoadConfig) -> bytes:
+    """The secret of the nodes; none is needed on a loopback address."""
+    text = os.environ.get(TOKEN, "")
+    if not text and (path := os.environ.get(TOKEN_FILE)):
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{TOKEN_FILE}={path} cannot be read: {error}") from None
+    if not text and not _is_loopback(load.master_addr):
+        raise ConfigError(
+            f"nnodes={load.nnodes} with master_addr={load.master_addr} needs a secret that all nodes have: "
+            f"set {TOKEN}, or {TOKEN_FILE} to the path of a file with it"
+        )
+    if text and len(text) < MIN_TOKEN_LEN:
+        raise ConfigError(f"{TOKEN} must have at least {MIN_TOKEN_LEN} characters, got {len(text)}")
+    return text.encode()
+
+
+def facts_of(config: EngineConfig, device: str) -> dict[str, str]:
+    """The facts that all nodes must have in common."""
+    load = config.load
+    source = resolve_model(load.model, revision=load.revision, show_progress=False)
+    files = source.weight_files if source.is_gguf else [source.path / "config.json", *source.weight_files]
+    knobs = {name: str(getattr(load, name)) for name in _EQUAL}
+    machine = {"device": device, "byteorder": sys.byteorder}
+    return {"version": __version__, **knobs, **machine, "model": _digest(files)}
+
+
+def listen(load: LoadConfig) -> socket.socket:
+    """The socket at which node 0 waits for the others."""
+    try:
+        family = socket.getaddrinfo(load.master_addr, load.master_port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((load.master_addr, load.master_port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"node 0 cannot listen on master_addr={load.master_addr}, master_port={load.master_port}: "
+            f"{error}; master_addr is an address of this machine that the other nodes reach"
+        ) from None
+
+
+def gather_nodes(
+    server: socket.socket,
+    load: LoadConfig,
+    token: bytes,
+    facts: Mapping[str, str],
+    add: Callable[[int, socket.socket], None],
+    is_over: Callable[[], bool],
+) -> bool:
+    """Wait for all other nodes, as node 0; `add` gets the connection to each. False: it was over before."""
+    missing, told_at = set(range(1, load.nnodes)), -TELL_S
+    with server:
+        server.settimeout(RETRY_S)
+        while missing and not is_over():
+            if time.monotonic() - told_at >= TELL_S:
+                told_at = time.monotonic()
+                logger.info("waiting for nodes missing=%s port=%d", sorted(missing), load.master_port)
+            try:
+                connection, address = server.accept()
+            except TimeoutError:
+                continue
+            try:
+                number = _admit(connection, token, facts, missing)
+            except (OSError, msgspec.MsgspecError) as error:
+                logger.warning("node not admitted address=%s reason=%r", address[0], str(error))
+                connection.close()
+                continue
+            add(number, connection)
+            missing.remove(number)
+    return not missing
+
+
+def join(load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> socket.socket:
+    """Connect to node 0, which is waited for; raises `ConfigError` if it refuses this node."""
+    told_at = -TELL_S
+    while True:
+        try:
+            connection = socket.create_connection((load.master_addr, load.master_port), GREETING_S)
+            try:
+                _introduce(connection, load, token, facts)
+                return connection
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, msgspec.MsgspecError) as error:
+            if time.monotonic() - told_at >= TELL_S:
+                told_at = time.monotonic()
+                where = f"{load.master_addr}:{load.master_port}"
+                logger.info("waiting for node 0 address=%s reason=%r", where, str(error))
+            time.sleep(RETRY_S)
+
+
+def _admit(connection: socket.socket, token: bytes, facts: Mapping[str, str], missing: set[int]) -> int:
+    """Meet a node that has come; returns its number."""
+    connection.settimeout(GREETING_S)
+    nonce = secrets.token_hex(16)
+    _send(connection, Greeting(nonce=nonce))
+    theirs = _receive(connection)
+    if not hmac.compare_digest(theirs.proof, _prove(token, "node", nonce, theirs)):
+        reason = f"the secret ({TOKEN}) of this node is not that of node 0"
+        _send(connection, Greeting(refused=reason))
+        raise ConnectionRefusedError(f"node {theirs.node} has another secret ({TOKEN})")
+    for name, value in facts.items():
+        if theirs.facts.get(name) != value:
+            reason = f"node {theirs.node} has {name}={theirs.facts.get(name)}, and node 0 has {name}={value}"
+            _send(connection, Greeting(refused=f"{reason}; they must be equal"))
+            raise ConnectionRefusedError(reason)
+    if theirs.node not in missing:  # it may be on its way out, so that a new one is too early
+        raise ConnectionRefusedError(f"node {theirs.node} is there already")
+    _send(connection, Greeting(proof=_prove(token, "head", nonce, theirs)))
+    return theirs.node
+
+
+def _introduce(connection: socket.socket, load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> None:
+    """Meet node 0."""
+    first = _receive(connection)
+    own = Greeting(nonce=secrets.token_hex(16), node=load.node_rank, facts=dict(facts))
+    _send(connection, msgspec.structs.replace(own, proof=_prove(token, "node", first.nonce, own)))
+    last = _receive(connection)
+    if last.refused is not None:
+        raise ConfigError(f"node 0 at {load.master_addr} refuses this node: {last.refused}")
+    if not hmac.compare_digest(last.proof, _prove(token, "head", first.nonce, own)):
+        raise ConfigError(f"what listens at {load.master_addr}:{load.master_port} does not know the secret")
+
+
+def _prove(token: bytes, who: str, nonce: str, node: Greeting) -> str:
+    told = msgspec.json.encode([who, nonce, node.nonce, node.node, sorted(node.facts.items())])
+    return hmac.new(token, told, hashlib.sha256).hexdigest()
+
+
+def _send(connection: socket.socket, greeting: Greeting) -> None:
+    body = msgspec.json.encode(greeting)
+    connection.sendall(len(body).to_bytes(4, "little") + body)
+
+
+def _receive(connection: socket.socket) -> Greeting:
+    length = int.from_bytes(_read(connection, 4), "little")
+    if length > MAX_BYTES:
+        raise ConnectionError(f"a greeting of {length} bytes")
+    return msgspec.json.decode(_read(connection, length), type=Greeting)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    body = b""
+    while len(body) < length:
+        piece = connection.recv(length - len(body))
+        if not piece:
+            raise ConnectionResetError("the other side has hung up")
+        body += piece
+    return body
+
+
+def _digest(files: list[Path]) -> str:
+    """Sixteen digits that change with the sizes of files and with pages at equal distances in them."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for number in range(_NUM_PAGES):
+                file.seek(max(size - _PAGE, 0) * number // (_NUM_PAGES - 1))
+                digest.update(file.read(_PAGE))
+    return digest.hexdigest()[:16]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = socket.getaddrinfo(address, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)

@@ -1,0 +1,57 @@
+"""The ranks of a node other than the first: `infer serve MODEL --nnodes 2 --node-rank 1 ...`.
+
+A program starts it as `python -m infer.client.rank_node`, with a `NodeLaunch` on its standard input.
+
+It joins node 0, starts its ranks, and carries what they write and wait for (execution/rank_mirror.py). When
+the group ends, for whatever reason, its ranks end, and it waits for the next start of node 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import torch
+
+from infer.client.load import node_device
+from infer.client.messages import NodeLaunch
+from infer.client.rank_greeting import TOKEN, facts_of, join, read_token
+from infer.client.rank_group import serve_ranks
+from infer.client.spawn import take_orders
+from infer.config.settings import EngineConfig
+from infer.errors import InferError
+from infer.log import setup_logging
+
+logger = logging.getLogger(__name__)
+
+
+def serve_node(config: EngineConfig) -> NoReturn:
+    """Serve one group after the other; raises `ConfigError` if node 0 refuses this node."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    load = config.load
+    token, facts = read_token(load), facts_of(config, node_device(config).type)
+    num_threads = max(1, (load.num_threads or torch.get_num_threads()) // load.num_local_ranks)
+    while True:
+        connection = join(load, token, facts)
+        logger.info("node joined node=%d address=%s:%d", load.node_rank, load.master_addr, load.master_port)
+        reason = serve_ranks(config, connection, num_threads)
+        logger.warning("ranks have ended node=%d reason=%r", load.node_rank, reason)
+
+
+def main() -> int:
+    """Serve for the program that has started this process, until it closes standard input."""
+    launch = take_orders(NodeLaunch)
+    setup_logging(launch.log_level)
+    os.environ[TOKEN] = launch.token
+    try:
+        serve_node(EngineConfig.from_knobs(**launch.knobs))
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Nodes that meet: those with the same secret, version, settings and weights, and no others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.client import rank_greeting
+from infer.client.rank_greeting import facts_of, gather_nodes, join, listen, read_token
+from infer.config.settings import EngineConfig, LoadConfig
+from infer.errors import ConfigError
+
+FACTS = {"version": "1", "model": "abc"}
+SECRET = b"a secret of some length"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def meet(
+    *nodes: tuple[int, bytes, dict[str, str]], nnodes: int = 2, strangers: tuple[bytes, ...] = ()
+) -> tuple[list[int], list[Any]]:
+    """Let nodes come to node 0, in this order: the numbers it has admitted, and what each node got."""
+    load = LoadConfig(tensor_parallel_size=nnodes, nnodes=nnodes, master_port=free_port())
+    admitted: dict[int, socket.socket] = {}
+    is_over = threading.Event()
+    server = listen(load)
+    found: list[bool] = []
+    args = server, load, SECRET, FACTS, admitted.__setitem__, is_over.is_set
+    gate = threading.Thread(target=lambda: found.append(gather_nodes(*args)))
+    gate.start()
+    results: list[Any] = []
+    try:
+        for said in strangers:
+            with socket.create_connection(("127.0.0.1", load.master_port)) as stranger:
+                stranger.sendall(said)
+        for number, token, facts in nodes:
+            own = LoadConfig(
+                tensor_parallel_size=nnodes, nnodes=nnodes, node_rank=number, master_port=load.master_port
+            )
+            try:
+                connection = join(own, token, facts)
+                connection.close()
+                results.append(None)
+            except ConfigError as error:
+                results.append(str(error))
+    finally:
+        is_over.set()
+        gate.join()
+    assert found == [len(admitted) == nnodes - 1]
+    for connection in admitted.values():
+        connection.close()
+    return sorted(admitted), results
+
+
+def test_nodes_with_the_same_secret_and_facts_are_admitted() -> None:
+    assert meet((2, SECRET, FACTS), (1, SECRET, FACTS), nnodes=3) == ([1, 2], [None, None])
+
+
+@pytest.mark.parametrize(
+    ("token", "facts", "reason"),
+    [
+        (b"another secret", FACTS, "the secret (INFER_RANK_TOKEN) of this node is not that of node 0"),
+        (b"", FACTS, "the secret (INFER_RANK_TOKEN) of this node is not that of node 0"),
+        (
+            SECRET,
+            FACTS | {"version": "2"},
+            "node 1 has version=2, and node 0 has version=1; they must be equal",
+        ),
+        (
+            SECRET,
+            FACTS | {"model": "xyz"},
+            "node 1 has model=xyz, and node 0 has model=abc; they must be equal",
+        ),
+        (SECRET, {"version": "1"}, "node 1 has model=None, and node 0 has model=abc; they must be equal"),
+    ],
+)
+def test_others_are_refused_and_the_right_one_is_waited_for(
+    token: bytes, facts: dict[str, str], reason: str
+) -> None:
+    admitted, (refused, other) = meet((1, token, facts), (1, SECRET, FACTS))
+    assert reason in refused and other is None and admitted == [1]
+
+
+def test_strangers_do_not_keep_nodes_out() -> None:
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x02\0\0\0{}", b"\x05\0\0\0[1,2]")
+    assert meet((1, SECRET, FACTS), strangers=said) == ([1], [None])
+
+
+def test_what_does_not_know_the_secret_is_not_taken_for_node_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            connection = server.accept()[0]
+            with connection:
+                rank_greeting._send(connection, rank_greeting.Greeting(nonce="0" * 32))
+                rank_greeting._receive(connection)
+                rank_greeting._send(connection, rank_greeting.Greeting(proof="0" * 64))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        load = LoadConfig(tensor_parallel_size=2, nnodes=2, node_rank=1, master_port=server.getsockname()[1])
+        with pytest.raises(ConfigError, match="does not know the secret"):
+            join(load, SECRET, FACTS)
+        thread.join()
+
+
+def test_a_secret_is_needed_beyond_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("INFER_RANK_TOKEN", raising=False)
+    monkeypatch.delenv("INFER_RANK_TOKEN_FILE", raising=False)
+    here, away = (LoadConfig(tensor_parallel_size=2, nnodes=2, master_addr=a) for a in ("::1", "192.0.2.7"))
+    assert read_token(here) == b""
+    with pytest.raises(ConfigError, match="master_addr=192.0.2.7 needs a secret .* set INFER_RANK_TOKEN"):
+        read_token(away)
+    file = tmp_path / "secret"
+    monkeypatch.setenv("INFER_RANK_TOKEN_FILE", str(file))
+    with pytest.raises(ConfigError, match="INFER_RANK_TOKEN_FILE=.* cannot be read"):
+        read_token(away)
+    file.write_text("0123456789abcdef\n")
+    assert read_token(away) == b"0123456789abcdef"
+    monkeypatch.setenv("INFER_RANK_TOKEN", "short")
+    with pytest.raises(ConfigError, match="at least 16 characters, got 5"):
+        read_token(away)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    load = LoadConfig(tensor_parallel_size=2, nnodes=2, master_addr="192.0.2.7")
+    with pytest.raises(ConfigError, match="cannot listen on master_addr=192.0.2.7"):
+        listen(load)
+
+
+def test_facts_name_what_differs(checkpoint: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in Path(checkpoint).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+
+    def facts(**knobs: Any) -> dict[str, str]:
+        knobs = {"model": str(copy), "tensor_parallel_size": 2, "nnodes": 2} | knobs
+        return facts_of(EngineConfig.from_knobs(**knobs), "cpu")
+
+    assert facts() == facts(model=checkpoint, node_rank=1, num_threads=3, max_batch_size=7)
+    assert facts()["dtype"] == "auto" and facts(dtype="float32")["dtype"] == "float32"
+    (weights,) = copy.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert facts()["model"] != facts(model=checkpoint)["model"]
