@@ -40,7 +40,7 @@ from tests.integration.test_speculation import (
 from tests.support.thinned import thinned
 
 assert directory  # the fixture that makes checkpoints
-GPU = (False,)
+GPU = (False, True)
 
 
 def trees_of(count: int, family: str = "qwen3", **knobs: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def shuffled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "on_gpu"), thinned((16, 1, 8), ("qwen3", "qwen3_moe", "glm4"), GPU, keep=3)
+    ("count", "family", "on_gpu"), thinned((16, 1, 8), ("qwen3", "qwen3_moe", "glm4"), GPU, keep=5)
 )
 def test_a_model_that_drafts_for_itself_is_right_along_the_main_line(
     count: int, family: str, on_gpu: bool, windows: list[tuple[int, int, int]]
@@ -97,7 +97,7 @@ def test_a_model_that_drafts_for_itself_is_right_along_the_main_line(
     assert max(windows) == (count, tree_of(count).depth, tree_of(count).depth)
 
 
-@pytest.mark.parametrize(("pressure", "on_gpu"), thinned(["none", *PRESSURE], GPU, keep=2))
+@pytest.mark.parametrize(("pressure", "on_gpu"), thinned(["none", *PRESSURE], GPU, keep=3))
 def test_what_is_kept_of_side_lines_is_moved(pressure: str, on_gpu: bool, shuffled: list[int]) -> None:
     """Under preemption, swaps, chunks and prefix hits as well: a block holds kept tokens alone."""
     requests = requests_of(MIX + MIX[:5], seed=3)

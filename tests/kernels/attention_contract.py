@@ -16,6 +16,7 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
+from infer.execution.trees import NO_TREE
 from infer.kernels.attention.decode import attend_decode, attend_decode_reference
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.paged import PagedKV
@@ -30,6 +31,7 @@ from infer.kernels.attention.prefill import (
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, write_codes_reference
 from infer.kernels.runtime.dispatch import use_triton
 from infer.layers.attention import AttentionLayer
+from infer.speculative.tree import tree_of
 
 codes = pytest.mark.parametrize("kept_as", LARGEST, ids=["fp8", "int8"])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -216,6 +218,41 @@ class DecodeContract(OnDevice):
     @pytest.mark.parametrize("window", [1, 40])
     def test_decode_within_a_window(self, window: int) -> None:
         self.check([1, 41, 0, 100], Heads(4, 2, 32), window=window)
+
+    @pytest.mark.parametrize("kept_as", [None, torch.int8], ids=str)
+    def test_drafts_of_a_tree_see_their_ancestors(self, kept_as: torch.dtype | None) -> None:
+        """Every token of three windows is a row: two trees that begin at different places, and a chain."""
+        heads, starts, backs = Heads(4, 2, 32), (37, 63, 20), (1, *tree_of(16).backs)
+        paged = make_paged(
+            [start + 17 for start in starts], heads, block_size=16, dtype=torch.float32, device=self.device
+        )
+        if kept_as is not None:
+            paged.keep_as(kept_as)
+        seen = [1]
+        for node in range(1, 17):
+            seen.append(seen[node - backs[node]] | 1 << node)
+        begins = torch.tensor(starts).repeat_interleave(17)
+        tree_2S = torch.stack([begins, torch.tensor(seen).repeat(3)])
+        tree_2S[0, 34:] = NO_TREE
+        tree_2S, lens = tree_2S.to(self.device), begins + torch.arange(1, 18).repeat(3)
+        lens = lens.to(self.device, torch.int32)
+        rows = torch.arange(3, dtype=torch.int32, device=self.device).repeat_interleave(17)
+        work = DecodeWork(
+            max_rows=51,
+            max_len=96,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            device=self.device,
+            split_len=32,
+        )
+        work.plan(rows, lens)
+        q = torch.randn(51, 4, 32, device=self.device)
+        expected = attend_decode_reference(q, paged.kv(0.3), rows, lens, tree_2S)
+        assert_close(attend_decode(q, paged.kv(0.3), rows, lens, work, tree_2S=tree_2S), expected)
+        plain = attend_decode_reference(q, paged.kv(0.3), rows, lens)
+        is_other = (plain - expected).abs().amax(dim=(1, 2)) > 1e-3
+        assert not is_other[[0, 1, 2, *range(34, 51)]].any() and is_other[[7, 16, 24, 33]].all()
 
     def test_decode_with_larger_blocks_and_many_splits(self) -> None:
         self.check([150, 2], Heads(2, 1, 16), block_size=64, split_len=16)

@@ -554,6 +554,7 @@ def make_device(
             head=drafter if isinstance(drafter, TorchHead) else None,
             adapters=adapters,
         )
+    has_trees = config.settings.speculation.is_on and config.settings.speculation.method == "tree"
     return GpuDevice(
         loaded.model,
         store,
@@ -568,7 +569,8 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        drafter=drafter if isinstance(drafter, GpuDevice) else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) and not has_trees else None,
+        has_trees=has_trees,
         adapters=adapters,
         ranks=loaded.ranks,
         communicator=cast("GpuCommunicator | None", communicator),

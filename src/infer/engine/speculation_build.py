@@ -208,7 +208,6 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
         asked = {
             "tensor_parallel_size or pipeline_parallel_size": loaded.ranks is not None,
             "deterministic": config.deterministic,  # what is kept of a side line was summed in another order
-            "a GPU": config.uses_gpu_device,
         }
         for knob in (knob for knob, is_asked in asked.items() if is_asked):
             raise ConfigError(
@@ -400,7 +399,7 @@ def make_draft_device(
         if isinstance(network, HeadModel):
             return TorchHead(network, store, shape, **choices)
         return TorchDevice(network, store, shape, **choices)
-    attention = config.backends.attention
+    attention, has_trees = config.backends.attention, config.settings.speculation.method == "tree"
     return GpuDevice(
         network,
         store,
@@ -411,5 +410,7 @@ def make_draft_device(
         use_cuda_graphs=config.use_cuda_graphs,
         attention_backend="triton" if is_head and attention != "invariant" else attention,
         decode_attention_backend=config.backends.decode_attention,
-        num_drafts=config.settings.speculation.max_drafts,
+        num_drafts=0 if has_trees else config.settings.speculation.max_drafts,
+        window_tokens=WINDOW_TOKENS if has_trees else 0,
+        drafts_trees=has_trees,
     )

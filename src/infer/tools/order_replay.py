@@ -26,6 +26,7 @@ from infer.execution.device import DeviceHalf, PendingStep, StateShape
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
+    DRAWS_BEST,
     EMPTY,
     NONE,
     ON_HOST,
@@ -210,6 +211,8 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
     draws_more = (order.num_sampled > 1) | (order.num_draws > 1)
     if (draws_more | (order.kinds == VERIFY)).any() and not order.flags & ON_HOST:
         return "several ids of a row are drawn, but not on the host"
+    if order.flags & DRAWS_BEST or not _are_trees(order, given):
+        return "it is of a model that drafts, or parents of tokens are not in their windows"
     if order.slots.shape != (shape.num_tables, len(order.tokens)) or not _within(order.slots, num_slots):
         return f"slots are not within {num_slots}"
     if len(order.next_tokens) not in (0, order.num_rows):
@@ -228,6 +231,21 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
     if not all(_within(*each) for each in sizes):
         return "blocks of tables are not within the cache"
     return _wrong_transfer(order, limits) or _wrong_arrival(order, limits)
+
+
+def _are_trees(order: StepOrder, given: np.ndarray) -> bool:
+    """True if the parent of every token is one before it in its row, and only drafts have others."""
+    if not len(order.backs):
+        return True
+    counts, can_branch = order.counts[given], (order.kinds[given] == VERIFY) & (order.counts[given] <= 64)
+    if len(order.backs) != counts.sum() or not given.all():
+        return False
+    places = np.arange(len(order.backs)) - (counts.cumsum() - counts).repeat(counts)
+    is_branch = order.backs != 1
+    return bool(
+        ((order.backs >= 1) & (order.backs <= np.maximum(places, 1))).all()
+        and can_branch.repeat(counts)[is_branch].all()
+    )
 
 
 def _within(numbers: np.ndarray, end: int) -> bool:

@@ -61,6 +61,7 @@ from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
+    DRAWS_BEST,
     NONE,
     ON_HOST,
     READS_PROMPTS,
@@ -72,6 +73,7 @@ from infer.execution.order import (
 )
 from infer.execution.rank_ring import RankMessage
 from infer.execution.torch_device import OtherRanks
+from infer.execution.trees import branched_rows, main_line, moved_slots, nodes_of
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
@@ -118,6 +120,19 @@ class EarlyWindow(NamedTuple):
     ids: PendingIds
 
 
+class MovedResult(NamedTuple):
+    """The result of a step whose drafts are trees: what is kept of them is moved once it is known."""
+
+    pending: Pending[StepResult]
+    move: Callable[[list[tuple[int, ...]]], None]
+
+    def wait(self) -> StepResult:
+        """The result; the next step finds keys and values in their slots."""
+        result = self.pending.wait()
+        self.move(result.ids)
+        return result
+
+
 class JoinedResult(NamedTuple):
     """The result of a step that several ranks compute."""
 
@@ -157,6 +172,8 @@ class GpuDevice:
         window_tokens: int = 0,
         num_drafts: int = 0,
         drafter: GpuDevice | None = None,
+        has_trees: bool = False,
+        drafts_trees: bool = False,
         adapters: AdapterBank | None = None,
         ranks: OtherRanks | None = None,
         communicator: GpuCommunicator | None = None,
@@ -164,10 +181,11 @@ class GpuDevice:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `adapters` are those of the model. `communicator` joins
+        block tables; a head follows its steps, too. `has_trees`: drafts may be trees, and with `drafts_trees`
+        it makes them. `adapters` are those of the model. `communicator` joins
         the ranks that share the model; `ranks` are those that rank 0 tells each order.
         """
-        self._adapters = adapters
+        self._adapters, self._has_trees = adapters, has_trees or drafts_trees
         self._ranks, self._communicator = ranks, communicator
         self._samples = communicator is None or communicator.rank == 0
         config, device, block_size = model.config, store.device, shape.block_size
@@ -263,6 +281,7 @@ class GpuDevice:
             window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
             num_drafts=num_drafts,
+            only_windows=drafts_trees,
             profile=profile,
         )
         self.graphs.is_agreed = communicator is None
@@ -435,6 +454,7 @@ class GpuDevice:
             if window is not None:
                 found = self._find_early(order, window, late, early)
                 return self._start_window(order, window, late) if found is None else found
+            assert not (len(order.backs) or order.flags & DRAWS_BEST), "trees are windows"
             if late is not None:
                 late.read(order)
             size = None if is_verified or not runs_plain else self._size_of(order)
@@ -540,7 +560,10 @@ class GpuDevice:
         ends = counts.cumsum()
         positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
         rows = order.rows.repeat(counts)
-        is_judged = order.num_sampled > 1
+        is_judged, nodes = order.num_sampled > 1, nodes_of(order) if len(order.backs) else None
+        lens = positions + 1
+        if nodes is not None:  # keys and values lie by place, and tokens are rotated and drawn by depth
+            positions = order.starts.repeat(counts) + nodes.depths_T
         has_lanes = bool(order.flags & AWAITS_MASKS or self.rows.has_uses[order.rows[is_judged]].any())
         if has_lanes and late is not None:  # drafts are counted
             late.read(order)
@@ -551,20 +574,31 @@ class GpuDevice:
         lines_YS[4, : len(rows)] = order.tokens if late is None else late.codes(order)
         lines_YS[5, : len(rows)] = positions
         lines_YS[6:-1, : len(rows)] = order.slots
-        decided = self._decided(order.num_sampled.tolist())
+        lengths, backs = order.num_sampled.tolist(), dict(branched_rows(order))
+        for number, each in backs.items():
+            lengths[number] = 1 + main_line(each[1:])
+        decided = self._decided(lengths)
         _mark(lines_YS[-1], decided, counts, ends)
-        lines_YS[1] = lines_YS[5] + 1
+        lines_YS[1], lines_YS[1, : len(rows)] = 0, lens
         lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
         self.inputs.send_window(size.num_rows)
+        if self._has_trees:
+            self.inputs.send_tree(nodes, size.num_rows)
         if size.has_adapters:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         self.graphs.forward(size)
         # made when the ids are there, for drafts may be late
-        windows = partial(_windows_of, order, ends - 1, decided)
+        windows = partial(_windows_of, order, ends - 1, decided, backs)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
+            if order.flags & DRAWS_BEST:
+                with torch.inference_mode():
+                    logits_SV = self.graphs.sample(size)[
+                        send(torch.from_numpy(drawn_places(order)), self.device)
+                    ]
+                    return ReadyResult(self._sampler.draw_best(order, logits_SV))
             self.has_judged = True
             if order.flags & AWAITS_MASKS:
                 numbers = np.asarray(masks.numbers, dtype=np.int64)
@@ -573,9 +607,17 @@ class GpuDevice:
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
-            return pending.scatter(windows)
+            pending = pending.scatter(windows)
+            return MovedResult(pending, partial(self._compact, order)) if backs else pending
 
         return sample
+
+    @torch.inference_mode()
+    def _compact(self, order: StepOrder, ids: list[tuple[int, ...]]) -> None:
+        """Move keys and values of drafts that are kept of trees to the slots after the text."""
+        with _losing_device(order.step):
+            if (moves_2M := moved_slots(order, ids)).size:
+                self.store.move_slots(send(torch.from_numpy(moves_2M), self.device))
 
     @torch.inference_mode()
     def verify_early(self, rows: np.ndarray, counts: np.ndarray, ids_KS: PendingTensor) -> None:
@@ -782,6 +824,7 @@ class GpuDevice:
             dense=(self.dense, batches) if self.dense and batches else None,
             backend=self.backend,
             has_shared_rows=has_windows,
+            tree_2S=self.inputs.tree_2S[:, : len(rows_S)] if has_windows and self._has_trees else None,
         )
         step.rows = rows_S
         return step
@@ -1034,11 +1077,14 @@ def _mark(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends:
 
 
 def _windows_of(
-    order: StepOrder, last_places: np.ndarray, decided: Mapping[int, int] = MappingProxyType({})
+    order: StepOrder,
+    last_places: np.ndarray,
+    decided: Mapping[int, int] = MappingProxyType({}),
+    backs: Mapping[int, list[int]] = MappingProxyType({}),
 ) -> list[Drawn]:
     """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
 
-    `decided`: how many ids some rows keep.
+    `decided`: how many ids some rows keep; `backs`: those of rows whose drafts have branches.
     """
     columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
     tokens: list[int] = []
@@ -1047,7 +1093,7 @@ def _windows_of(
         if count > 1:  # the order has no row that decodes
             tokens = tokens or order.tokens.tolist()
             drafts = tokens[end - count + 1 : end]
-            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number)))
+            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number), backs.get(number)))
         elif count:
             found.append(Drawn(number, last))
     return found

@@ -120,7 +120,8 @@ class StepGraphs:
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
     of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
     with adapters. `num_drafts`: the most turns of a model that drafts, whose rows do nothing else; 0: it does
-    not. `profile` has the sizes.
+    not. `only_windows`: rows do nothing else than to verify drafts, as those of a model that drafts trees.
+    `profile` has the sizes.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class StepGraphs:
         window_tokens: int = 0,
         has_adapters: bool = False,
         num_drafts: int = 0,
+        only_windows: bool = False,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
@@ -164,8 +166,14 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
-        if num_drafts:  # its rows never decode by themselves, nor next to a prompt
-            sizes = [size for size in sizes if size.num_tokens and size.num_rows in (0, self._mixed_rows[0])]
+        if num_drafts or only_windows:  # its rows never decode by themselves, nor next to a prompt
+            sizes = [
+                size
+                for size in sizes
+                if (only_windows and size.has_windows)
+                or (size.num_tokens and size.num_rows in (0, self._mixed_rows[0]))
+            ]
+        if num_drafts:
             turns = range(1, num_drafts + 1)
             sizes += [StepSize(rows, 0, num_drafts=count) for rows in self._draft_rows for count in turns]
         if has_adapters:

@@ -25,7 +25,7 @@ from infer.errors import DeviceLost, EngineError
 from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import send
-from infer.execution.host_sampling import Judge, PromptTable, num_kept, read_prompts
+from infer.execution.host_sampling import Judge, PromptTable, kept_nodes, num_kept, read_prompts
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
@@ -60,6 +60,7 @@ class Drawn(NamedTuple):
     place: int  # place of the first
     drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
     num_kept: int | None = None  # ids that are kept, where that is decided; None: as judged
+    backs: Sequence[int] | None = None  # distances of tokens from their parents, if the drafts have branches
 
 
 class PendingIds:
@@ -109,12 +110,12 @@ class PendingIds:
             return StepResult(list(zip(arrived)), rows, {}, NO_TOKEN not in arrived)
         ids: list[tuple[int, ...]] = [()] * self._num_rows
         logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * self._num_rows
-        for number, place, drafts, decided in self._drawn():
-            end = place + (decided or 1)
+        for number, place, drafts, decided, backs in self._drawn():
+            kept: Sequence[int] = range(decided or 1)
             if drafts and decided is None:
-                end = place + self._judge(arrived[place : end + len(drafts)], drafts)
-            ids[number] = tuple(arrived[place:end])
-            logprobs[number] = tuple(row[0] for row in rows[place:end])
+                kept = kept_nodes(self._judge, arrived[place : place + 1 + len(drafts)], drafts, backs)
+            ids[number] = tuple(arrived[place + node] for node in kept)
+            logprobs[number] = tuple(rows[place + node][0] for node in kept)
         is_whole = all(NO_TOKEN not in row for row in ids)
         pooled = {} if self._pooled is None else self._pooled.by_number()
         return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole, pooled)

@@ -77,8 +77,12 @@ class DeviceStep(StepContext):
         windows: Sequence[int | None] = (None,),
         backend: str = "triton",
         has_shared_rows: bool = False,
+        tree_2S: torch.Tensor | None = None,
     ) -> None:
-        """`has_shared_rows`: several tokens are of one row of the tables, and see each other."""
+        """`has_shared_rows`: several tokens are of one row of the tables, and see each other.
+
+        `tree_2S`: what they see of each other, where drafts may be trees (kernels/attention/decode.py).
+        """
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # tables [R, B], one per block table of the layout
         self._block_size = block_size
@@ -86,7 +90,7 @@ class DeviceStep(StepContext):
         self._rows_S, self._lens_S = self._decoding = rows_S, lens_S
         self._chunks, self._dense = chunks, dense
         self._runs_S4: torch.Tensor | None = None  # rows that decode, for layers with a state
-        self._backend, self._has_shared_rows = backend, has_shared_rows
+        self._backend, self._has_shared_rows, self._tree_2S = backend, has_shared_rows, tree_2S
         self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
             self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
@@ -140,7 +144,8 @@ class DeviceStep(StepContext):
             branch.wait_stream(torch.cuda.current_stream())
         if num_rows:
             out_SNH = out_TNH[:num_rows]
-            attend_decode(q_TNH[:num_rows], kv, self._rows_S, self._lens_S, self._work, out=out_SNH)
+            rows = self._rows_S, self._lens_S, self._work
+            attend_decode(q_TNH[:num_rows], kv, *rows, out=out_SNH, tree_2S=self._tree_2S)
         fresh_slots_T = self._slots[self._store.tables[layer.number]] if self._backend == "flash" else None
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):

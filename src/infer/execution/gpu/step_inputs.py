@@ -5,6 +5,8 @@
     rows                        rows of state, one per row that decodes; -1: padding
     tiles                       the work of prefill attention, and after it whole chunks, which layers with a
                                 state go through; no tokens: padding
+    tree                        where the tree of each token of a window begins, and what of it the token sees
+                                (trees.py); only windows of devices with trees read it
     adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come
     window                      all of a step whose rows verify drafts; each token is a row of its own:
@@ -29,6 +31,7 @@ import torch
 
 from infer.execution.gpu.sending import send, send_into
 from infer.execution.order import DECODE, VERIFY, StepOrder
+from infer.execution.trees import NO_TREE, TreeNodes
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.kernels.elementwise.windows import DraftedRows, unpack_window
@@ -90,6 +93,7 @@ class DeviceInputs:
         num_tiles = self.num_tiles(max_graph_tokens) + max_chunks
         self.tiles_W4 = torch.zeros((num_tiles, 4), dtype=torch.int32, device=device)
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
+        self.tree_2S = torch.full((2, max_rows), NO_TREE, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._window = torch.zeros((7 + num_tables) * max_rows, dtype=torch.int64, device=device)
         # by turns: two at most are sent before a step after them has been read
@@ -124,6 +128,7 @@ class DeviceInputs:
         self.samples_3C[1:] = -1
         self._window.fill_(-1)
         self.adapters_T.zero_()
+        self.tree_2S.fill_(NO_TREE)
         self.has_rows = False
 
     def window(self, num_tokens: int) -> torch.Tensor:
@@ -163,6 +168,13 @@ class DeviceInputs:
         padded = np.zeros(size, dtype=np.int32)
         padded[: len(slots)] = slots
         send_into(self.adapters_T[:size], torch.from_numpy(padded))
+
+    def send_tree(self, nodes: TreeNodes | None, size: int) -> None:
+        """Send what the tokens of a window see of it, padded to `size`; None: all tokens before them."""
+        padded = np.full((2, size), NO_TREE, dtype=np.int64)
+        if nodes is not None:
+            padded[:, : len(nodes.seen_T)] = nodes.starts_T, nodes.seen_T
+        self.tree_2S[:, :size].copy_(send(torch.from_numpy(padded), self.device))
 
     def send_prompts(self, prompts: Prompts, size: int) -> None:
         """Send given tokens and their tiles, padded to `size` tokens."""

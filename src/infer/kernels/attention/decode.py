@@ -39,6 +39,11 @@ An item carries three things along: the largest score so far, the sum of 2^(scor
 weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In a
 projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
+A window of drafts is given as a row for each of its tokens. Drafts that are a tree (execution/trees.py) see
+some positions before them and not all: `tree_2S` has the position at which the tree of each row begins, and a
+bit for each position from there on that it sees. The newest is always one of these, and a tree is not longer
+than a tile and one more, so that no tile is without any. CUDA C++ does not know trees.
+
 Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). `DECODE_WAYS`
 (choice.py) says which runs, by backend and by the kv heads of all rows; `infer doctor --kernels` prints it.
 Triton also serves other GPUs, types and head sizes, and scores with caps or sinks.
@@ -67,8 +72,9 @@ from infer.kernels.runtime.ptx import prefetch_l2
 
 
 def attend_decode_reference(
-    q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor
-) -> torch.Tensor:
+    q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor,
+    tree_2S: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The specification: gather the slots of one row after the other and attend to them."""
     out_SNH = torch.zeros_like(q_SNH)
     for index, (row, length) in enumerate(zip(rows_S.tolist(), lens_S.tolist(), strict=True)):
@@ -76,6 +82,10 @@ def attend_decode_reference(
             continue
         first = 0 if kv.window is None else max(length - kv.window, 0)
         own, (keys_LGH, values_LGH) = q_SNH[index : index + 1], kv.read(row, first, length)
+        if tree_2S is not None:
+            begin, bits = tree_2S[:, index].tolist()
+            seen = [n for n in range(length - first) if n + first < begin or bits >> (n + first - begin) & 1]
+            keys_LGH, values_LGH = keys_LGH[seen], values_LGH[seen]
         out_SNH[index] = attend_naive(
             own, keys_LGH, values_LGH, scale=kv.scale, window=None, softcap=kv.softcap, sinks_N=kv.sinks_N
         )[0]
@@ -278,6 +288,7 @@ def _attend_tiles(
     block,  # block of the first tile
     first, end, g, h, maximum, denominator, total, scale_log2e, CAP: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
+    tree_begin, tree_bits, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
     """Add the positions from `first` to `end` to the running softmax."""
     # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
@@ -290,9 +301,12 @@ def _attend_tiles(
             keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, own_block, position, end, g, h, G, H,
             BLOCK_SIZE, HAS_SCALES,
         )  # fmt: skip
+        is_seen = position < end
+        if HAS_TREE:
+            place = tl.minimum(tl.maximum(position - tree_begin, 0), 63)
+            is_seen = is_seen & ((position < tree_begin) | (((tree_bits >> place) & 1) != 0))
         maximum, denominator, total = _attend_tile(
-            q, k, v, k_scale, v_scale, position < end, maximum, denominator, total, scale_log2e, CAP,
-            HAS_SCALES,
+            q, k, v, k_scale, v_scale, is_seen, maximum, denominator, total, scale_log2e, CAP, HAS_SCALES,
         )  # fmt: skip
     return maximum, denominator, total
 
@@ -384,9 +398,10 @@ def _finish_item(
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
     num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr,
+    tree_ptr,  # read if HAS_TREE, and `tree_stride`
     q_weight_ptr,  # this, the next three, `eps` and `offset` are read if PROJECTED
-    k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, scale_log2e, eps, offset,
-    G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
+    k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, tree_stride, scale_log2e, eps,
+    offset, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_INTS: tl.constexpr,
     PREFETCH_N: tl.constexpr,  # positions of the first item
@@ -396,6 +411,7 @@ def _decode_kernel(
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
     CAP: tl.constexpr,  # `cap_constant` of the layer
     HAS_SINKS: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     m = tl.arange(0, BLOCK_M)
@@ -452,7 +468,7 @@ def _decode_kernel(
                 maximum, denominator, total = _attend_tiles(
                     q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block,
                     first + BLOCK_N, end, g, h, maximum, denominator, total, scale_log2e, CAP, G, H,
-                    BLOCK_SIZE, HAS_SCALES, BLOCK_N,
+                    BLOCK_SIZE, HAS_SCALES, BLOCK_N, 0, 0, False,
                 )  # fmt: skip
             _finish_item(
                 out_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr, s, g, split,
@@ -485,6 +501,9 @@ def _decode_kernel(
             maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             denominator = tl.zeros((BLOCK_M,), tl.float32)
             total = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        tree_begin, tree_bits = s, s  # not read
+        if HAS_TREE:
+            tree_begin, tree_bits = tl.load(tree_ptr + s), tl.load(tree_ptr + tree_stride + s)
         after = work + num_programs
         next_s, next_row, next_first, next_end, next_split, next_num_splits, next_length = _read_item(
             items_ptr, after // G, after < num_work, ITEM_INTS, PROJECTED
@@ -492,6 +511,7 @@ def _decode_kernel(
         maximum, denominator, total = _attend_tiles(
             q, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, table_ptr, block, first, end, g, h,
             maximum, denominator, total, scale_log2e, CAP, G, H, BLOCK_SIZE, HAS_SCALES, BLOCK_N,
+            tree_begin, tree_bits, HAS_TREE,
         )  # fmt: skip
         table_ptr = tables_ptr + next_row * table_stride
         next_position = next_first + n
@@ -509,20 +529,22 @@ def _decode_kernel(
 def attend_decode(
     q_SNH: torch.Tensor, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor, work: DecodeWork,
     *, out: torch.Tensor | None = None, config: DecodeConfig | None = None,
+    tree_2S: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with each row's newest query; `work.plan` must have seen these rows, lengths and window."""
     S, N, H = q_SNH.shape
     chosen = work.choose(S, has_codes=kv.scales is not None, decodes_only=False)
-    if chosen.by == "cuda":
+    if chosen.by == "cuda" and tree_2S is None:
         assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
         return attend_decode_cuda(q_SNH, kv, work, out=out)
     if chosen.by == "torch" or not use_triton(q_SNH):
-        result = attend_decode_reference(q_SNH, kv, rows_S, lens_S)
+        result = attend_decode_reference(q_SNH, kv, rows_S, lens_S, tree_2S)
         return result if out is None else out.copy_(result)
     assert q_SNH.stride(2) == 1, f"the head dimension must be contiguous, got strides {q_SNH.stride()}"
     if out is None:
         out = torch.empty((S, N, H), dtype=q_SNH.dtype, device=q_SNH.device)
-    _launch_decode(q_SNH, (q_SNH.stride(0), q_SNH.stride(1)), kv, work, None, out=out, config=config)
+    strides = q_SNH.stride(0), q_SNH.stride(1)
+    _launch_decode(q_SNH, strides, kv, work, None, out=out, config=config, tree_2S=tree_2S)
     return out
 
 
@@ -554,7 +576,7 @@ def _launch_decode(
     q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
     q_strides: tuple[int, int],  # strides between rows and between heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig | None = None, tree_2S: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     keys_PGH, values_PGH, tables_RB, block_size, scale, window, scales, softcap, sinks_N = kv
     S, N, H = out.shape
@@ -589,15 +611,19 @@ def _launch_decode(
         (min(work.num_sms * config.programs_per_sm, S * max_splits * G),),
         (
             q, keys_PGH, values_PGH, *(scales or (q, q)), tables_RB, out, items_W8, num_items, work.sums,
-            work.maxima, work.denominators, work.tickets, q if sinks_N is None else sinks_N, q_weight_H,
-            k_weight_H, transform.cos_PR, transform.sin_PR,
+            work.maxima, work.denominators, work.tickets, q if sinks_N is None else sinks_N,
+            q if tree_2S is None else tree_2S, q_weight_H, k_weight_H, transform.cos_PR, transform.sin_PR,
         ),
-        (*q_strides, tables_RB.stride(0), scale * LOG2E, transform.eps, transform.offset),
+        (
+            *q_strides, tables_RB.stride(0), 0 if tree_2S is None else tree_2S.stride(0), scale * LOG2E,
+            transform.eps, transform.offset,
+        ),
         G=G, M=N // G, H=H, BLOCK_SIZE=block_size, MAX_SPLITS=max_splits,
         MERGE_SPLITS=min(max_splits, merge_splits), MERGE_M=merge_m,
         BLOCK_M=max(merge_m, 16), BLOCK_N=config.block_n, BLOCK_H=block_h, ITEM_INTS=ITEM_INTS,
         PREFETCH_N=tuned.prefetched if are_few else 0, LINE=min(128 // element_size, block_h),
         PROJECTED=is_projected, HAS_NORM=transform.norm_weights is not None,
         HAS_SCALES=scales is not None, CAP=cap_constant(softcap), HAS_SINKS=sinks_N is not None,
+        HAS_TREE=tree_2S is not None,
         num_warps=config.num_warps, num_stages=config.num_stages, **options,
     )  # fmt: skip
