@@ -307,9 +307,7 @@ def size_cache(
             f"swap_space={cache.swap_space} has no room for {block_size} tokens, which take "
             f"{format_bytes(num_tables * size.bytes_per_block)}; give it that at least, or leave it out"
         )
-    return replace(
-        size, num_host_blocks=num_host_blocks // num_tables * num_tables
-    )  # the same for all
+    return replace(size, num_host_blocks=num_host_blocks // num_tables * num_tables)  # the same for all
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
