@@ -38,7 +38,7 @@ def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKn
         yield UnusedKnob(name, never_swaps, "preemption is recompute, and no prefixes are cached")
         yield UnusedKnob(name, is_naive, "kv_cache_backend is naive, which has nothing to swap")
     yield UnusedKnob("preemption", is_naive, "kv_cache_backend is naive, which always recomputes")
-    serves_all = decided["max_batch_size"] <= decided["max_num_batched_tokens"]  # that decode, in every step
+    serves_all = decided["max_batch_size"] <= decided["max_num_batched_tokens"]  # all sequences that decode
     yield UnusedKnob(
         "max_decode_gap",
         serves_all and (policy != "prefill_first" or is_static),
