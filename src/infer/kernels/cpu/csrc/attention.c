@@ -258,34 +258,22 @@ ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *
     for (; c < t->padded; c += WIDTH) add_values(count, 1, weights, t, c);
 }
 
-static __attribute__((noinline)) void visit_direct(int64_t count, const tile_work *t) {
+ALWAYS_INLINE void visit_some(int64_t count, const int is_packed, const tile_work *t) {
     switch (count) {
-    case 1: visit(1, 0, t); break;
-    case 2: visit(2, 0, t); break;
-    case 3: visit(3, 0, t); break;
+    case 1: visit(1, is_packed, t); break;
+    case 2: visit(2, is_packed, t); break;
+    case 3: visit(3, is_packed, t); break;
 #if TILE > 3
-    case 4: visit(4, 0, t); break;
+    case 4: visit(4, is_packed, t); break;
 #endif
 #if TILE > 4
-    case 5: visit(5, 0, t); break;
-    case 6: visit(6, 0, t); break;
+    case 5: visit(5, is_packed, t); break;
+    case 6: visit(6, is_packed, t); break;
 #endif
     }
 }
-static __attribute__((noinline)) void visit_packed(int64_t count, const tile_work *t) {
-    switch (count) {
-    case 1: visit(1, 1, t); break;
-    case 2: visit(2, 1, t); break;
-    case 3: visit(3, 1, t); break;
-#if TILE > 3
-    case 4: visit(4, 1, t); break;
-#endif
-#if TILE > 4
-    case 5: visit(5, 1, t); break;
-    case 6: visit(6, 1, t); break;
-#endif
-    }
-}
+static __attribute__((noinline)) void visit_direct(int64_t count, const tile_work *t) { visit_some(count, 0, t); }
+static __attribute__((noinline)) void visit_packed(int64_t count, const tile_work *t) { visit_some(count, 1, t); }
 
 /* The first position that a query at `position` sees. */
 static inline int64_t lowest_seen(const attend_args *a, int64_t position) {

@@ -64,14 +64,6 @@ typedef struct {
     float slots[];
 } stage_pipe;
 
-static inline void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static void sleep_while(word *at, uint32_t seen) {
     struct timespec limit = {0, SLEEP};
 #if defined(__linux__)

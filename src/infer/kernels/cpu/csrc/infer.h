@@ -55,6 +55,16 @@
 #define PARTS (16 / WIDTH) /* registers that hold 16 floats */
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* Let the processor know that this thread polls. */
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 #define LANES 16
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));

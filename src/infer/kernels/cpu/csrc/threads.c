@@ -75,14 +75,6 @@ static cpu_set_t allowed_cores; /* cores of the caller when the workers were sta
 static int64_t pause_length, pause_left; /* nanoseconds of work until one helper more is tried */
 static int64_t balance;                  /* nanoseconds that helpers have saved, less what they cost */
 
-static inline void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static int64_t now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
