@@ -168,6 +168,11 @@ class KVStore:
                     to.copy_(of, non_blocking=True)
 
 
+def crossing_bytes(block_bytes: int) -> int:
+    """The most device memory that blocks of this size take on their way to and from host memory."""
+    return min(CROSSING_BYTES, MOST_CROSSING * block_bytes)
+
+
 class _Crossing:
     """Blocks on their way between a GPU and host memory, some at a time, on a stream of their own.
 

@@ -239,9 +239,9 @@ def pinned_bytes(num_bytes: int) -> int:
 
 
 def check_host_blocks(
-    cache: CacheConfig, size: CacheSize, free_bytes: int, *, is_pinned: bool = False
+    cache: CacheConfig, size: CacheSize, free_bytes: int, *, is_pinned: bool = False, each: str = ""
 ) -> None:
-    """Refuse more blocks in host memory than it holds.
+    """Refuse more blocks in host memory than it holds; `each` names the ranks that have this much each.
 
     For a GPU they are one pinned tensor; scales of 8-bit blocks are another, and are counted as part of it.
     """
@@ -256,7 +256,7 @@ def check_host_blocks(
         rounded = " (rounded up to a power of two)" if is_pinned else ""
         raise ConfigError(
             f"{name}={getattr(cache, name)} takes {format_bytes(taken)} of host memory{rounded}, but "
-            f"{format_bytes(free_bytes)} are free; set {name}={most} or less"
+            f"{format_bytes(free_bytes)} are free{each}; set {name}={most} or less"
         )
 
 

@@ -156,10 +156,11 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "dtype": str(plan.choice.dtype).removeprefix("torch."),
         "weight_format": plan.choice.weights,
         "machine": plan.machine.kind,
-        "memory": plan.machine.memory,
+        "memory": plan.memory,
         "other_processes": plan.machine.others,
         "runtime": plan.machine.runtime,
         "weights": plan.weights,
+        "stages": [stage.weights for stage in plan.stages],
         **_draft_json(plan.draft),
         **({"adapters": plan.adapters} if plan.adapters else {}),
         "activations": plan.step.activations,
@@ -202,7 +203,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     rank = plan.choice.plan.rank
     if (num_ranks := rank.world_size * rank.num_stages) > 1:
         where = (
-            f"{where}, each of {num_ranks} ranks,"
+            f"{where}, each of {num_ranks} ranks"
             if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device
             else f"each of {num_ranks} GPUs"
         )
@@ -212,6 +213,10 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     adapting = f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
     rows = [
         ("weights", plan.weights, f"{count} parameters {in_form(plan.choice.weights)}"),
+        *(
+            (f"stage {place}", stage.weights, f"weights of layers {stage.layers.start} to {stage.layers[-1]}")
+            for place, stage in enumerate(plan.stages[:-1])
+        ),
         *([("draft model", draft.total, drafting)] if draft.name else []),
         *([("adapters", plan.adapters, adapting)] if plan.adapters else []),
         ("activations", plan.step.activations, "of the largest step"),
@@ -230,10 +235,11 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
         rows.append(("workspace", plan.workspace, "of attention"))
     if plan.machine.runtime:
         rows.append(("runtime", plan.machine.runtime, "of the GPU"))
-    rows.append(("in all", plan.total, f"of {format_bytes(plan.machine.memory)}"))
+    last = f", for a rank of stage {len(plan.stages) - 1}, the last" if len(plan.stages) > 1 else ""
+    rows.append(("in all", plan.total, f"of {format_bytes(plan.memory)}{last}"))
     held = f", other processes hold {format_bytes(plan.machine.others)}" if plan.machine.others else ""
     lines = [
-        f"{plan.choice.headers.source.name} on {where} with {format_bytes(plan.machine.memory)} for it{held}",
+        f"{plan.choice.headers.source.name} on {where} with {format_bytes(plan.memory)} for it{held}",
         "",
     ]
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.cache.kv_store import CROSSING_BYTES, MOST_CROSSING
+from infer.cache.kv_store import crossing_bytes
 from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.cache.memory import (
     FLOAT32_BYTES,
@@ -24,6 +24,7 @@ from infer.cache.memory import (
     StepBytes,
     check_host_blocks,
     fit_cache,
+    format_bytes,
     free_host_bytes,
     graph_pool_bytes,
     kv_bytes_per_token,
@@ -80,7 +81,8 @@ def fit_to_device(
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
     free_each = free_host // config.settings.load.num_local_ranks
-    check_host_blocks(config.settings.cache, size, free_each, is_pinned=is_gpu(loaded.device))
+    each = for_each(config.settings.load.num_ranks)
+    check_host_blocks(config.settings.cache, size, free_each, is_pinned=is_gpu(loaded.device), each=each)
     return size
 
 
@@ -94,20 +96,23 @@ def fit_to_memory(
     """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
-    crossing = 0
+    crossing, num_ranks = 0, ranks_sharing(config.settings, loaded.device)
+    room, left = memory.room // num_ranks, memory.describe()
+    if num_ranks > 1:
+        left = f"{format_bytes(max(room, 0))} are left{for_each(num_ranks)} ({left})"
     if cache.has_host_memory and is_gpu(loaded.device):
         block_bytes = cache.block_size * kept.bytes_per_token // len(kept.layout.windows)
-        crossing = min(CROSSING_BYTES, MOST_CROSSING * block_bytes)
+        crossing = crossing_bytes(block_bytes)
     return fit_cache(
         cache,
         config.scheduler,
         step._replace(buffers=step.buffers + draft.step + crossing),
         max_seq_len=config.max_seq_len,
         bytes_per_token=kept.bytes_per_token + draft.per_token,
-        free_bytes=memory.room // ranks_sharing(config.settings, loaded.device),
+        free_bytes=room,
         share=cache.kv_cache_share or cache_share(loaded.device),
         workspace=kept.workspace,
-        left=memory.describe(),
+        left=left,
         layout=kept.layout,
     )
 
@@ -116,6 +121,11 @@ def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
     """Return how many ranks of a model take their memory from this device: on a CPU, all on this machine."""
     shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
     return settings.load.num_local_ranks if shares else 1
+
+
+def for_each(num_ranks: int) -> str:
+    """Return the words that follow an amount of memory that each of several ranks has; "": there is one."""
+    return f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def cache_share(device: torch.device) -> float:

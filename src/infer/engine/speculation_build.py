@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from infer.cache.kv_store import KVStore
+from infer.cache.kv_store import KVStore, crossing_bytes
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize, kv_bytes_per_token
 from infer.config.own_code import load_code, names_code
@@ -259,7 +259,11 @@ def draft_bytes(
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
     states = 2 * num_tokens * states_width * dtype.itemsize  # the model's own states, and side by side
-    return DraftBytes(each * len(layout.windows), step.total + states)
+    crossing = 0  # a head's blocks go to host memory with those of the model, through a buffer of its own
+    cache = config.settings.cache
+    if states_width and cache.has_host_memory and config.device.startswith("cuda"):
+        crossing = crossing_bytes(cache.block_size * each)
+    return DraftBytes(each * len(layout.windows), step.total + states + crossing)
 
 
 def make_speculation(

@@ -48,6 +48,7 @@ from infer.engine.cache_fit import (
     compute_step,
     fit_to_device,
     fit_to_memory,
+    for_each,
     kept_as,
     kept_cache,
     kv_layout,
@@ -60,6 +61,7 @@ from infer.engine.speculation_build import HeadHeaders, draft_bytes, read_draft
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.layers.adapted import bank_bytes
+from infer.layers.stages import stage_layers
 from infer.loader.dtype import DTYPES
 from infer.loader.eagle import head_bytes
 from infer.loader.find.source import read_hub_id, resolve_model
@@ -121,6 +123,13 @@ class DraftMemory(NamedTuple):
         return self.weights + self.beside.step
 
 
+class StageBytes(NamedTuple):
+    """One stage of a model's layers, and the weights of a rank of it."""
+
+    layers: range
+    weights: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The use of the memory; all sizes in bytes."""
@@ -131,6 +140,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # bytes of the weights on disk; 0: there are none yet
     weights: int
+    stages: tuple[StageBytes, ...]  # the stages of its layers; this plan is that of a rank of the last one
     draft: DraftMemory
     adapters: int  # room for LoRA adapters
     step: StepBytes
@@ -139,6 +149,11 @@ class MemoryPlan:
     host_cache: int  # room for preempted sequences and evicted prefixes
     cache: CacheSize
     layout: KVLayout  # groups of layers that share its blocks
+
+    @property
+    def memory(self) -> int:
+        """The memory of the device for this rank: ranks that share a device have equal parts of it."""
+        return self.machine.memory // ranks_sharing(self.resolved.settings, self.machine.device)
 
     @property
     def total(self) -> int:
@@ -200,9 +215,9 @@ def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
         fit_to_device(
             resolved,
             choice,
-            weight_bytes=kept_bytes(model) * ranks_sharing(config, choice.device)
-            + draft.weights
-            + plan_adapters(config, choice),
+            weight_bytes=(kept_bytes(model) + plan_adapters(config, choice))
+            * ranks_sharing(config, choice.device)
+            + draft.weights,
             scratch=scratch,
             draft=draft.beside,
         )
@@ -263,7 +278,10 @@ def plan_memory(
     layout, bytes_per_token, share = kept_cache(resolved, choice)
     draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
     num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
-    beside = machine.unloaded.with_weights(weights * num_ranks + draft.weights + adapters)
+    stages = stage_bytes(config, choice, weights)
+    all_weights = sum(stage.weights for stage in stages) * config.load.tensor_parallel_size
+    taken = all_weights + adapters * num_ranks if num_ranks > 1 else weights + adapters
+    beside = machine.unloaded.with_weights(taken + draft.weights)
     left = beside.room // num_ranks
     drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""
     drafting += f", {format_bytes(adapters)} of LoRA adapters" if adapters else ""
@@ -275,7 +293,8 @@ def plan_memory(
         raise NoRoom(_too_small(config, choice, machine, needs, step, draft) if advises else needs)
     cache = fit_to_memory(resolved, choice, beside, step, draft.beside)
     if machine.kind == "cpu":
-        check_host_blocks(config.cache, cache, left - activations - cache.num_bytes)
+        free = left - activations - cache.num_bytes
+        check_host_blocks(config.cache, cache, free, each=for_each(num_ranks))
     plan = MemoryPlan(
         choice=choice,
         resolved=resolved,
@@ -283,6 +302,7 @@ def plan_memory(
         num_parameters=num_weights(choice.plan.skeleton),
         stored_bytes=sum(tensor.num_bytes for tensor in headers.tensors.values()),
         weights=weights,
+        stages=stages,
         draft=draft,
         adapters=adapters,
         step=step,
@@ -301,9 +321,25 @@ def plan_memory(
         raise ConfigError(
             f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(plan.kv_bytes(max_seq_len))} "
             f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
-            f"{format_bytes(machine.memory)}; what would fit: {', or '.join(ways)}"
+            f"{format_bytes(plan.memory)}{for_each(num_ranks)}; what would fit: {', or '.join(ways)}"
         )
     return plan
+
+
+def stage_bytes(config: EngineConfig, choice: LoadChoice, last: int) -> tuple[StageBytes, ...]:
+    """The stages of the layers, and the weights that a rank of each has; those of the last one are known."""
+    count, load, rule = config.load.pipeline_parallel_size, config.load, choice.plan.rule
+    found = []
+    for stage, layers in enumerate(stage_layers(choice.config.num_layers, count)):
+        plan = choice.plan
+        if stage < count - 1:
+            plan = plan_weights(
+                choice.headers, quantization=load.quantization, dtype=str(rule.dtype).removeprefix("torch."),
+                device=choice.device, rank=0, world_size=load.tensor_parallel_size, stage=stage,
+                num_stages=count,
+            )  # fmt: skip
+        found.append(StageBytes(layers, weight_bytes(plan) if stage < count - 1 else last))
+    return tuple(found)
 
 
 def steps_of(resolved: ResolvedConfig, choice: LoadChoice) -> StepBytes:
@@ -332,11 +368,12 @@ def _too_small(
 ) -> str:
     """The parts that do not fit, and the first change that makes them fit, or what the last one lacks."""
     graphs, runtime = step.total - step.activations, machine.runtime
+    num_ranks = ranks_sharing(config, machine.device)
     return (
         f"{choice.headers.source.name} {parts}"
         + (f", {format_bytes(graphs)} of graphs and buffers" if graphs else "")
         + (f", and {format_bytes(runtime)} of the GPU's runtime" if runtime else "")
-        + f", but there are {format_bytes(machine.memory)}"
+        + f", but there are {format_bytes(machine.memory // num_ranks)}{for_each(num_ranks)}"
         + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
         + f"; {_what_fits(config, choice, machine, draft)}"
     )

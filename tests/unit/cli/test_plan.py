@@ -24,7 +24,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 from infer.loader.weight_plan import plan_weights
 from infer.tools import memory_plan
-from scripts.make_checkpoint import make_checkpoint
+from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.adapters import make_adapter
 
 Infer = Callable[..., Any]
@@ -511,3 +511,20 @@ def test_a_plan_for_ranks_counts_one_of_them(infer: Infer, shape: Path) -> None:
         alone["kv_bytes_per_token"] == 2 * shared["kv_bytes_per_token"] == 8 * repeated["kv_bytes_per_token"]
     )
     assert alone["weights"] / 2 < shared["weights"] < alone["weights"] * 0.51  # norms are whole
+
+
+def test_a_plan_for_ranks_of_a_cpu_shows_what_each_has(infer: Infer, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "llama", sizes=Sizes(num_layers=3), seed=1)
+    arguments = ("plan", str(tmp_path / "llama"), "--device", "cpu", "--device-memory", "1GiB")
+    alone = json.loads(infer(*arguments, "--json").out)
+    ranks = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    shared = json.loads(infer(*arguments, *ranks, "--json").out)
+    assert 0 < shared["memory"] < alone["memory"] / 3  # a fourth of what is free now
+    assert len(shared["stages"]) == 2 and shared["stages"][1] == shared["weights"]
+    assert alone["weights"] < 2 * sum(shared["stages"]) < 1.5 * alone["weights"]
+    text = infer(*arguments, *ranks).out
+    assert re.search(r"CPU, each of 4 ranks with [\d.]+ MiB for it", text), text
+    assert re.search(r"stage 0 +\S+ .iB   weights of layers 0 to 1\n", text), text
+    assert ", for a rank of stage 1, the last" in text
+    refused = infer(*arguments, *ranks, "--swap-blocks", "100000000")
+    assert refused.code == 2 and "are free for each of 4 ranks" in refused.err

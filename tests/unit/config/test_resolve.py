@@ -7,11 +7,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from infer.cache.kv_store import crossing_bytes
+from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize
 from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
 from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
+from infer.engine.speculation_build import draft_bytes
 from infer.engine.start_line import describe_engine
 from infer.errors import ConfigError
 from infer.execution.gpu.graphs import most_tokens
@@ -140,6 +144,19 @@ def test_the_start_line_names_ranks_stages_and_the_host_tier_on_a_cpu() -> None:
     size = CacheSize(4, 16, 1024, num_host_blocks=8)
     line = describe_engine("tiny", config, size, attention=("c", "c"))
     assert " ranks=2 stages=3 " in line and " host_cache=128.0KiB " in line
+
+
+def test_a_head_that_drafts_counts_the_buffer_of_its_blocks_on_their_way_to_the_host() -> None:
+    head, layout = ModelConfig(
+        family="llama", vocab_size=100, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=16, intermediate_size=128, context_len=256, norm_eps=1e-5, activation="silu",
+        tie_embeddings=False,
+    ), KVLayout.whole(1)  # fmt: skip
+    found = [
+        draft_bytes(resolved(GPU, swap_blocks=blocks), head, torch.bfloat16, layout, states_width=192).step
+        for blocks in (0, 8)
+    ]
+    assert found[1] - found[0] == crossing_bytes(16 * 2 * 2 * 16 * 2)
 
 
 def test_the_start_line_says_what_fast_products_cost() -> None:

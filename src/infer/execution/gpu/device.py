@@ -74,11 +74,13 @@ from infer.execution.order import (
 from infer.execution.rank_ring import RankMessage
 from infer.execution.torch_device import OtherRanks
 from infer.execution.trees import branched_rows, main_line, moved_slots, nodes_of
+from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
+from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
@@ -254,8 +256,12 @@ class GpuDevice:
         self.has_judged = False  # whether the drafter can go on from the last step without the host
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
-        sees_all = self._windows == (None,) and config.delta is None
-        if attention_backend == "auto" and sees_all and config.has_plain_scores:
+        longest = PromptProblem(
+            min(max_tokens, max_seq_len), config.num_heads, config.head_dim, store.dtype, attention_backend,
+            device_profile(device).attention,
+            sees_all=self._windows == (None,) and config.delta is None and config.has_plain_scores,
+        )  # fmt: skip
+        if choose(PROMPT_WAYS, longest) == "cudnn":
             self.dense = DenseAttention(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
