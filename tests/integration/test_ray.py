@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from infer import LLM, SamplingParams
 from tests.support.server_process import KNOBS, ROOT, is_alive, wait_until
 
 pytest.importorskip("ray")
@@ -60,25 +62,35 @@ class Site:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
 
 
+HERE: dict[str, Any] = {"node_ip_address": "127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
 def site(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    scaling = ["--replicas", "2", "--max-replicas", "3", "--target-queue-time", "0.2"]
+    flags = ["--max-batch-size", "1", *scaling, "--scale-down-after", "4"]
+    with open_site(checkpoint, tmp_path_factory.mktemp("front") / "log", 3, *flags) as made:
+        wait_until(lambda: len(made.serving()) == 2, PATIENCE_S)
+        yield made
+
+
+@contextmanager
+def open_site(checkpoint: str, log: Path, num_nodes: int, *flags: str) -> Iterator[Site]:
+    """A front on a cluster of nodes with one CPU each; both end with the context."""
     os.environ |= ALONE
     from ray.cluster_utils import Cluster
 
-    here: dict[str, Any] = {"node_ip_address": "127.0.0.1"}
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **here}
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **HERE}
     )
-    log = tmp_path_factory.mktemp("front") / "log"
     process: subprocess.Popen[str] | None = None
     try:
-        nodes = [cluster.add_node(num_cpus=1, **here) for _ in range(3)]
-        scaling = ["--replicas", "2", "--max-replicas", "3", "--target-queue-time", "0.2"]
-        arguments = ["serve", f"tiny={checkpoint}", *KNOBS, "--num-blocks", "256", "--max-batch-size", "1"]
-        cluster_flags = ["--cluster", "ray", "--ray-address", cluster.address, "--scale-down-after", "4"]
+        nodes = [cluster.add_node(num_cpus=1, **HERE) for _ in range(num_nodes)]
+        arguments = ["serve", f"tiny={checkpoint}", *KNOBS, "--num-blocks", "256"]
+        cluster_flags = ["--cluster", "ray", "--ray-address", cluster.address]
         with log.open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "infer", *arguments, *cluster_flags, *scaling, "--port", "0"],
+                [sys.executable, "-m", "infer", *arguments, *cluster_flags, *flags, "--port", "0"],
                 stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
@@ -86,7 +98,6 @@ def site(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         line = process.stdout.readline()
         assert line.startswith("ready: "), log.read_text()
         made = Site(line.removeprefix("ready: ").strip(), log, cluster, {n.node_id[:8]: n for n in nodes})
-        wait_until(lambda: len(made.serving()) == 2, PATIENCE_S)
         yield made
         pids = [pid for pid, _ in made.serving().values()]
         process.send_signal(signal.SIGTERM)
@@ -231,3 +242,24 @@ def test_a_node_that_is_gone_is_replaced_by_another(site: Site) -> None:
     assert again == number and elsewhere != node
     assert site.ask().status_code == 200
     wait_until(lambda: not is_alive(pid), PATIENCE_S)  # it noticed that its actor is gone
+
+
+def test_a_group_of_ranks_is_on_several_nodes_until_one_is_large_enough(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    def nodes_of_groups() -> list[str]:
+        return re.findall(r"replica serves .* nodes=(\d)", made.log.read_text())
+
+    with LLM(checkpoint, device="cpu", dtype="float32", block_size=4, num_blocks=256) as llm:
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        alone = llm.generate("Once", params)[0].outputs[0].text
+    flags = ["--tensor-parallel-size", "2", "--quantization", "fp32"]
+    with open_site(checkpoint, tmp_path / "log", 2, *flags) as made:
+        assert nodes_of_groups() == ["2"]
+        assert made.ask().json()["choices"][0]["text"] == alone
+        wait_until(lambda: "all nodes are there nodes=2" in made.log.read_text(), PATIENCE_S)
+        made.cluster.add_node(num_cpus=2, **HERE)
+        made.cluster.remove_node(next(iter(made.nodes.values())), allow_graceful=False)
+        wait_until(lambda: nodes_of_groups() == ["2", "1"], PATIENCE_S)  # all of it, on the large node
+        wait_until(lambda: made.ask().status_code == 200, PATIENCE_S)
+        assert made.ask().json()["choices"][0]["text"] == alone

@@ -28,13 +28,14 @@ READY = "ready: "
 NUM_LAST_LINES = 20
 STOP_S = 15.0  # seconds beyond drain_timeout
 
-Orders: TypeAlias = dict[str, Any]  # "models": knobs by name, "server": knobs, "log_level"
+Orders: TypeAlias = dict[str, Any]  # "models": knobs by name, "server": knobs, "log_level", "environment"
 
 
 def main() -> int:
     """Serve until standard input closes or a signal comes."""
     orders = orjson.loads(sys.stdin.buffer.readline())
     setup_logging(orders["log_level"])
+    os.environ |= orders.get("environment", {})
     models = {name: EngineConfig.from_knobs(**knobs) for name, knobs in orders["models"].items()}
     server: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in orders["server"].items()}
     config = ServerConfig(**server)
@@ -58,11 +59,13 @@ def _end_with_stdin() -> None:
 class ReplicaProcess:
     """A replica on this machine: starts it, waits for it, ends it. For an actor's threads."""
 
-    def __init__(self, orders: Orders) -> None:
-        self._drain_s = float(orders["server"].get("drain_timeout", ServerConfig().drain_timeout))
+    def __init__(self, orders: Orders, module: str = "infer.cluster.child") -> None:
+        """Start a module of ours that takes these orders."""
+        server = orders.get("server", {})
+        self._drain_s = float(server.get("drain_timeout", ServerConfig().drain_timeout))
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "infer.cluster.child"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,6 +2,10 @@
 
     placement group {CPU, GPU} ──► actor ──► the replica's process, an ordinary server on the node's address
 
+A replica of several ranks has a bundle for all of them on one node. If no node is as large, and the model is
+on CPUs, it has bundles on several nodes, each with an actor: the first has the server, the others only ranks,
+and they talk to each other as `--nnodes` does, with a secret of their own. They end and are placed together.
+
 One task keeps each replica: it places the actor, waits for the model, hands its URL to the front, and waits
 for its end. Whatever ended it (a crash, a killed actor, a node that is gone), the next one is placed wherever
 there is room, after a pause that grows. Only the very first start may fail for good: then nothing would ever
@@ -13,10 +17,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import secrets
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from infer.cluster.child import Orders, ReplicaProcess
@@ -54,7 +60,14 @@ class ReplicaActor:
     def __init__(self, orders: Orders) -> None:
         host = import_ray().util.get_node_ip_address()
         server = orders["server"] | {"host": host, "port": 0}
-        self._process = ReplicaProcess(orders | {"server": server})
+        with socket.create_server((host, 0)) as free:
+            self._address = {"master_addr": host, "master_port": free.getsockname()[1]}
+        models = {name: knobs | self._address for name, knobs in orders["models"].items()}
+        self._process = ReplicaProcess(orders | {"server": server, "models": models})
+
+    def address(self) -> dict[str, Any]:
+        """The knobs that say where its ranks on other nodes meet it."""
+        return self._address
 
     def wait_ready(self) -> tuple[str, int, str]:
         """The URL of the replica once it serves, the id of its process, and the node that it is on."""
@@ -70,6 +83,17 @@ class ReplicaActor:
         self._process.stop()
 
 
+class NodeActor:
+    """The actor on a further node of a replica: it holds a process that has ranks and no server."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._process = ReplicaProcess(orders, "infer.client.rank_node")
+
+    def wait_end(self) -> str:
+        """Wait for the end of the process and return how it ended."""
+        return f"a node of the replica: {self._process.wait_end()}"
+
+
 @dataclass(slots=True)
 class _Slot:
     """A replica that should exist, through all its lives."""
@@ -78,6 +102,7 @@ class _Slot:
     task: asyncio.Task[None] | None = None
     server: RemoteServer | None = None
     actor: Any = None
+    others: list[Any] = field(default_factory=list)  # the actors of its further nodes
     group: Any = None
     is_leaving: bool = False
 
@@ -152,7 +177,7 @@ class RayPlacer:
             try:
                 await self._start(slot)
                 num_failures = 0
-                reason = await slot.actor.wait_end.remote()
+                reason = await _first(each.wait_end.remote() for each in (slot.actor, *slot.others))
             except Exception as error:  # Ray's errors: the actor or its node died, the start failed
                 reason = str(error).strip().splitlines()[-1] if str(error) else type(error).__name__
             self._forget(slot)
@@ -171,21 +196,43 @@ class RayPlacer:
         """Place the actor; once its replica serves, the front uses it."""
         ray, util = self._ray, importlib.import_module("ray.util")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        slot.group = util.placement_group([self._bundle], strategy="STRICT_PACK")
+        found = await asyncio.to_thread(ray.nodes)
+        sizes = [node["Resources"] for node in found if node["Alive"]]
+        orders, bundles = spread(self._orders, self._bundle, sizes)
+        slot.group = util.placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
         await slot.group.ready()
-        options = {
-            "num_cpus": self._bundle["CPU"],
-            "num_gpus": self._bundle.get("GPU", 0),
-            "max_concurrency": 4,
-            "max_restarts": 0,  # `_keep` places it anew, perhaps elsewhere
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(slot.group),
-        }
-        slot.actor = ray.remote(ReplicaActor).options(**options).remote(self._orders)
-        url, pid, node = await slot.actor.wait_ready.remote()
+
+        def place(kind: type, number: int, own: Orders) -> Any:
+            bundle = bundles[number]
+            options = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "max_concurrency": 4,
+                "max_restarts": 0,  # `_keep` places it anew, perhaps elsewhere
+                "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                    slot.group, placement_group_bundle_index=number
+                ),
+            }
+            return ray.remote(kind).options(**options).remote(own)
+
+        token = secrets.token_hex(16)
+        slot.actor = place(ReplicaActor, 0, orders | {"environment": {"INFER_RANK_TOKEN": token}})
+        ready = slot.actor.wait_ready.remote()
+        if bundles[1:]:
+            address, (knobs,) = await slot.actor.address.remote(), orders["models"].values()
+            for number in range(1, len(bundles)):
+                own = knobs | address | {"node_rank": number}
+                launch = {"knobs": own, "log_level": orders["log_level"], "token": token}
+                slot.others.append(place(NodeActor, number, launch))
+            ready = _first([ready, *(each.wait_end.remote() for each in slot.others)])
+        if isinstance(found := await ready, str):
+            raise RuntimeError(f"a replica could not start: {found}")
+        url, pid, node = found
         slot.server = RemoteServer(slot.number, url, self._key, is_leaving=slot.is_leaving)
         self._replicas.servers.append(slot.server)
         self._has_served = True
-        logger.info("replica serves number=%d url=%s pid=%d node=%s", slot.number, url, pid, node[:8])
+        told = slot.number, url, pid, node[:8], len(bundles)
+        logger.info("replica serves number=%d url=%s pid=%d node=%s nodes=%d", *told)
         self.on_ready()
 
     def _forget(self, slot: _Slot) -> None:
@@ -193,11 +240,13 @@ class RayPlacer:
             self._replicas.remove(slot.server)
             slot.server = None
         with suppress(Exception):  # the cluster may be gone
-            if slot.actor is not None:
-                self._ray.kill(slot.actor)
+            for actor in (slot.actor, *slot.others):
+                if actor is not None:
+                    self._ray.kill(actor)
             if slot.group is not None:
                 importlib.import_module("ray.util").remove_placement_group(slot.group)
         slot.actor = slot.group = None
+        slot.others = []
 
     async def _end(self, slot: _Slot) -> None:
         slot.is_leaving = True
@@ -213,6 +262,46 @@ class RayPlacer:
         self._forget(slot)
         if slot in self._slots:
             self._slots.remove(slot)
+
+
+def spread(
+    orders: Orders, bundle: dict[str, float], sizes: Sequence[Mapping[str, float]]
+) -> tuple[Orders, list[dict[str, float]]]:
+    """The orders of a replica and its bundles, one for each node that it needs.
+
+    One node is enough where any is large enough, or where ranks cannot be on several: `sizes` has the
+    resources of all nodes. Without enough nodes it waits for one, which the cluster may add.
+    """
+    if len(orders["models"]) != 1:
+        return orders, [bundle]
+    ((name, knobs),) = orders["models"].items()
+    num_ranks = knobs["tensor_parallel_size"] * knobs["pipeline_parallel_size"]
+    if knobs["nnodes"] > 1:
+        return orders, [bundle] * knobs["nnodes"]
+    for nnodes in range(1, num_ranks + 1 if knobs["device"] == "cpu" else 1):
+        each = {kind: float(-(-amount // nnodes)) for kind, amount in bundle.items()}
+        num_large = sum(all(size.get(kind, 0) >= each[kind] for kind in each) for size in sizes)
+        if num_ranks % nnodes == 0 and num_large >= nnodes:
+            threads = knobs["num_threads"] and max(1, knobs["num_threads"] // nnodes)
+            own = knobs | {"nnodes": nnodes, "num_threads": threads}
+            return orders | {"models": {name: own}}, [each] * nnodes
+    return orders, [bundle]
+
+
+async def _first(results: Iterable[Awaitable[Any]]) -> Any:
+    """The first of several results, or its error; nobody waits for the others any more."""
+    tasks = [asyncio.ensure_future(_result(each)) for each in results]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def raise_if_lost(placer: RayPlacer) -> None:

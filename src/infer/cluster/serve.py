@@ -126,7 +126,10 @@ def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str
 
 
 def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
-    """A replica's share of a node: a GPU unless every model is on the CPU, and a CPU for each thread."""
-    devices = {str(engine.load.device) for engine in models.values()}
-    threads = max(engine.load.num_threads or 1 for engine in models.values())
-    return {"CPU": float(threads)} | ({} if devices == {"cpu"} else {"GPU": 1.0})
+    """A replica's share of a node: a CPU for each thread, and a GPU for each rank unless all are on CPUs."""
+    loads = [engine.load for engine in models.values()]
+    threads = max(max(load.num_threads or 1, load.num_local_ranks) for load in loads)
+    gpus = max(1 if ":" in load.device else load.num_local_ranks for load in loads)
+    return {"CPU": float(threads)} | (
+        {} if {load.device for load in loads} == {"cpu"} else {"GPU": float(gpus)}
+    )
