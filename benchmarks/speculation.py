@@ -144,6 +144,7 @@ def main() -> None:
         }
         if args.draft is not None:
             modes["draft_model"] = {"draft_model": str(args.draft), "synthetic_acceptance": args.acceptance}
+            modes["tree"] = modes["draft_model"] | {"speculative_method": "tree"}
         print(f"{args.config.name}, weights {quantization}", flush=True)
         engines = make_engines(target, modes)
         rows = measure(engines, args.batches, args.rounds)

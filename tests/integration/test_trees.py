@@ -172,6 +172,18 @@ def test_aborts_leave_no_trace(on_gpu: bool, shuffled: list[int]) -> None:
     assert sum(shuffled) > 0
 
 
+@pytest.mark.parametrize("on_gpu", GPU)
+def test_chance_keeps_part_of_the_main_line(on_gpu: bool, windows: list[tuple[int, int, int]]) -> None:
+    """For benchmarks: the text is wrong, and the books balance."""
+    requests = requests_of([{"max_tokens": 40, "temperature": 1.0, "seed": n} for n in range(3)])
+    engine = engine_of(on_gpu=on_gpu, **trees_of(8, synthetic_acceptance=0.7))
+    answers = serve(engine, requests)
+    assert all(len(answer.tokens) == 40 for answer in answers.values())
+    assert {kept for _, kept, _ in windows} >= {0, 1, 2, 4} and all(
+        kept <= depth for _, kept, depth in windows
+    )
+
+
 def test_8_bit_caches_move_their_scales(shuffled: list[int]) -> None:
     requests = requests_of(MIX[:4])
     expected = serve(engine_of(kv_cache_dtype="int8"), requests)

@@ -54,8 +54,10 @@ def measure_step_costs(
     `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
-    pairs, began = [], time.perf_counter()
     size, room = 1, min(WINDOW_TOKENS, max_tokens)
+    for count in (1, min(16, room)) if has_trees and isinstance(device, GpuDevice) else ():
+        device.run(_window(shape, vocab_size, count)).wait()  # Triton compiles, which is not counted
+    pairs, began = [], time.perf_counter()
     while size <= room:
         pairs.append((size, _fastest(device, _window(shape, vocab_size, size))))
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:

@@ -98,10 +98,13 @@ def _path_of(kept: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -
     """The nodes at which some ids were drawn: the first token, then the child that is the last id, and so on.
 
     The last id stands at no node yet. Where chance decides what is kept, ids need not be drafts: it keeps the
-    first nodes, which are the main line.
+    main line, of which nothing is moved.
     """
     path = [0]
     for token_id in kept[:-1]:
         children = [n for n in range(path[-1] + 1, len(backs)) if n - backs[n] == path[-1]]
-        path.append(next((n for n in children if drafts[n - 1] == token_id), path[-1] + 1))
+        found = [n for n in children if drafts[n - 1] == token_id]
+        if not found:
+            return []
+        path.append(found[0])
     return path

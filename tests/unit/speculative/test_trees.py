@@ -135,7 +135,8 @@ def test_only_what_is_kept_of_side_lines_is_moved() -> None:
     assert moved_slots(order, [(2,), (11, 17, 99)]).tolist() == [[50], [45]]
     for kept in ((11, 12, 13, 14, 99), (99,), ()):
         assert moved_slots(order, [(2,), kept]).shape == (2, 0)
-    assert moved_slots(order, [(), (7, 7, 7)]).shape == (2, 0), "chance keeps the main line"
+    for kept in ((7, 7, 7), (21, 7, 7, 7), (17, 22, 22, 22, 22)):
+        assert moved_slots(order, [(), kept]).shape == (2, 0), "chance keeps the main line"
     assert moved_slots(order._replace(flags=DRAWS_BEST), [(), (21, 22, 99)]).shape == (2, 0)
 
 
