@@ -133,9 +133,11 @@ def test_only_what_is_kept_of_side_lines_is_moved() -> None:
     order = window_order()
     assert moved_slots(order, [(2, 3), (21, 22, 99)]).tolist() == [[48, 51], [44, 45]]
     assert moved_slots(order, [(2,), (11, 17, 99)]).tolist() == [[50], [45]]
-    for kept in ((11, 12, 13, 14, 99), (99,), ()):
+    unmoved: tuple[tuple[int, ...], ...] = ((11, 12, 13, 14, 99), (99,), ())
+    for kept in unmoved:
         assert moved_slots(order, [(2,), kept]).shape == (2, 0)
-    for kept in ((7, 7, 7), (21, 7, 7, 7), (17, 22, 22, 22, 22)):
+    by_chance: tuple[tuple[int, ...], ...] = ((7, 7, 7), (21, 7, 7, 7), (17, 22, 22, 22, 22))
+    for kept in by_chance:
         assert moved_slots(order, [(), kept]).shape == (2, 0), "chance keeps the main line"
     assert moved_slots(order._replace(flags=DRAWS_BEST), [(), (21, 22, 99)]).shape == (2, 0)
 

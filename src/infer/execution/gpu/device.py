@@ -256,10 +256,11 @@ class GpuDevice:
         self.has_judged = False  # whether the drafter can go on from the last step without the host
         self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
         self.dense: DenseAttention | None = None
+        sees_all = self._windows == (None,) and config.delta is None and config.has_plain_scores
         longest = PromptProblem(
             min(max_tokens, max_seq_len), config.num_heads, config.head_dim, store.dtype, attention_backend,
             device_profile(device).attention,
-            sees_all=self._windows == (None,) and config.delta is None and config.has_plain_scores,
+            no_cudnn="" if sees_all else "for models whose layers all see all positions, with plain scores",
         )  # fmt: skip
         if choose(PROMPT_WAYS, longest) == "cudnn":
             self.dense = DenseAttention(
