@@ -214,6 +214,7 @@ def long_prompts_together(engine: Engine, prefill_rate: float) -> dict[str, floa
     alone = sum(len(prompt) for prompt, _ in drawn) / prefill_rate
     return {
         "s": round(statistics.median(whole), 4),
+        "out_tok_s": round(sum(max_tokens for _, max_tokens in drawn) / statistics.median(whole), 1),
         "prompts_alone_s": round(alone, 4),
         "decoding_alone_s": round(statistics.median(decoding), 4),
         "ratio": round(statistics.median(whole) / (alone + statistics.median(decoding)), 3),
