@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -170,20 +171,20 @@ def load_model(
     published = published_as(headers.tensors)
     check(LoadChoice(plan=plan, weights=rule.label, published_as=published, max_seq_len=context_len))
 
+    loaded = partial(
+        LoadedModel,
+        config=plan.config,
+        name=source.name,
+        dtype=rule.dtype,
+        device=chosen_device,
+        max_seq_len=context_len,
+        eos_ids=headers.eos_ids,
+        source=source,
+        weights=rule.label,
+    )
     if headers.family.load is not None:
         with refused_if_full(source.name, rule.dtype, chosen_device):
-            model = headers.family.load(plan.config, rule.dtype, chosen_device)
-        return LoadedModel(
-            model=model,
-            config=plan.config,
-            name=source.name,
-            dtype=rule.dtype,
-            device=chosen_device,
-            max_seq_len=context_len,
-            eos_ids=headers.eos_ids,
-            source=source,
-            weights=rule.label,
-        )
+            return loaded(model=headers.family.load(plan.config, rule.dtype, chosen_device))
     scaling = headers.config.rope_scaling
     if scaling is not None and scaling.depends_on_length and context_len > scaling.original_context_len:
         log.info(
@@ -214,16 +215,8 @@ def load_model(
         codes.keep(show_progress=show_progress)
     if rank.is_alone:
         _check_tied_head(model, headers)
-    return LoadedModel(
+    return loaded(
         model=model.eval(),
-        config=plan.config,
-        name=source.name,
-        dtype=rule.dtype,
-        device=chosen_device,
-        max_seq_len=context_len,
-        eos_ids=headers.eos_ids,
-        source=source,
-        weights=rule.label,
         published_as=published,
         kept_as=plan.describe() + (", read from the cache" if is_cached else ""),
         kv_scales=kv_scales_of(plan),

@@ -152,7 +152,7 @@ def test_a_narrow_tile_is_widened_where_rows_must_be_invariant() -> None:
         narrow = skinny_config(7, 9, False, 16, gpu_of(torch.device("cpu")))
         config = invariant_config(7, 9, 16, gpu_of(torch.device("cpu")))
     assert narrow is not None and not narrow.is_wide
-    assert config.order == (256, 2, True) and config.block_n == 64
+    assert (config.block_k, config.split_k, config.is_wide) == (256, 2, True) and config.block_n == 64
 
 
 @pytest.mark.parametrize("profile", [H200, GENERIC], ids=lambda profile: profile.name)
@@ -160,5 +160,5 @@ def test_a_narrow_tile_is_widened_where_rows_must_be_invariant() -> None:
 def test_an_invariant_configuration_adds_in_one_order(N: int, K: int, profile: DeviceProfile) -> None:
     with using_profile(profile):
         configs = [invariant_config(N, K, size, gpu_of(torch.device("cuda"))) for size in (16, 32, 64, 128)]
-    assert len({config.order for config in configs}) == 1
+    assert len({(config.block_k, config.split_k, config.is_wide) for config in configs}) == 1
     assert all(config.is_wide for config in configs)

@@ -5,8 +5,8 @@ SM under way all the time to use its memory fully. Where a shape was measured, t
 (config/profiles) replaces the rule; `python -m benchmarks.kernels.linear_small --sweep --apply` writes it.
 Nothing is tuned while the program runs.
 
-Each number of tokens has the tile that is fastest for it, so what decides the order of additions (`order`:
-`block_k`, `split_k` and the matrix instruction of a `SkinnyConfig`) may differ between buckets of M, and a
+Each number of tokens has the tile that is fastest for it, so what decides the order of additions
+(`block_k`, `split_k` and the matrix instruction of a `SkinnyConfig`) may differ between buckets of M, and a
 row's last digit with it; `deterministic` asks for one order (`invariant_config`). Tiles of 64
 rows and more take Hopper's own instruction, which reads a tile of W from shared memory; narrower ones, of
 which a small matrix has more than a GPU has SMs, take the older one, through registers.
@@ -49,11 +49,6 @@ class SkinnyConfig:
     split_k: int
     num_warps: int
     num_stages: int
-
-    @property
-    def order(self) -> tuple[int, int, bool]:
-        """The values that decide in which order, and by which instruction, products are added."""
-        return self.block_k, self.split_k, self.is_wide
 
     def num_parts(self, N: int) -> int:
         """The number of partial sums of squares that a matrix with N outputs leaves: one for each tile."""
