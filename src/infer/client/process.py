@@ -216,7 +216,8 @@ class EngineServer:
         self._engine.reset_prefix_cache()
         self._report()  # other engines' routers hear that nothing is cached here
         self._engine = SleepingEngine(self._engine)
-        del self._subscribers
+        del self._subscribers  # they know the engine
+        self._engine.keep_weights(0)  # they stay where they are; all else that the engine had is freed
         self._wake(self._engine)
         logger.info("engine built again for the next record seconds=%.2f", time.monotonic() - started)
 
