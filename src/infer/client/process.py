@@ -207,7 +207,7 @@ class EngineServer:
         engine, recorder = self._engine, self._recorder
         if not isinstance(recorder, Recorder) or not isinstance(engine, Engine):
             return False
-        return recorder.wants_new_engine and engine.remake is not None and not engine.num_requests
+        return recorder.wants_new_engine and not engine.num_requests
 
     def _renew(self) -> None:
         """Build an idle engine again, on the same weights: a record begins with one that was just started."""
@@ -216,7 +216,8 @@ class EngineServer:
         self._engine.reset_prefix_cache()
         self._report()  # other engines' routers hear that nothing is cached here
         self._engine = SleepingEngine(self._engine)
-        del self._subscribers
+        del self._subscribers  # they know the engine
+        self._engine.keep_weights(0)  # they stay where they are; all else that the engine had is freed
         self._wake(self._engine)
         logger.info("engine built again for the next record seconds=%.2f", time.monotonic() - started)
 
@@ -382,6 +383,8 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             if launch.record is not None:
                 make_engine = partial(make_engine, observer=recorder)
             engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
+            if isinstance(recorder, Recorder):
+                recorder.goes_on = engine.remake is not None
             set_up = partial(_set_up, launch)
             set_up(engine)
             with engine.phases("capture"):

@@ -210,12 +210,13 @@ class Recorder(RecordFile):
     def __init__(self, path: Path, *, orders: bool = False, max_bytes: int | None = None) -> None:
         super().__init__(path, max_bytes=max_bytes)
         self._has_orders = orders  # whether to write down what devices are told
+        self.goes_on = False  # an idle engine will be built again, with which the next file begins
         self.num_steps = 0
 
     @property
     def wants_new_engine(self) -> bool:
         """True if the file is full or nearly so, and the next one may begin."""
-        is_open = self._file is not None and self._max_bytes is not None
+        is_open = self._file is not None and self._max_bytes is not None and self.goes_on
         return is_open and self._num_bytes > (self._max_bytes or 0) * NEARLY_FULL
 
     def on_start(self, facts: RunFacts) -> None:
@@ -224,6 +225,8 @@ class Recorder(RecordFile):
         self._is_paused = False
 
     def _make_room(self) -> None:
+        if not self.goes_on:
+            raise OSError(errno.EFBIG, f"its {self._max_bytes} bytes are full")
         logger.warning(
             "record %s is full (%d bytes): the next begins when no request has been there for a second; "
             "until then nothing is written",

@@ -135,6 +135,7 @@ def test_a_full_record_of_a_whole_run_waits_for_the_next_engine(
 ) -> None:
     path = tmp_path / "r.jsonl"
     with Recorder(path, max_bytes=6000) as recorder:
+        recorder.goes_on = True
         assert not recorder.wants_new_engine
         record(recorder, *(make_request(number, random.Random(number)) for number in range(20)))
         assert recorder.wants_new_engine
@@ -148,6 +149,17 @@ def test_a_full_record_of_a_whole_run_waits_for_the_next_engine(
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
         replay = Replay(Record(each), make_engine)
         assert replay.run().difference is None and replay.num_steps
+
+
+def test_a_full_record_of_an_engine_that_is_not_built_again_ends_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "r.jsonl"
+    with Recorder(path, max_bytes=6000) as recorder:
+        record(recorder, *(make_request(number, random.Random(number)) for number in range(20)))
+    assert path.stat().st_size <= 6000 and not aside(path).exists()
+    [warning] = [entry.message for entry in caplog.records if "recording" in entry.message]
+    assert "its 6000 bytes are full; the engine goes on" in warning
 
 
 def test_a_full_disk_at_a_later_start_stops_no_engine(
