@@ -120,7 +120,7 @@ def gather_nodes(
                 continue
             try:
                 number = _admit(connection, token, facts, missing)
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 logger.warning("node not admitted address=%s reason=%r", address[0], str(error))
                 connection.close()
                 continue
@@ -155,7 +155,7 @@ def _admit(connection: socket.socket, token: bytes, facts: Mapping[str, str], mi
     nonce = secrets.token_hex(16)
     _send(connection, Greeting(nonce=nonce))
     theirs = _receive(connection)
-    if not hmac.compare_digest(theirs.proof, _prove(token, "node", nonce, theirs)):
+    if not _is_proof(theirs.proof, _prove(token, "node", nonce, theirs)):
         reason = f"the secret ({TOKEN}) of this node is not that of node 0"
         _send(connection, Greeting(refused=reason))
         raise ConnectionRefusedError(f"node {theirs.node} has another secret ({TOKEN})")
@@ -178,13 +178,17 @@ def _introduce(connection: socket.socket, load: LoadConfig, token: bytes, facts:
     last = _receive(connection)
     if last.refused is not None:
         raise ConfigError(f"node 0 at {load.master_addr} refuses this node: {last.refused}")
-    if not hmac.compare_digest(last.proof, _prove(token, "head", first.nonce, own)):
+    if not _is_proof(last.proof, _prove(token, "head", first.nonce, own)):
         raise ConfigError(f"what listens at {load.master_addr}:{load.master_port} does not know the secret")
 
 
 def _prove(token: bytes, who: str, nonce: str, node: Greeting) -> str:
     told = msgspec.json.encode([who, nonce, node.nonce, node.node, sorted(node.facts.items())])
     return hmac.new(token, told, hashlib.sha256).hexdigest()
+
+
+def _is_proof(given: str, proof: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), proof.encode())
 
 
 def _send(connection: socket.socket, greeting: Greeting) -> None:

@@ -90,7 +90,9 @@ def test_others_are_refused_and_the_right_one_is_waited_for(
 
 
 def test_strangers_do_not_keep_nodes_out() -> None:
-    said = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x02\0\0\0{}", b"\x05\0\0\0[1,2]")
+    bodies = (b"{}", b"[1,2]", '{"proof":"é"}'.encode(), b'{"proof":"\\ud800"}', b'{"nonce":"\\ud800"}')
+    framed = (len(body).to_bytes(4, "little") + body for body in bodies)
+    said = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, *framed)
     assert meet((1, SECRET, FACTS), strangers=said) == ([1], [None])
 
 
