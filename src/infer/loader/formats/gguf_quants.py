@@ -229,7 +229,7 @@ ROUNDED = {kind.name for kind in (*_SHORT_GROUPS, GGMLType.Q2_K)}  # types that 
 _SHIFTED = _by_type(_q4_1, _q5_1, _q2_k, _q4_k, _q5_k)
 # Types that int4 keeps: integers of 4 bits or less, in groups of 32 and up.
 FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
-_FIVE_BITS = {GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K}  # in groups of 32
-_SIX_BITS = {GGMLType.Q6_K, GGMLType.Q3_K}  # or fewer, in groups of 16 without minima
+_FIVE_BITS = {GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K}  # types in groups of 32
+_SIX_BITS = {GGMLType.Q6_K, GGMLType.Q3_K}  # types of up to 6 bits in groups of 16
 _DENSE = _by_type(_f32, _bf16) | {GGMLType.F16: half}
 SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))
