@@ -114,6 +114,23 @@ def test_the_form_has_a_name_and_the_log_says_why(
     assert f"weights are kept as {form} ({reason})" in caplog.messages
 
 
+@needs_five
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_the_plan_counts_5_bits_and_the_model_has_the_numbers_of_the_file(kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind=kind, kinds={"token_embd": "Q8_0"})
+    loaded, exact = load(path), load(path, "fp32").model
+    found = bits(loaded)
+    assert found.pop("head") == 8 and set(found.values()) == {5}
+    headers = read_headers(resolve_model(str(path), show_progress=False))
+    plan = plan_weights(headers, quantization="auto", dtype="auto", device=CPU)
+    assert bytes_of(plan.skeleton) == kept_bytes(loaded)
+    for name in found:
+        stored, weight = packed(loaded, name), exact.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor) and torch.equal(stored.dequantized(), weight), name
+        x = torch.randn(3, weight.shape[1])
+        torch.testing.assert_close(stored.multiply(x), x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
 @needs_c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_checkpoint_in_16_bits_is_int8(dtype: torch.dtype, tmp_path: Path) -> None:
