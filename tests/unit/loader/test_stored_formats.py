@@ -205,7 +205,7 @@ def test_columns_that_name_groups_of_different_sizes_have_no_order(tmp_path: Pat
 
 def test_matrices_in_different_orders_do_not_stay_4_bits_together(tmp_path: Path) -> None:
     leaves, _, settings = gptq(4)
-    tensors = []
+    tensors: list[QuantizedTensor] = []
     for seed in (0, 1, 1):
         order = np.random.default_rng(seed).permutation(K) // G
         leaves["g_idx"] = torch.from_numpy(order.astype(np.int32))
