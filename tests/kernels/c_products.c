@@ -11,6 +11,17 @@
 
 void infer_linear_int8(const void *args, int64_t chunk);
 void infer_linear_int4(const void *args, int64_t chunk);
+#ifndef HAVE_NEON
+void infer_linear_int5(const void *args, int64_t chunk);
+void infer_linear_int6(const void *args, int64_t chunk);
+static void (*const PRODUCTS[])(const void *, int64_t) = {infer_linear_int4, infer_linear_int5, infer_linear_int6, 0,
+                                                          infer_linear_int8};
+static const int64_t KINDS[] = {4, 8, 5, 6};
+#else
+static void (*const PRODUCTS[])(const void *, int64_t) = {infer_linear_int4, 0, 0, 0, infer_linear_int8};
+static const int64_t KINDS[] = {4, 8};
+#endif
+enum { NUM_KINDS = sizeof KINDS / sizeof *KINDS };
 void infer_linear_quantize(const void *args, int64_t chunk);
 void infer_pack(const void *args, int64_t chunk);
 int64_t infer_linear_scratch(int64_t M, int64_t K, int64_t digits);
@@ -36,7 +47,7 @@ typedef struct {
     int64_t M, N, K, bits, digits;
     float *x, *bias;
     int8_t *q;       /* of the weights, [N][K] */
-    uint16_t *d, *m; /* [N][groups] */
+    uint16_t *d, *m; /* [N][groups]; m of 6 bits: scales of the second halves */
 } problem;
 
 /* Integers of one group of a row; returns their scale. */
@@ -55,14 +66,16 @@ static float expected(const problem *it, int64_t row, int64_t n) {
     float total = 0.0f;
     for (int64_t g = 0; g < groups; g++) {
         int64_t left = it->K - g * GROUP, count = left < GROUP ? left : GROUP;
-        int32_t integers[GROUP], dot = 0, sum = 0;
+        int32_t integers[GROUP], dot = 0, sum = 0, second = 0;
         float scale = quantize(it->x + row * it->K + g * GROUP, count, it->digits, integers);
         for (int64_t k = 0; k < count; k++) {
-            dot += it->q[n * it->K + g * GROUP + k] * integers[k];
+            const int32_t q = it->q[n * it->K + g * GROUP + k] - (it->bits == 6 ? 32 : 0);
+            *(it->bits == 6 && k >= 16 ? &second : &dot) += q * integers[k];
             sum += integers[k];
         }
         total = fmaf((float)dot, half_to_float(it->d[n * groups + g]) * scale, total);
-        if (it->bits == 4) total = fmaf(half_to_float(it->m[n * groups + g]), scale * (float)sum, total);
+        if (it->bits == 6) total = fmaf((float)second, half_to_float(it->m[n * groups + g]) * scale, total);
+        if (it->bits < 6) total = fmaf(half_to_float(it->m[n * groups + g]), scale * (float)sum, total);
     }
     return it->bias ? total + it->bias[n] : total;
 }
@@ -78,8 +91,8 @@ static problem make_problem(int64_t M, int64_t N, int64_t K, int64_t bits, int64
     }
     for (int64_t i = 0; i < M * K; i++) it.x[i] = random_float() * (i % 37 == 5 ? 300.0f : 1.0f); /* loud channels */
     for (int64_t k = 0; k < K && k < GROUP; k++) it.x[k] = random_bits() % 2 ? 0.0f : 1e-42f;     /* a silent group */
-    for (int64_t i = 0; i < N * K; i++) it.q[i] = (int8_t)(bits == 8 ? random_bits() % 255 - 127 : random_bits() % 16);
-    for (int64_t k = 0; k < K; k++) it.q[k] = bits == 8 ? -127 : 15; /* sums as large as they get */
+    for (int64_t i = 0; i < N * K; i++) it.q[i] = (int8_t)(bits == 8 ? random_bits() % 255 - 127 : random_bits() % (1 << bits));
+    for (int64_t k = 0; k < K; k++) it.q[k] = bits == 8 ? -127 : (1 << bits) - 1; /* sums as large as they get */
     for (int64_t k = 0; k < K; k++) it.x[(M - 1) * K + k] = bits == 8 ? 2.0f : -2.0f;
     for (int64_t i = 0; i < N * groups; i++) it.d[i] = (uint16_t)(0x2000 + random_bits() % 0x1400); /* 0.008 .. 1 */
     for (int64_t i = 0; i < N * groups; i++) it.m[i] = (uint16_t)(random_bits() & 0xbbff);          /* below 1 */
@@ -108,7 +121,7 @@ static void check(int64_t M, int64_t N, int64_t K, int64_t bits, int64_t digits)
     args.scratch = room((size_t)infer_linear_scratch(M, K, digits));
     args.tiles_per_chunk = 2, args.rows_per_chunk = 5;
     for (int64_t chunk = 0; chunk * 5 < M; chunk++) infer_linear_quantize(&args, chunk);
-    for (int64_t chunk = 0; chunk * 2 < num_tiles; chunk++) (bits == 8 ? infer_linear_int8 : infer_linear_int4)(&args, chunk);
+    for (int64_t chunk = 0; chunk * 2 < num_tiles; chunk++) PRODUCTS[bits - 4](&args, chunk);
     for (int64_t m = 0; m <= M; m++)
         for (int64_t n = 0; n < stride; n++, num_compared++) {
             int is_result = m < M && n < N;
@@ -122,14 +135,14 @@ static void check(int64_t M, int64_t N, int64_t K, int64_t bits, int64_t digits)
 int main(void) {
     static const int64_t sizes[][2] = {{16, 32}, {37, 100}, {17, 45}, {50, 64}, {3, 7}, {33, 160}}; /* N, K */
     for (int64_t digits = 1; digits <= 2; digits++)
-        for (int64_t bits = 4; bits <= 8; bits += 4)
+        for (int kind = 0; kind < NUM_KINDS; kind++)
             for (int64_t M = 1; M <= 19; M++) { /* every way to cut rows, and every rest */
-                const int64_t *size = sizes[(M + bits) % 6];
+                const int64_t bits = KINDS[kind], *size = sizes[(M + bits) % 6];
                 check(M, size[0], size[1], bits, digits);
                 if (M < 4) check(M, 95, 70, bits, digits);
             }
     for (int64_t digits = 1; digits <= 2; digits++)
-        for (int64_t bits = 4; bits <= 8; bits += 4) check(67, 21, 70, bits, digits); /* two blocks at once, one, rows */
+        for (int kind = 0; kind < NUM_KINDS; kind++) check(67, 21, 70, KINDS[kind], digits); /* two blocks at once, one, rows */
     printf("%s %lld\n", VARIANT, (long long)num_compared);
     return 0;
 }

@@ -7,8 +7,9 @@ file has it, and means auto:
     quantization   what is kept                     computed in    chosen by auto on a CPU when
     none           the numbers of the checkpoint    dtype.py       never; always on a GPU
     int4+int8      matrix by matrix: int4 where     float32        the file holds 16-bit or packed numbers
-                   the file has 4 bits, else int8
-    int8           groups of 32, 8.5 bits each      float32        the same, if no matrix has 4 bits
+                   the file has 4 bits, int5 or
+                   int6 for GGUF's 5 or 6, else int8
+    int8           groups of 32, 8.5 bits each      float32        the same, if no matrix has fewer bits
     int4           groups of 32, 5 bits each        float32        the same, if all have 4 bits
     fp32           float32                          float32        the file holds float32, or there are no
                                                                    C kernels, or dtype says float32
@@ -63,7 +64,7 @@ class Held(NamedTuple):
     dtype: torch.dtype | None  # None: packed in blocks, or in a published format
     formats: frozenset[str] = frozenset()  # formats in which they are published: gptq, awq, gguf, ...
     types: frozenset[str] = frozenset()  # types of their numbers in the file: BF16, Q4_1, ...
-    bits: frozenset[int] = frozenset()  # bits of each matrix: 4 if 4 bits keep all of it, else 8
+    bits: frozenset[int] = frozenset()  # bits that keep all of each matrix: 4, 5, 6 or 8
 
 
 class Rule(NamedTuple):
@@ -131,8 +132,9 @@ def _auto(dtype: str, device: torch.device, held: Held) -> Rule:
 
 def _mixed(held: Held) -> Rule:
     """The rule for each matrix by itself, under the name of the one form if all have it."""
-    if held.bits == {4, 8}:
-        reason = "int4 where the file has 4 bits, int8 elsewhere"
+    if len(held.bits) > 1 or held.bits & {5, 6}:
+        kept = [f"int{bits} where the file has {bits} bits" for bits in sorted(held.bits - {8})]
+        reason = ", ".join([*kept, "int8 elsewhere"])
         return Rule(MIXED, torch.float32, reason, keeps_codes=True)
     if held.bits == {4}:
         reason = "the file holds 4-bit weights, which it keeps"

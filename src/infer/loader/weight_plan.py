@@ -333,14 +333,16 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     has_order = len(orders) == 1 and orders != {""} and not is_head
     is_cut = has_order and any(tensor.codes and tensor.codes.size != spec.size for tensor in tensors)
     if rule.home == "cpu":
+        bits = cpu_bits(tensors)
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
-            return replace(dense, scheme=SCHEMES["int8"])
+            is_kept = bits == 6 and rule.label != "int8"
+            return replace(dense, scheme=FILE_SCHEMES["int6"] if is_kept else SCHEMES["int8"])
         is_announced = not tensors and _is_mxfp4_stack(spec, settings) and _multiplies_mxfp4()
         if rule.scheme is None and (is_announced or _is_mxfp4(tensors)):
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
         if is_cut:  # a rank has no whole groups
             return replace(dense, scheme=SCHEMES["int8"])
-        scheme = rule.scheme or SCHEMES["int4" if is_four_bit(tensors) else "int8"]
+        scheme = rule.scheme or (SCHEMES | FILE_SCHEMES)[f"int{bits}"]
         return replace(dense, scheme=scheme, has_order=has_order)
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
@@ -382,7 +384,7 @@ def _held(headers: ModelHeaders) -> Held:
         headers.stored,
         frozenset(name for tensor in tensors for name in tensor.formats),
         frozenset(tensor.type_name for tensor in tensors),
-        frozenset(4 if is_four_bit(matrix) else 8 for matrix in matrices.values()),
+        frozenset(map(cpu_bits, matrices.values())),
     )
 
 
@@ -414,6 +416,18 @@ def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
     return (is_int4 and len(_orders(tensors)) == 1) or _is_mxfp4(tensors)
 
 
+def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
+    """The bits in which a CPU keeps all of these tensors: 4, 5, 6 or 8."""
+    if is_four_bit(tensors):
+        return 4
+    bits = {
+        4 if is_four_bit([tensor]) else (tensor.codes and tensor.codes.cpu_bits) or 8 for tensor in tensors
+    }
+    found = next((kind for kind, held in ((5, {4, 5}), (6, {6})) if bits and bits <= held), 8)
+    c = library()
+    return found if c is not None and found in c.linear and len(_orders(tensors)) == 1 else 8
+
+
 def _orders(tensors: Sequence[StoredTensor]) -> set[str]:
     """The orders of columns that these tensors have (`StoredCodes.order`)."""
     return {"" if tensor.codes is None else tensor.codes.order for tensor in tensors}
@@ -437,7 +451,7 @@ def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
 
 def stored_form(stored: StoredCodes) -> CodedForm | None:
     """The form of a file's own groups; None where their sizes differ or are not whole 32s."""
-    kind, size, group, has_minima, scale_rows, _ = stored
+    kind, size, group, has_minima, scale_rows, *_ = stored
     is_shared = (
         scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
     )

@@ -24,6 +24,7 @@ class StoredCodes(NamedTuple):
     group: int  # columns that share a scale; 0: groups of different sizes
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale
+    cpu_bits: int = 0  # bits of the integers that a CPU keeps them as, if there are fewer than `kind` has
     order: str = ""  # a digest of `in_order`'s columns, where those of a group are not neighbours
 
 

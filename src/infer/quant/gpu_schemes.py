@@ -11,6 +11,7 @@ import torch
 
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import INT8_TOKENS, coded_linear, expand, look_up, plan_of
+from infer.kernels.linear.coded_triton import gather_columns
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix
 from infer.kernels.linear.invariant import linear_invariant
@@ -148,7 +149,7 @@ class GPUWeights(Projection):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.order is None else x.index_select(-1, self.order)
+        return x if self.order is None else gather_columns(x, self.order)
 
     def _restored(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of W with the columns in the order of x."""
@@ -235,4 +236,4 @@ class InvariantGPUWeights(GPUWeights):
         """Return x Wᵀ + b, each row as if it were alone."""
         codes = self.weights
         weight = expand(codes, x.dtype) if use_triton(x) else codes.dequantized().to(x.dtype)
-        return linear_invariant(self._ordered(x), weight, self.bias)
+        return linear_invariant(x if self.order is None else x[..., self.order], weight, self.bias)

@@ -2,6 +2,8 @@
 
     int8   w = d * q,      q in -127 .. 127      8.5 bits per weight
     int4   w = d * q + m,  q in 0 .. 15          5 bits per weight; files in 4 bits keep their numbers
+    int5   w = d * q + m,  q in 0 .. 31          6 bits per weight: Q5_0, Q5_1 and Q5_K of GGUF files
+    int6   w = d * q,      q in -32 .. 31        7 bits per weight, groups of 16: Q6_K and Q3_K
 
 The minimum m of a group costs half a bit per weight and very little time: sixteen steps are too few to spend
 any of them on a range that holds no weight, and the formats of 4-bit files have minima, too.
@@ -41,8 +43,8 @@ class QuantizedRows(NamedTuple):
     """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` keeps."""
 
     integers: torch.Tensor  # int8, [rows, K]
-    scales: torch.Tensor  # float16, [rows, K / 32]
-    minima: torch.Tensor | None  # the same, in 4 bits
+    scales: torch.Tensor  # float16, [rows, K / 32]; in 6 bits, those of the first 16 of each 32
+    minima: torch.Tensor | None  # the same, in 4 and 5 bits; in 6 bits, the scales of the second 16
 
 
 def quantized_rows(rows: CodedRows, bits: int) -> QuantizedRows | None:
@@ -73,7 +75,7 @@ class PackedMatrix:
         bits: int,
         memory: WeightMemory | None = None,
     ) -> None:
-        assert bits in (4, 8), bits
+        assert bits in (4, 5, 6, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits
         self.kind = bits  # kind of products and of row lookups: the bits, or `MXFP4`
         self.digits = operations.EXACT_DIGITS  # digits that activations are rounded to
@@ -94,7 +96,7 @@ class PackedMatrix:
     def fill_integers(
         self, integers: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, first: int
     ) -> None:
-        """Put rows into place that are quantised already, in groups of 32; there are minima in int4 only."""
+        """Put rows into place that are quantised already, in groups of 32; minima as in `QuantizedRows`."""
         assert integers.shape[1] == self.size and first + len(integers) <= self.num_rows, integers.shape
         operations.pack_integers(
             self._library, integers, scales, minima, self.data, self.scales, first=first, bits=self.bits
@@ -228,6 +230,47 @@ class Mxfp4(Packed):
             raise CheckpointError("an MXFP4 matrix has a scale above 2^13: the file is damaged")
         integers = QuantizedRows(part.codes.view(torch.int8).contiguous(), steps.half(), (-12 * steps).half())
         self.matrices[expert].fill_integers(*integers, first)
+
+
+class Int5(Packed):
+    """6 bits per weight: integers of up to 5 bits as their file has them."""
+
+    scheme, bits = "int5", 5
+
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Put a file's integers into place; only its scales are rounded, to halves."""
+        assert isinstance(rows, CodedRows), "only files have these integers"
+        self.matrices[expert].fill_integers(*self._integers(rows), first)
+
+    def _integers(self, rows: CodedRows) -> QuantizedRows:
+        shift = 16 if rows.codes.dtype is torch.int8 else 0
+        shifted = rows._replace(
+            codes=(rows.codes + shift).view(torch.uint8), zeros=rows.zeros + shift, bits=4
+        )
+        part = fit_rows(shifted, _FORMS[4])
+        assert part is not None and part.minima is not None, "integers of another format"
+        return _halved(part.codes, part.scales, part.minima - part.scales * part.zeros)
+
+
+class Int6(Int5):
+    """7 bits per weight: integers of up to 6 bits in groups of 16."""
+
+    scheme, bits = "int6", 6
+
+    def _integers(self, rows: CodedRows) -> QuantizedRows:
+        assert rows.groups == 16 and rows.codes.dtype is torch.int8, "integers of another format"
+        return _halved(rows.codes + 32, rows.scales[:, ::2], rows.scales[:, 1::2])
+
+
+def _halved(integers: torch.Tensor, *scales: torch.Tensor) -> QuantizedRows:
+    """Rows with their scales and minima as float16.
+
+    Those that are too small for it lose what the float16 in the file, of which each is a multiple, lacks too.
+    """
+    halves = [each.half().contiguous() for each in scales]
+    if not all(bool(half.isfinite().all()) for half in halves):
+        raise CheckpointError("a GGUF matrix has a scale above 65504: the file is damaged")
+    return QuantizedRows(integers.view(torch.int8).contiguous(), *halves)
 
 
 class Int4(Packed):

@@ -36,6 +36,8 @@ from tests.unit.loader.tiny_files import write_directory, write_gguf
 
 CPU = torch.device("cpu")
 needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
+FIVE = 5 in getattr(library(), "linear", ())  # NEON keeps 5 and 6 bits in int8
+needs_five = pytest.mark.skipif(not FIVE, reason="5 bits are kept in int8 here")
 # What a "Q4_K_M" file is like: most in 4 bits, and some matrices in more, among them parts of fused ones.
 MIXED = {"output.weight": "Q8_0", "ffn_up": "Q5_0", "1.attn_v": "F16", "token_embd": "Q8_0"}
 
@@ -78,11 +80,11 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
         mine = {
             name.rpartition(".")[2]: n for name, n in found.items() if name.startswith(f"layers.{layer}.")
         }
-        assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 8, "down": 4}
+        assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 5 if FIVE else 8, "down": 4}
     for name in [*found, "head"]:
         matrix, weight = packed(loaded, name).matrices[0], exact.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
-        if name.rpartition(".")[2] != "gate_up" and name != "layers.1.attention.qkv":  # parts are rounded
+        if (FIVE or not name.endswith("gate_up")) and name != "layers.1.attention.qkv":  # a part is rounded
             assert torch.equal(matrix.dequantized(), weight), name
 
 
@@ -92,24 +94,41 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
     [
         ("Q4_0", "int4", "the file holds 4-bit weights, which it keeps"),
         ("Q4_1", "int4", "the file holds 4-bit weights, which it keeps"),
-        ("Q5_0", "int8", "the file holds packed weights"),
+        pytest.param("Q5_0", "int4+int8", "int5 where the file has 5 bits, int8 elsewhere", marks=needs_five),
         ("Q8_0", "int8", "the file holds packed weights"),
         ("F16", "int8", "the file holds 16-bit weights"),
         ("BF16", "int8", "the file holds 16-bit weights"),
         ("F32", "fp32", "the file holds float32"),
-        ("mixed", "int4+int8", "int4 where the file has 4 bits, int8 elsewhere"),
+        ("Q4+Q8", "int4+int8", "int4 where the file has 4 bits, int8 elsewhere"),
     ],
 )
 def test_the_form_has_a_name_and_the_log_says_why(
     kind: str, form: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kinds = MIXED if kind == "mixed" else None
+    kinds = {"ffn_up": "Q8_0"} if kind == "Q4+Q8" else None
     path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_0" if kinds else kind, kinds=kinds)
     with caplog.at_level(logging.INFO, logger="infer.loader.load"):
         assert load(path).weights == load(path, "gguf").weights == form
     with pytest.raises(ConfigError, match=r"is gptq, but this checkpoint is stored as GGUF \(.*gguf, .*int8"):
         load(path, "gptq")
     assert f"weights are kept as {form} ({reason})" in caplog.messages
+
+
+@needs_five
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_the_plan_counts_5_bits_and_the_model_has_the_numbers_of_the_file(kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind=kind, kinds={"token_embd": "Q8_0"})
+    loaded, exact = load(path), load(path, "fp32").model
+    found = bits(loaded)
+    assert found.pop("head") == 8 and set(found.values()) == {5}
+    headers = read_headers(resolve_model(str(path), show_progress=False))
+    plan = plan_weights(headers, quantization="auto", dtype="auto", device=CPU)
+    assert bytes_of(plan.skeleton) == kept_bytes(loaded)
+    for name in found:
+        stored, weight = packed(loaded, name), exact.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor) and torch.equal(stored.dequantized(), weight), name
+        x = torch.randn(3, weight.shape[1])
+        torch.testing.assert_close(stored.multiply(x), x @ weight.T, rtol=1e-3, atol=1e-3)
 
 
 @needs_c

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from infer.errors import CheckpointError
+from infer.kernels.cpu.library import library
 from infer.loader.formats.gguf import BLOCK, GGMLType, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize
 from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.quant.coded import CodedRows
-from infer.quant.packed import QuantizedRows, quantized_rows
+from infer.quant.packed import Int5, Int6, QuantizedRows, quantized_rows
+from infer.quant.projection import WeightSpec
 
 # Where a block holds float16 scales: random bytes there would often be NaN or infinite.
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
@@ -104,6 +106,31 @@ def numbers(rows: QuantizedRows) -> torch.Tensor:
         assert rows.minima.dtype is torch.float16
         grouped += rows.minima.double().unsqueeze(2)
     return grouped.flatten(1).float()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+@pytest.mark.parametrize("name", ["Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K"])
+def test_a_cpu_multiplies_the_integers_of_5_and_6_bits(name: str, num_tokens: int) -> None:
+    """Only scales are rounded, to float16; those of Q5_0 and Q5_1 are float16 in the file."""
+    kind, c = GGMLType[name], library()
+    make = Int6 if name in ("Q6_K", "Q3_K") else Int5
+    if c is None or make.bits not in c.linear:
+        pytest.skip("kept in int8 here")
+    packed = random_blocks(kind, rows=21, blocks=512 // BLOCK[kind][0])
+    exact = torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[name]))
+    projection = make(WeightSpec(21, 512, torch.float32, torch.device("cpu")))
+    for part in (slice(0, 5), slice(5, 21)):
+        rows = coded_rows(torch.from_numpy(packed[part]), kind)
+        projection.fill(rows, part.start, 0)
+    assert projection.num_bytes() == (32 * 512 * (projection.bits + 1)) // 8  # two tiles of 16 rows
+    kept = projection.dequantized()
+    if name.endswith("_K"):
+        torch.testing.assert_close(kept, exact, rtol=2**-9, atol=float(exact.abs().max()) * 2**-11)
+    else:
+        assert torch.equal(kept, exact)
+    x = torch.randn(num_tokens, 512)
+    product, size = x.double() @ kept.double().T, x.double().abs() @ kept.double().abs().T
+    assert ((projection.multiply(x) - product).abs() <= size * 2**-13).all()
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

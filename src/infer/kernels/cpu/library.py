@@ -24,7 +24,7 @@ _lock = threading.Lock()
 _state: Library | CBuildError | None = None
 
 
-MXFP4 = 5  # what csrc/linear.h calls floats of 4 bits, in the place of a number of bits
+MXFP4 = 3  # what csrc/linear.h calls floats of 4 bits, in the place of a number of bits
 
 
 class Library:
@@ -51,8 +51,9 @@ class Library:
         self.variant: str = c.infer_variant().decode()
         self.quantize = self._address("infer_linear_quantize")
         self.linear = {8: self._address("infer_linear_int8"), 4: self._address("infer_linear_int4")}
-        if hasattr(c, "infer_linear_mxfp4"):  # not with NEON
-            self.linear[MXFP4] = self._address("infer_linear_mxfp4")
+        for kind, name in {5: "int5", 6: "int6", MXFP4: "mxfp4"}.items():
+            if hasattr(c, f"infer_linear_{name}"):  # not with NEON
+                self.linear[kind] = self._address(f"infer_linear_{name}")
         self.pack = self._address("infer_pack")
         self.embed = self._address("infer_embed")
         self.rms_norm = self._address("infer_rms_norm")

@@ -18,7 +18,8 @@ from infer.kernels.cpu.program import PER_ITEM, PER_ROW, empty, run_or_record
 from infer.kernels.elementwise.kv_codes import KVScales
 
 GROUP = 32  # weights that share a scale
-SCALE_BYTES = {8: 2, 4: 4}  # code bits -> bytes per group: a scale, or a scale and a minimum (csrc/linear.h)
+# code bits -> bytes per group: a scale, or a scale and a minimum, or two scales (csrc/linear.h)
+SCALE_BYTES = {8: 2, 6: 4, 5: 4, 4: 4}
 TILE = 16  # rows of a matrix that are packed together
 MAX_HEAD = 512  # channels of a head that attention.c has room for
 EXACT_DIGITS, FAST_DIGITS = 2, 1  # 8-bit digits that an activation is rounded to (csrc/linear.h)
@@ -91,8 +92,8 @@ def linear(
 ) -> torch.Tensor:
     """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation.
 
-    `bits` are 8, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs to
-    column order[k] of x.
+    `bits` are 8, 6, 5, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs
+    to column order[k] of x.
     """
     kernel, bits, (M, K) = library.linear[bits], 4 if bits == MXFP4 else bits, x_MK.shape
     if x_MK.stride(1) != 1:
@@ -134,8 +135,11 @@ def pack_integers(
     first: int,
     bits: int,
 ) -> None:
-    """Put rows that are quantised already at row `first`: int8 [rows, K] and halves [rows, K / 32]."""
-    assert (group_minima is not None) == (bits == 4), bits
+    """Put rows that are quantised already at row `first`: int8 [rows, K] and halves [rows, K / 32].
+
+    The minima of 6 bits are the scales of second halves of groups.
+    """
+    assert (group_minima is not None) == (bits != 8), bits
     assert integers.is_contiguous() and integers.dtype is torch.int8, (integers.dtype, integers.stride())
     for halves in (group_scales, group_minima):
         assert halves is None or (halves.is_contiguous() and halves.dtype is torch.float16), halves.dtype

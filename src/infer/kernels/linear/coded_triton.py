@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from infer.kernels.runtime.dispatch import jit, jit_for_any, launch_options, next_power_of_two, tl
+from infer.kernels.runtime.dispatch import jit, jit_for_any, launch_options, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
 
@@ -250,6 +250,36 @@ def quantize_rows(
         num_warps=8 if K <= 8192 else 16, **launch_options(device),
     )  # fmt: skip
     return codes_MK, scales_M1
+
+
+@jit
+def gather_columns_kernel(
+    x_ptr, order_ptr, out_ptr, x_row_stride, K, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(order_ptr + column, mask=column < K, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_row_stride + source, mask=column < K, other=0.0)
+    tl.store(out_ptr + row * K + column, x, mask=column < K)
+
+
+def gather_columns(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
+    """The columns of tokens in another order; int32."""
+    M, K = x_MK.shape
+    if not use_triton(x_MK) or x_MK.stride(1) != 1 or not M:
+        return x_MK.index_select(1, order_K)
+    out_MK = torch.empty((M, K), dtype=x_MK.dtype, device=x_MK.device)
+    launch_triton(
+        gather_columns_kernel,
+        (M, -(-K // 1024)),
+        (x_MK, order_K, out_MK),
+        (x_MK.stride(0), K),
+        BLOCK=1024,
+        **launch_options(x_MK.device),
+    )
+    return out_MK
 
 
 @jit

@@ -81,12 +81,14 @@ def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor
 def stored_codes(kind: GGMLType, size: int) -> StoredCodes | None:
     """The codes of blocks of a type in rows of `size` columns; None: plain numbers.
 
-    4 bits stay 4, all others have 8. Types with groups of 16 (`ROUNDED`) are not kept: they are rounded to 8
-    bits in groups of 32, which errs by 0.0045 of the weights' size for Q6_K, and the start line says so.
+    On a GPU 4 bits stay 4, all others have 8. Types with groups of 16 (`ROUNDED`) are not kept: they are
+    rounded to 8 bits in groups of 32, which errs by 0.0045 of the weights' size for Q6_K, and the start line
+    says so. A CPU keeps some in `cpu_bits` as they are.
     """
     if kind in _DENSE or kind.name not in SUPPORTED:
         return None
-    return StoredCodes("int4" if kind in FOUR_BITS else "int8", size, _GROUP, kind in _SHIFTED)
+    bits = 5 if kind in _FIVE_BITS else 6 if kind in _SIX_BITS else 0
+    return StoredCodes("int4" if kind in FOUR_BITS else "int8", size, _GROUP, kind in _SHIFTED, cpu_bits=bits)
 
 
 def _f32(blocks: torch.Tensor) -> torch.Tensor:
@@ -227,5 +229,7 @@ ROUNDED = {kind.name for kind in (*_SHORT_GROUPS, GGMLType.Q2_K)}  # types that 
 _SHIFTED = _by_type(_q4_1, _q5_1, _q2_k, _q4_k, _q5_k)
 # Types that int4 keeps: integers of 4 bits or less, in groups of 32 and up.
 FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
+_FIVE_BITS = {GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K}  # types in groups of 32
+_SIX_BITS = {GGMLType.Q6_K, GGMLType.Q3_K}  # types of up to 6 bits in groups of 16
 _DENSE = _by_type(_f32, _bf16) | {GGMLType.F16: half}
 SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))

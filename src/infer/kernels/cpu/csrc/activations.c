@@ -14,7 +14,7 @@
 
 int64_t infer_linear_scratch(int64_t M, int64_t K, int64_t digits) {
     int64_t groups = (K + GROUP - 1) / GROUP, rows = block_rows(digits);
-    return (M + rows - 1) / rows * groups * (LINES * GROUP + rows * 8);
+    return (M + rows - 1) / rows * groups * (LINES * GROUP + rows * 12);
 }
 
 static inline float float_of(uint32_t bits) {
@@ -126,6 +126,13 @@ ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const 
 }
 #endif
 
+/* The sum of the first 16 integers of a group. */
+ALWAYS_INLINE int32_t sum_first_half(const int8_t *q, const int digits) {
+    int32_t high = 0, low = 0;
+    for (int k = 0; k < GROUP / 2; k++) high += q[k], low += digits == 2 ? q[GROUP + k] : 0;
+    return digits == 2 ? high * 128 + low : high;
+}
+
 ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, int64_t m, const int digits) {
     const float largest = digits == 2 ? 127.0f * 128.0f : 127.0f;
     int64_t place = place_of(act, m);
@@ -146,8 +153,15 @@ ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, in
         if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is too small to divide by */
         int32_t sum = put_group(x, inverse, act->q + place * digits * GROUP, digits);
         act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
-        if (a->bits == 4) act->sums[place] = act->scales[place] * (float)sum;
-        else act->starts[place] = -INT8_OFFSET * sum;
+        if (a->bits == 6) {
+            const int32_t first = sum_first_half(act->q + place * digits * GROUP, digits);
+            act->starts[place] = -INT6_OFFSET * first;
+            act->half_starts[place] = -INT6_OFFSET * (sum - first);
+        } else if (a->bits == 8) {
+            act->starts[place] = -INT8_OFFSET * sum;
+        } else {
+            act->sums[place] = act->scales[place] * (float)sum;
+        }
     }
     if (probe != 0.0f) act->scales[place_of(act, m)] = probe; /* NaN: the whole row must be NaN */
 }

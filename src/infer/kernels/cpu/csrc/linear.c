@@ -4,15 +4,15 @@
  * the result of a row is
  *
  *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
- *                                              and in int4  + m_w[n][g] * (d_x[m][g] * sum q_x)
+ *                               where there are minima  + m_w[n][g] * (d_x[m][g] * sum q_x)
  *
- * one float addition per group (int4: two), always in the same order: a row's result does not depend on how
+ * one float addition per group (two with minima, and in int6, which adds the halves of a group one by one), always in the same order: a row's result does not depend on how
  * many rows are computed with it, nor on the instruction set's way of adding integers. The sum of a group's
  * activations is the same for all rows of the matrix and was taken when they were quantised (activations.c).
  *
  * AVX-512's instruction multiplies unsigned by signed. Weights in int4 are unsigned; those in int8 become unsigned by
  * adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
- * at  -c sum q_x.
+ * at  -c sum q_x. Those in int6 are kept with c = 32 added, whatever the processor.
  *
  * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
  * layout; the integer sums are the same, so the results are, too.
@@ -35,7 +35,7 @@
 
 /* The factors of a group of weights, for the 16 rows of a tile. */
 typedef struct {
-    vf scale, minimum; /* int8 has no minimum */
+    vf scale, minimum; /* int8 has no minimum; in int6 it is the scale of the second half */
 } group_scales;
 
 ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, const int bits) {
@@ -48,7 +48,7 @@ ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, c
  * page of 4 KB, so the next page is prefetched here: this saves a quarter of the time of a small batch. */
 ALWAYS_INLINE void prefetch_next(const uint8_t *w, const uint16_t *tile_scales, int64_t g, const int bits) {
     enum { DISTANCE = 4096 };
-    const int group_bytes = GROUP * LANES * bits / 8, scale_bytes = bits == 4 ? 64 : 32;
+    const int group_bytes = GROUP * LANES * bits / 8, scale_bytes = bits == 8 ? 32 : 64;
     const char *scales = (const char *)tile_scales + g * scale_bytes;
     for (int at = 0; at < group_bytes; at += 64) __builtin_prefetch(w + DISTANCE + at);
     __builtin_prefetch(scales + DISTANCE / group_bytes * scale_bytes);
@@ -63,10 +63,25 @@ static inline vf multiply_add(vf a, vf b, vf total) {
 #endif
 }
 
-/* Add one more group, of row `at` of the activations. */
-ALWAYS_INLINE vf add_group(vf total, vi sum, group_scales w, const activations *act, int64_t at, const int bits) {
-    total = multiply_add(__builtin_convertvector(sum, vf), w.scale * act->scales[at], total);
-    return bits == 4 ? multiply_add(w.minimum, splat(act->sums[at]), total) : total;
+/* Groups are added as a whole, those of int6 in two parts. */
+#define PARTS_OF(kind) ((kind) == 6 ? 2 : 1)
+
+/* Add one more group, or a part of it, of row `at` of the activations. */
+ALWAYS_INLINE vf add_group(vf total, vi sum, group_scales w, const activations *act, int64_t at, const int bits,
+                           const int part) {
+    total = multiply_add(__builtin_convertvector(sum, vf), (part ? w.minimum : w.scale) * act->scales[at], total);
+    return bits < 6 ? multiply_add(w.minimum, splat(act->sums[at]), total) : total;
+}
+
+/* The sum of the last digit of row `at` starts with this. */
+ALWAYS_INLINE int32_t start_of(const activations *act, int64_t at, const int bits, const int part) {
+    if (bits == 6) return part ? act->half_starts[at] : act->starts[at];
+    return bits == 8 && INT8_OFFSET != 0 ? act->starts[at] : 0; /* they are all 0 without an offset */
+}
+
+/* The vector of a part that is multiplied in turn `i`: both of one byte after each other. */
+ALWAYS_INLINE int vector_of(const int i, const int part, const int kind) {
+    return PARTS_OF(kind) == 2 ? part * 4 + i : kind == 8 ? i : i / 2 + i % 2 * 4;
 }
 
 static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf total) {
@@ -89,81 +104,96 @@ ALWAYS_INLINE vi add_products(vi sum, __m512i weights, const int8_t *four) {
 #endif
 
 #if defined(HAVE_AVX512)
-ALWAYS_INLINE __m512i mxfp4_table(void) { return _mm512_broadcast_i32x4(_mm_setr_epi8(MXFP4_TABLE)); }
+typedef __m512i raw_vector; /* weights of a vector, or of half of one */
+#define LOAD_RAW(from) _mm512_loadu_si512(from)
+#define SPLAT_BYTE(byte) _mm512_set1_epi8(byte)
+#define LOOK_UP(q) _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(MXFP4_TABLE)), q)
+#else
+typedef __m256i raw_vector;
+#define LOAD_RAW(from) _mm256_loadu_si256((const __m256i *)(from))
+#define SPLAT_BYTE(byte) _mm256_set1_epi8(byte)
+#define LOOK_UP(q) _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(MXFP4_TABLE)), q)
 #endif
+typedef uint16_t pairs_of_bytes __attribute__((vector_size(sizeof(raw_vector)), may_alias));
+
+/* Bits `from` and up of every byte, moved to bit `to`, where the mask has them. */
+ALWAYS_INLINE raw_vector move_bits(raw_vector raw, const int from, const int to, const char mask) {
+    pairs_of_bytes moved = from > to ? (pairs_of_bytes)raw >> (from - to) : (pairs_of_bytes)raw << (to - from);
+    return (raw_vector)(moved & (pairs_of_bytes)SPLAT_BYTE(mask));
+}
+
+/* Vector v of a group as bytes; int8 as it is. */
+ALWAYS_INLINE raw_vector load_vector(const uint8_t *w, const int v, const int kind) {
+    if (kind == 8) return LOAD_RAW(w + v * 64);
+    raw_vector q = move_bits(LOAD_RAW(w + v % 4 * 64), v / 4 * 4, 0, 15);
+    if (kind == MXFP4) return LOOK_UP(q);
+    if (kind == 5) return q | move_bits(LOAD_RAW(w + 256), v, 4, 16);
+    if (kind == 6) return q | move_bits(LOAD_RAW(w + 256 + v / 4 * 64), v % 4 * 2, 4, 48);
+    return q;
+}
 
 /* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants wherever this
  * is inlined, so the loops over them disappear. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                  const int rows, const int kind, const int digits) {
-    const int lines = rows * digits, bits = kind == MXFP4 ? 4 : kind;
+    const int lines = rows * digits, bits = BITS_OF(kind), parts = PARTS_OF(kind), vectors = 8 / parts;
     const int64_t groups = act->groups;
-    const int vectors = bits == 4 ? 4 : 8;
-    const uint8_t *w = a->data + tile * groups * vectors * 64;
-    const uint16_t *w_scales = a->scales + tile * groups * (bits == 4 ? 2 : 1) * LANES;
+    const uint8_t *w = a->data + tile * groups * bits * 64;
+    const uint16_t *w_scales = a->scales + tile * groups * (bits == 8 ? 1 : 2) * LANES;
     vf total[LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    for (int64_t g = 0; g < groups; g++, w += vectors * 64, place += block_rows(digits)) {
+    for (int64_t g = 0; g < groups; g++, w += bits * 64, place += block_rows(digits)) {
         const int8_t *q = act->q + place * digits * GROUP;
         prefetch_next(w, w_scales, g, bits);
-        vi sums[LINES];
-        const int has_starts = bits == 8 && INT8_OFFSET != 0; /* they are all 0 without an offset */
-        for (int i = 0; i < lines; i++)
-            sums[i] = (vi){0} + (has_starts && i % digits == digits - 1 ? act->starts[place + i / digits] : 0);
+        group_scales scales = load_scales(w_scales, g, bits);
+#pragma GCC unroll 2
+        for (int part = 0; part < parts; part++) {
+            vi sums[LINES];
+            for (int i = 0; i < lines; i++)
+                sums[i] = (vi){0} + (i % digits == digits - 1 ? start_of(act, place + i / digits, bits, part) : 0);
 #if defined(HAVE_AVX512)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) {
-            __m512i raw = _mm512_loadu_si512(w + v * 64);
-            __m512i low = bits == 4 ? _mm512_and_si512(raw, _mm512_set1_epi8(15)) : raw;
-            if (kind == MXFP4) low = _mm512_shuffle_epi8(mxfp4_table(), low);
-            for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], low, q + i * GROUP + v * 4);
-            if (bits == 4) {
-                __m512i high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), _mm512_set1_epi8(15));
-                if (kind == MXFP4) high = _mm512_shuffle_epi8(mxfp4_table(), high);
-                for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], high, q + i * GROUP + 16 + v * 4);
+            for (int turn = 0; turn < vectors; turn++) {
+                const int v = vector_of(turn, part, kind);
+                const __m512i weights = load_vector(w, v, kind);
+                for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], weights, q + i * GROUP + v * 4);
             }
-        }
 #elif defined(HAVE_AVX2)
-        const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
-        const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(MXFP4_TABLE));
-        for (int i = 0; i < lines; i++) {
-            const int8_t *x = q + i * GROUP;
-            union { vi all; __m256i half[2]; } sum = {sums[i]};
-            for (int h = 0; h < 2; h++) {
-                __m256i s = sum.half[h], pairs = _mm256_setzero_si256();
-                for (int v = 0; v < vectors; v++) {
-                    __m256i raw = _mm256_loadu_si256((const __m256i *)(w + v * 64 + h * 32));
-                    int32_t four;
-                    memcpy(&four, x + v * 4, 4);
-                    __m256i xs = _mm256_set1_epi32(four);
-                    if (bits == 8) { /* |w| times sign(w) x: no product of two bytes can overflow 16 bits */
-                        __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(raw), _mm256_sign_epi8(xs, raw));
-                        s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
-                        continue;
+            const __m256i ones = _mm256_set1_epi16(1);
+            /* sums of pairs are below 15, 31, 24 or 63 times 127 * 2: as many of them fit into 16 bits */
+            const int fitting = kind == 4 ? 8 : kind == 6 ? 2 : 4;
+            for (int i = 0; i < lines; i++) {
+                union { vi all; __m256i half[2]; } sum = {sums[i]};
+                for (int h = 0; h < 2; h++) {
+                    __m256i s = sum.half[h], pairs = _mm256_setzero_si256();
+#pragma GCC unroll 8
+                    for (int turn = 0; turn < vectors; turn++) {
+                        const int v = vector_of(turn, part, kind);
+                        const __m256i weights = load_vector(w + h * 32, v, kind);
+                        int32_t four;
+                        memcpy(&four, q + i * GROUP + v * 4, 4);
+                        __m256i xs = _mm256_set1_epi32(four);
+                        if (kind == 8) { /* |w| times sign(w) x: no product of two bytes can overflow 16 bits */
+                            __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(xs, weights));
+                            s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
+                            continue;
+                        }
+                        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights, xs));
+                        if (turn % fitting == fitting - 1) {
+                            s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, ones));
+                            pairs = _mm256_setzero_si256();
+                        }
                     }
-                    /* sums of pairs are below 15 * 127 * 2, so eight of them fit into 16 bits */
-                    __m256i low = _mm256_and_si256(raw, nibble);
-                    __m256i high = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
-                    if (kind == MXFP4) low = _mm256_shuffle_epi8(table, low), high = _mm256_shuffle_epi8(table, high);
-                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(low, xs));
-                    memcpy(&four, x + 16 + v * 4, 4);
-                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(high, _mm256_set1_epi32(four)));
-                    if (kind == MXFP4) { /* up to 24 * 127 * 2 each: only two of them fit */
-                        s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, ones));
-                        pairs = _mm256_setzero_si256();
-                    }
+                    sum.half[h] = s;
                 }
-                if (bits == 4 && kind != MXFP4) s = _mm256_madd_epi16(pairs, ones);
-                sum.half[h] = s;
+                sums[i] = sum.all;
             }
-            sums[i] = sum.all;
-        }
 #endif
-        group_scales scales = load_scales(w_scales, g, bits);
-        for (int i = 0; i < rows; i++) {
-            vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
-            total[i] = add_group(total[i], sum, scales, act, place + i, bits);
+            for (int i = 0; i < rows; i++) {
+                vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
+                total[i] = add_group(total[i], sum, scales, act, place + i, bits, part);
+            }
         }
     }
 #pragma GCC unroll 32
@@ -185,38 +215,33 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Registers 0, 3: sums, 16 x 16 integers. 1, 4: activations, 16 lines of a group. 2: weights, one group. */
-static void configure_tiles(void) {
+/* Registers 0, 3: sums, 16 x 16 integers. 1, 4: activations, 16 lines of a group, or of a part of one. 2: weights. */
+static void configure_tiles(int depth) {
     tile_config config = {.palette = 1};
     config.bytes_per_row[0] = config.bytes_per_row[2] = config.bytes_per_row[3] = 64;
-    config.bytes_per_row[1] = config.bytes_per_row[4] = GROUP;
+    config.bytes_per_row[1] = config.bytes_per_row[4] = (uint16_t)depth;
     config.rows[0] = config.rows[1] = config.rows[3] = config.rows[4] = 16;
-    config.rows[2] = 8;
+    config.rows[2] = (uint8_t)(depth / 4);
     _tile_loadconfig(&config);
 }
 
-/* A group of int4 weights as bytes. AMX tiles are loaded from memory, after it has been written, so this is
+/* A group of weights of fewer bits as bytes. AMX tiles are loaded from memory, after it has been written, so this is
  * done one group early. */
 ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
-    for (int v = 0; v < 4; v++) {
-        __m512i raw = _mm512_loadu_si512(from + v * 64), mask = _mm512_set1_epi8(15);
-        __m512i low = _mm512_and_si512(raw, mask), high = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
-        if (kind == MXFP4) low = _mm512_shuffle_epi8(mxfp4_table(), low), high = _mm512_shuffle_epi8(mxfp4_table(), high);
-        _mm512_store_si512(to + v * 64, low);
-        _mm512_store_si512(to + 256 + v * 64, high);
-    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) _mm512_store_si512(to + v * 64, load_vector(from, v, kind));
 }
 
 /* The same as multiply_tile, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                      const int blocks, const int kind, const int digits) {
-    const int block = LINES / digits, rows = blocks * block, bits = kind == MXFP4 ? 4 : kind;
+    const int block = LINES / digits, rows = blocks * block, bits = BITS_OF(kind), parts = PARTS_OF(kind);
     const int64_t groups = act->groups, next_block = groups * block;
-    const int64_t group_bytes = bits == 4 ? 256 : 512;
+    const int64_t group_bytes = bits * 64;
     const uint8_t *w = a->data + tile * groups * group_bytes;
-    const uint16_t *w_scales = a->scales + tile * groups * (bits == 4 ? 2 : 1) * LANES;
-    vi sums[2][2 * LINES];
-    uint8_t nibbles[2][512] __attribute__((aligned(64)));
+    const uint16_t *w_scales = a->scales + tile * groups * (bits == 8 ? 1 : 2) * LANES;
+    vi sums[2][2][2 * LINES];
+    uint8_t bytes[2][512] __attribute__((aligned(64)));
     vf total[2 * LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
@@ -224,32 +249,33 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);
-        if (bits == 4 && g == 0) unpack(weights, nibbles[0], kind);
-        if (bits == 4) weights = nibbles[g & 1];
-        if (g < groups) {
-            const int8_t *q = act->q + place * digits * GROUP;
-            _tile_loadd(2, weights, 64);
+        if (bits < 8 && g == 0) unpack(weights, bytes[0], kind);
+        if (bits < 8) weights = bytes[g & 1];
+        for (int part = 0; g < groups && part < parts; part++) {
+            const int8_t *q = act->q + place * digits * GROUP + part * 16;
+            _tile_loadd(2, weights + part * 256, 64);
             _tile_loadd(1, q, GROUP);
             _tile_zero(0);
             _tile_dpbsud(0, 1, 2);
-            _tile_stored(0, sums[g & 1], 64);
+            _tile_stored(0, sums[g & 1][part], 64);
             if (blocks == 2) {
                 _tile_loadd(4, q + next_block * digits * GROUP, GROUP);
                 _tile_zero(3);
                 _tile_dpbsud(3, 4, 2);
-                _tile_stored(3, sums[g & 1] + LINES, 64);
+                _tile_stored(3, sums[g & 1][part] + LINES, 64);
             }
         }
-        if (bits == 4 && g + 1 < groups) unpack(w + (g + 1) * group_bytes, nibbles[(g + 1) & 1], kind);
+        if (bits < 8 && g + 1 < groups) unpack(w + (g + 1) * group_bytes, bytes[(g + 1) & 1], kind);
         if (g == 0) continue;
         group_scales scales = load_scales(w_scales, g - 1, bits);
-        const vi *line = sums[(g - 1) & 1];
+        for (int part = 0; part < parts; part++) {
+            const vi *line = sums[(g - 1) & 1][part];
 #pragma GCC unroll 32
-        for (int i = 0; i < rows; i++) {
-            const int64_t at = place - block + i / block * next_block + i % block;
-            vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
-            if (bits == 8) sum += act->starts[at];
-            total[i] = add_group(total[i], sum, scales, act, at, bits);
+            for (int i = 0; i < rows; i++) {
+                const int64_t at = place - block + i / block * next_block + i % block;
+                vi sum = digits == 2 ? (line[2 * i] << 7) + line[2 * i + 1] : line[i];
+                total[i] = add_group(total[i], sum + start_of(act, at, bits, part), scales, act, at, bits, part);
+            }
         }
     }
 #pragma GCC unroll 32
@@ -262,7 +288,7 @@ ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations
     const int block = LINES / digits;
     int64_t m = 0;
     if (!may_use_amx || a->M < block) return m;
-    configure_tiles();
+    configure_tiles(GROUP / PARTS_OF(bits));
     for (; m + 2 * block <= a->M; m += 2 * block)
         for (int64_t tile = first; tile < last; tile++) multiply_tile_amx(a, act, tile, m, 2, bits, digits);
     for (; m + block <= a->M; m += block)
@@ -297,12 +323,14 @@ typedef float floats4 __attribute__((vector_size(16)));
 /* A group of weights of four neighbours in a tile, as integers: one lane each. */
 static inline void unpack_four(const uint8_t *w, ints4 *weights, const int kind) {
     static const int table[16] = {MXFP4_TABLE};
-    const int bits = kind == MXFP4 ? 4 : kind;
     for (int k = 0; k < GROUP; k++) {
         const int in_lane = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? k % 4 : 3 - k % 4; /* the byte of k % 4 */
-        ints4 raw = *(const ints4 *)(w + k / 4 % (bits == 4 ? 4 : 8) * 64);
-        if (bits == 8) weights[k] = (raw << (24 - 8 * in_lane)) >> 24;
+        ints4 raw = *(const ints4 *)(w + k / 4 % (kind == 8 ? 8 : 4) * 64), high = raw;
+        if (kind == 8) weights[k] = (raw << (24 - 8 * in_lane)) >> 24;
         else weights[k] = (raw >> (8 * in_lane + k / 16 * 4)) & 15;
+        if (kind == 5 || kind == 6) high = *(const ints4 *)(w + 256 + (kind == 6 ? k / 16 * 64 : 0));
+        if (kind == 5) weights[k] |= (high >> (8 * in_lane + k / 4) & 1) << 4;
+        if (kind == 6) weights[k] = (weights[k] | (high >> (8 * in_lane + k / 4 % 4 * 2) & 3) << 4) - INT6_OFFSET;
         for (int i = 0; kind == MXFP4 && i < 4; i++) weights[k][i] = table[weights[k][i]];
     }
 }
@@ -314,24 +342,28 @@ static inline floats4 four_halves(const uint16_t *p) {
 /* `rows` rows, eight at most, times four columns of a tile from column n on. */
 ALWAYS_INLINE void multiply_four(const linear_args *a, const activations *act, int64_t n, int64_t m, int64_t rows,
                                  const int kind, const int digits) {
-    const int bits = kind == MXFP4 ? 4 : kind;
+    const int bits = BITS_OF(kind);
     const int64_t cell = n / LANES * act->groups, in_tile = n % LANES;
     floats4 total[8] = {{0}};
     int64_t place = place_of(act, m);
     for (int64_t g = 0; g < act->groups; g++, place += block_rows(digits)) {
         ints4 weights[GROUP];
         unpack_four(a->data + (cell + g) * bits * 64 + in_tile * 4, weights, kind);
-        const uint16_t *w_scales = a->scales + (cell + g) * (bits == 4 ? 2 : 1) * LANES + in_tile;
-        floats4 scale = four_halves(w_scales), minimum = bits == 4 ? four_halves(w_scales + LANES) : scale;
+        const uint16_t *w_scales = a->scales + (cell + g) * (bits == 8 ? 1 : 2) * LANES + in_tile;
+        floats4 scale = four_halves(w_scales), minimum = bits < 8 ? four_halves(w_scales + LANES) : scale;
         for (int64_t i = 0; i < rows; i++) {
             const int8_t *q = act->q + (place + i) * digits * GROUP;
-            ints4 sum = {0};
-            for (int digit = 0; digit < digits; digit++) {
-                sum <<= 7;
-                for (int k = 0; k < GROUP; k++) sum += weights[k] * q[digit * GROUP + k];
+            const int parts = bits == 6 ? 2 : 1, size = GROUP / parts;
+            for (int part = 0; part < parts; part++) {
+                ints4 sum = {0};
+                for (int digit = 0; digit < digits; digit++) {
+                    sum <<= 7;
+                    for (int k = part * size; k < (part + 1) * size; k++) sum += weights[k] * q[digit * GROUP + k];
+                }
+                floats4 by = (part ? minimum : scale) * act->scales[place + i];
+                total[i] = total[i] + __builtin_convertvector(sum, floats4) * by;
             }
-            total[i] = total[i] + __builtin_convertvector(sum, floats4) * (scale * act->scales[place + i]);
-            if (bits == 4) total[i] = total[i] + minimum * act->sums[place + i];
+            if (bits < 6) total[i] = total[i] + minimum * act->sums[place + i];
         }
     }
     for (int64_t i = 0; i < rows; i++)
@@ -368,6 +400,14 @@ void infer_linear_int4(const void *args, int64_t chunk) {
     else multiply_chunk(args, chunk, 4, 2);
 }
 #ifndef HAVE_NEON /* there the same weights are kept in int8 */
+void infer_linear_int5(const void *args, int64_t chunk) {
+    if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 5, 1);
+    else multiply_chunk(args, chunk, 5, 2);
+}
+void infer_linear_int6(const void *args, int64_t chunk) {
+    if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 6, 1);
+    else multiply_chunk(args, chunk, 6, 2);
+}
 void infer_linear_mxfp4(const void *args, int64_t chunk) {
     if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, MXFP4, 1);
     else multiply_chunk(args, chunk, MXFP4, 2);

@@ -5,14 +5,19 @@
  *     int4   w = d * q + m     q in 0 .. 15          5 bits per weight
  *     mxfp4  w = d * t[q] + m  q in 0 .. 15          the same layout; t holds twice the floats of 4 bits, plus 12, and
  *                                                    m is -12 d: unsigned integers, as the products want them
+ *     int5   w = d * q + m     q in 0 .. 31          6 bits per weight
+ *     int6   w = d * (q - 32)  q in 0 .. 63          7 bits per weight; each half of a group has its own scale
  *
  * 16 rows form a *tile*, and the instruction that multiplies four pairs of bytes and adds them to a 32-bit lane
  * wants four consecutive k of one row in a lane, 16 rows in a register:
  *
  *     tile, group:   8 vectors of 64 bytes, vector v =  row0: k=4v..4v+3 | row1: k=4v..4v+3 | ... | row15
  *     int4:          4 vectors; low halves of its bytes are vector v, high halves vector v + 4
+ *     int5:          the same of the low 4 bits, then a vector of high bits: bit v of a byte belongs to vector v
+ *     int6:          the same, then two vectors of high bits: bits 2i and 2i + 1 of the first belong to vector i, those of
+ *                    the second to vector 4 + i
  *     scales:        [tile][group][16] halves, apart, so that vectors stay aligned
- *     int4:          [tile][group][2][16] halves: 16 scales, then 16 minima
+ *     all others:    [tile][group][2][16] halves: 16 scales, then 16 minima; int6: scales of the second halves
  *
  * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
  * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. Or it has one, up to
@@ -24,7 +29,9 @@
 #include "infer.h"
 
 #define GROUP 32
-#define MXFP4 5 /* stands in the place of a weight's bits */
+#define MXFP4 3 /* a kind of weights; that of integers is their number of bits: 4, 5, 6 or 8 */
+#define BITS_OF(kind) ((kind) == MXFP4 ? 4 : (kind))
+#define INT6_OFFSET 32
 #define MXFP4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 #define LINES 16
 
@@ -45,7 +52,7 @@ typedef struct {
     const float *bias; /* may be NULL */
     uint8_t *scratch;  /* quantised x: see `activations` */
     int64_t N, K;
-    int64_t bits;                            /* bits of a weight; 4 for mxfp4 */
+    int64_t bits;                            /* bits of a weight */
     int64_t digits;                          /* digits of an activation: 2 or 1 */
     int64_t tiles_per_chunk, rows_per_chunk; /* chunks of the product, and of infer_linear_quantize */
     const int32_t *order;                    /* the column of x for each column of W; NULL: the same */
@@ -58,9 +65,10 @@ typedef struct {
     int8_t *q;     /* [blocks][groups][16 lines][32], the digits of a row in neighbouring lines */
     float *scales; /* [blocks][groups][rows of a block] */
     union {        /* the same layout, with the other value that a product needs of a group: */
-        int32_t *starts; /* int8: what the integer sum of the last digit starts with */
-        float *sums;     /* int4: the sum of the activations, as they were rounded */
+        int32_t *starts; /* int8, and first halves of int6: what the integer sum of the last digit starts with */
+        float *sums;     /* the others: the sum of the activations, as they were rounded */
     };
+    int32_t *half_starts; /* the same layout: starts of the second halves of int6 */
     int64_t groups, digits;
 } activations;
 
@@ -72,6 +80,7 @@ static inline activations split_scratch(const linear_args *a, const int64_t digi
     act.q = (int8_t *)a->scratch;
     act.scales = (float *)(a->scratch + cells * LINES * GROUP);
     act.sums = act.scales + cells * rows;
+    act.half_starts = act.starts + cells * rows;
     return act;
 }
 

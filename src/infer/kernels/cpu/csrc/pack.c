@@ -11,7 +11,7 @@ typedef struct {
     int64_t num_rows;
     const float *rows;     /* [num_rows][K], or NULL: `q`, `d` and in int4 `m` hold the numbers already */
     const int8_t *q;       /* [num_rows][K] */
-    const uint16_t *d, *m; /* [num_rows][K / 32] */
+    const uint16_t *d, *m; /* [num_rows][K / 32]; in int6, m has the scales of second halves */
     int64_t K;
     int64_t first_row;     /* their place in the matrix */
     uint8_t *data;
@@ -41,7 +41,7 @@ static inline uint16_t float_to_half(float value) {
 
 enum { NAN_SCALE = 0x7e00 };
 
-/* A group of weights, each d * q + m; m is 0 in int8. */
+/* A group of weights, each d * q + m; m is 0 in int8, and in int6 the scale of the second half. */
 typedef struct {
     int8_t q[GROUP] __attribute__((aligned(16)));
     uint16_t d, m;
@@ -58,10 +58,16 @@ static void put_group(const pack_args *a, int64_t row, int64_t g, int64_t groups
     } else {
         a->scales[cell * 2 * LANES + lane] = w->d;
         a->scales[(cell * 2 + 1) * LANES + lane] = w->m;
-        uint8_t *out = a->data + cell * 256 + lane * 4;
+        uint8_t *out = a->data + cell * a->bits * 64 + lane * 4;
         for (int v = 0; v < 4; v++)
             for (int k = 0; k < 4; k++)
-                out[v * 64 + k] = (uint8_t)(w->q[v * 4 + k] | w->q[v * 4 + k + 16] << 4);
+                out[v * 64 + k] = (uint8_t)((w->q[v * 4 + k] & 15) | (w->q[v * 4 + k + 16] & 15) << 4);
+        for (int64_t plane = 0, width = a->bits - 4; plane < width; plane++)
+            for (int k = 0; k < 4; k++) {
+                int bits = 0;
+                for (int64_t v = 0; v < 8 / width; v++) bits |= w->q[(plane * 4 + v) * 4 + k] >> 4 << v * width;
+                out[(4 + plane) * 64 + k] = (uint8_t)bits;
+            }
     }
 }
 
@@ -176,7 +182,7 @@ void infer_pack(const void *args, int64_t chunk) {
             } else {
                 memcpy(packed.q, a->q + at, (size_t)count);
                 packed.d = a->d[row * groups + g];
-                if (a->bits == 4) packed.m = a->m[row * groups + g];
+                if (a->bits != 8) packed.m = a->m[row * groups + g];
             }
             put_group(a, a->first_row + row, g, groups, &packed);
         }
@@ -189,7 +195,7 @@ typedef struct {
     int64_t K, num_rows;
     const uint8_t *data;
     const uint16_t *scales;
-    int64_t bits; /* 8, 4 or MXFP4: packed as above; 16: halves, 17: bfloat16, 32: floats, all [num_rows][K] */
+    int64_t bits; /* 8, 6, 5, 4 or MXFP4: packed as above; 16: halves, 17: bfloat16, 32: floats, all [num_rows][K] */
     int64_t rows_per_chunk;
 } embed_args;
 
@@ -197,7 +203,7 @@ static void read_packed(const embed_args *a, int64_t row, float *out) {
     int64_t groups = (a->K + GROUP - 1) / GROUP, lane = row % LANES;
     for (int64_t g = 0; g < groups; g++) {
         int64_t cell = row / LANES * groups + g, left = a->K - g * GROUP, count = left < GROUP ? left : GROUP;
-        const uint8_t *data = a->data + cell * (a->bits == 8 ? 512 : 256) + lane * 4;
+        const uint8_t *data = a->data + cell * BITS_OF(a->bits) * 64 + lane * 4;
         if (a->bits == 8) {
             float d = half_to_float(a->scales[cell * LANES + lane]);
             for (int64_t k = 0; k < count; k++)
@@ -208,7 +214,10 @@ static void read_packed(const embed_args *a, int64_t row, float *out) {
             static const int table[16] = {MXFP4_TABLE};
             for (int64_t k = 0; k < count; k++) {
                 uint8_t raw = data[k / 4 % 4 * 64 + k % 4], q = k < 16 ? raw & 15 : raw >> 4;
-                out[g * GROUP + k] = d * (float)(a->bits == MXFP4 ? table[q] : q) + m;
+                if (a->bits == 5) q |= (data[256 + k % 4] >> k / 4 & 1) << 4;
+                if (a->bits == 6) q |= (data[256 + k / 16 * 64 + k % 4] >> k / 4 % 4 * 2 & 3) << 4;
+                if (a->bits == 6) out[g * GROUP + k] = (k < 16 ? d : m) * (float)(q - INT6_OFFSET);
+                else out[g * GROUP + k] = d * (float)(a->bits == MXFP4 ? table[q] : q) + m;
             }
         }
     }
