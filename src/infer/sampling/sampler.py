@@ -81,22 +81,31 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bo
 def best_ids(logits_SV: torch.Tensor, rows: Sequence[SampleRow], count: int) -> list[list[int]]:
     """The ids of each row that `sample` would draw first, second and so on, if those before were forbidden.
 
-    Where fewer can be drawn, others follow: they are guesses, and a wrong one does no harm.
+    They are guesses, and a wrong one does no harm: where fewer can be drawn, others follow, and of a row with
+    filters only its candidates are looked at.
     """
-    adjusted_SV = _adjust(logits_SV.float(), rows, overwrites=False)
+    adjusted_SV, device = _adjust(logits_SV.float(), rows, overwrites=False), logits_SV.device
+    best_SK = adjusted_SV.nan_to_num(-torch.inf).topk(count, dim=1).indices
     drawn = [place for place, row in enumerate(rows) if not row.params.is_greedy]
-    if drawn:
-        adjusted_SV, device = adjusted_SV.clone(), logits_SV.device
-        params = [rows[place].params for place in drawn]
+    for has_filters in (False, True):
+        some = [place for place in drawn if rows[place].params.has_filters is has_filters]
+        if not some:
+            continue
+        params = [rows[place].params for place in some]
         temperatures = [max(each.temperature, _SMALLEST_TEMPERATURE) for each in params]
-        some_SV = adjusted_SV[drawn] - adjusted_SV[drawn].amax(dim=1, keepdim=True)
-        some_SV /= torch.tensor(temperatures, device=device).unsqueeze(1)
-        keys = [noise_keys(rows[place].seed, rows[place].position) for place in drawn]
-        keys_S2 = torch.tensor(keys, dtype=torch.int32, device=device)
-        every_id = torch.arange(some_SV.shape[1], dtype=torch.int32, device=device)
-        adjusted_SV[drawn] = filter_rows(some_SV, params) + gumbel_noise(keys_S2, every_id.unsqueeze(0))
-    found: list[list[int]] = adjusted_SV.nan_to_num(-torch.inf).topk(count, dim=1).indices.tolist()
-    return found
+        scaled_SV = _rows_of(adjusted_SV, some)
+        scaled_SV = scaled_SV - scaled_SV.amax(dim=1, keepdim=True)
+        scaled_SV /= torch.tensor(temperatures, device=device).unsqueeze(1)
+        values_SK, ids_SK = scaled_SV, torch.arange(scaled_SV.shape[1], device=device).unsqueeze(0)
+        if has_filters:
+            values_SK, ids_SK, _ = filter_candidates(scaled_SV, params)
+        keys = [noise_keys(rows[place].seed, rows[place].position) for place in some]
+        noisy_SK = values_SK + gumbel_noise(torch.tensor(keys, dtype=torch.int32, device=device), ids_SK)
+        places_SK = noisy_SK.nan_to_num(-torch.inf).topk(min(count, noisy_SK.shape[1]), dim=1).indices
+        found_SK = ids_SK.expand(len(some), -1).gather(1, places_SK).long()
+        best_SK[some, : found_SK.shape[1]] = found_SK
+    ids: list[list[int]] = best_SK.tolist()
+    return ids
 
 
 def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
