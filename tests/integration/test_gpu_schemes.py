@@ -452,7 +452,7 @@ def alone(family: str, scheme: str) -> list[list[list[int]]]:
     return [run_engine(engine_of(family, scheme, **knobs), [request])[0] for request in REQUESTS]
 
 
-@pytest.mark.parametrize("number", thinned(range(len(pairwise_rows())), keep=2))
+@pytest.mark.parametrize("number", thinned(range(len(pairwise_rows())), keep=3))
 def test_no_toggle_changes_a_token(number: int) -> None:
     """One scheme and family per row, in turns: no toggle asks how a matrix is kept."""
     row = pairwise_rows()[number]

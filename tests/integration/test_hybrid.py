@@ -108,8 +108,9 @@ def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
 def test_so_are_those_of_a_gpus_device_half(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(family)
-    serve(engine, family)
-    serve(engine, family)
+    requests = REQUESTS if family == "qwen3_5" else REQUESTS[2:]  # those but the longest
+    serve(engine, family, requests)
+    serve(engine, family, requests)
     engine = make_engine(family, preemption="recompute", num_blocks=SMALL)
     assert isinstance(engine._device, GpuDevice)
     serve(engine, family, GROWING)
