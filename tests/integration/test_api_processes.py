@@ -303,8 +303,8 @@ def test_sigterm_lets_all_processes_finish_what_they_serve(
 
 
 def test_a_process_that_dies_ends_the_server_with_a_line(checkpoint: str, tmp_path: Path) -> None:
-    arguments = (checkpoint, "--num-blocks", "64", "--api-processes", "2")
-    with start_server(tmp_path, *arguments) as server:
+    arguments = (checkpoint, "--api-processes", "2")
+    with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
         children = server.children()
         os.kill(next(pid for pid in children if "processes.worker" in cmdline(pid)), signal.SIGKILL)
         assert server.process.wait(30) == 1
@@ -343,7 +343,8 @@ def lost(client: httpx.Client, body: dict[str, Any]) -> None:
 
 
 def test_processes_end_with_process_0_however_that_ends(checkpoint: str, tmp_path: Path) -> None:
-    with start_server(tmp_path, checkpoint, "--num-blocks", "64", "--api-processes", "2") as server:
+    arguments = (checkpoint, "--api-processes", "2")
+    with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
         children = server.children()
         assert server.stop(signal.SIGKILL) == -signal.SIGKILL
         wait_until(lambda: not any(map(is_alive, children)))

@@ -28,6 +28,7 @@ from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.kernels.emulated_cuda import EmulatedLaunch, plan_on_host
+from tests.support.thinned import thinned
 from tests.support.tiny import random_prompts, run_engine
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
@@ -81,8 +82,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedLaunch]:
     return launches
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])  # the second has windows
-@pytest.mark.parametrize("most", [0, 256])
+@pytest.mark.parametrize(("family", "most"), thinned(("qwen3", "gemma3"), (0, 256), keep=2))
 def test_attention_by_the_cuda_kernels_changes_no_token(
     family: str, most: int, emulated: list[EmulatedLaunch]
 ) -> None:

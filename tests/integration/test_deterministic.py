@@ -16,6 +16,7 @@ from infer.layers.linear import Linear
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, make_engine, random_prompts, tiny_model
 from tests.support.toggles import engine_knobs, pairwise_rows
 
@@ -55,7 +56,7 @@ def alone(family: str) -> list[Numbers]:
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
-@pytest.mark.parametrize("number", range(0, len(pairwise_rows()), 2), ids=lambda number: f"row {number + 1}")
+@pytest.mark.parametrize("number", thinned(range(0, len(pairwise_rows()), 2), keep=2))
 def test_no_toggle_changes_a_bit(number: int) -> None:
     family = ALL_FAMILIES[number // 2 % len(ALL_FAMILIES)]
     knobs = engine_knobs(pairwise_rows()[number]) | knobs_of()
@@ -70,9 +71,13 @@ def embed(engine: Engine, pooling: str, prompts: list[list[int]]) -> list[tuple[
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C compiler")
-@pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize(
-    "knobs", [{"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefill_chunk_size": 1}], ids=str
+    ("pooling", "knobs"),
+    thinned(
+        ("last", "mean"),
+        ({"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefill_chunk_size": 1}),
+        keep=2,
+    ),
 )
 def test_an_embedding_does_not_depend_on_how_its_prompt_is_cut(pooling: str, knobs: dict[str, int]) -> None:
     prompts = [*random_prompts(3, seed=5), list(range(10, 60))]

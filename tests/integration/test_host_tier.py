@@ -30,6 +30,7 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.books import check_books
 from tests.support.checkpoints import FAMILIES
 from tests.support.rank_threads import RankThreads
+from tests.support.thinned import thinned
 from tests.support.tiny import greedy, make_engine, random_prompts, run_engine
 
 CHEAP = PreemptionCost(swap_seconds=0.1, recompute_seconds=1.0)
@@ -68,8 +69,10 @@ def host_hits(engine: Engine) -> int:
     return usage.num_host_hit_tokens
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
-@pytest.mark.parametrize("on_gpu_half", [False, True])
+@pytest.mark.parametrize(
+    ("family", "on_gpu_half"),
+    [*thinned(FAMILIES, (False, True), keep=2), (HYBRID, False), (HYBRID, True)],
+)
 def test_the_tier_changes_no_token(family: str, on_gpu_half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: on_gpu_half)
     engine = make_engine(family, swap_blocks=200, preemption="recompute", **small(family))
@@ -78,8 +81,7 @@ def test_the_tier_changes_no_token(family: str, on_gpu_half: bool, monkeypatch: 
     assert host_hits(engine) > 20
 
 
-@pytest.mark.parametrize("swap_blocks", [3, 20])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(("swap_blocks", "preemption"), thinned((3, 20), ("swap", "recompute"), keep=2))
 def test_preempted_sequences_share_the_host_memory(swap_blocks: int, preemption: str) -> None:
     engine = make_engine("gemma3", swap_blocks=swap_blocks, preemption=preemption,
                          **SMALL | {"num_blocks": 26, "max_batch_size": 6})  # fmt: skip

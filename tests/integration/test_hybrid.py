@@ -31,6 +31,7 @@ from infer.speculative.proposer import Proposer, Wish
 from tests.support.books import check_books
 from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
 from tests.support.referenced import engine_of_nan, load_pair, serve_checked
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, greedy, run_engine
 
 CONTEXT_LEN, BLOCK_SIZE, NUM_OUT = 320, 16, 20
@@ -107,8 +108,9 @@ def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
 def test_so_are_those_of_a_gpus_device_half(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     engine = make_engine(family)
-    serve(engine, family)
-    serve(engine, family)
+    requests = REQUESTS if family == "qwen3_5" else REQUESTS[2:]  # those but the longest
+    serve(engine, family, requests)
+    serve(engine, family, requests)
     engine = make_engine(family, preemption="recompute", num_blocks=SMALL)
     assert isinstance(engine._device, GpuDevice)
     serve(engine, family, GROWING)
@@ -141,8 +143,7 @@ def test_keys_without_a_state_are_no_hit() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5"])
-@pytest.mark.parametrize("kind", ["n", "beams"])
-@pytest.mark.parametrize("knobs", [{}, {"num_blocks": 22}], ids=["roomy", "squeezed"])
+@pytest.mark.parametrize(("kind", "knobs"), thinned(("n", "beams"), ({}, {"num_blocks": 22}), keep=2))
 def test_forks_have_states_of_their_own(family: str, kind: str, knobs: dict[str, Any]) -> None:
     """Each output's logprob is the one that the reference finds for its tokens."""
     asked: dict[str, dict[str, Any]] = {
@@ -244,8 +245,7 @@ def speculate(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) 
     return expected
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("on_gpu", "sampled"), thinned((False, True), (False, True), keep=2))
 def test_drafts_change_no_token(on_gpu: bool, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
@@ -264,8 +264,7 @@ def test_drafts_of_sequences_that_are_preempted_change_no_token(preemption: str)
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize(("family", "method"), thinned(FAMILIES, ("ngram", "suffix"), keep=2))
 def test_texts_that_repeat_themselves_are_looked_up(family: str, method: str) -> None:
     engine = make_engine(family, **GUESSES, speculative_method=method)
     for _ in range(2):  # what was cached after drafts serves the same texts again

@@ -31,6 +31,7 @@ from tests.integration.test_parity import CASES
 from tests.support.checkpoints import VOCAB_SIZE, build_like, reference_model
 from tests.support.kv_store import fill_store
 from tests.support.step import run_step
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, greedy, run_engine
 from tests.unit.loader.tiny_files import write_gguf
 
@@ -90,8 +91,7 @@ def serve(engine: Engine, kind: str, requests: list[tuple[list[int], SamplingPar
         assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), thinned(KINDS, WAYS, keep=2))
 def test_the_tokens_are_those_of_transformers(kind: str, way: str) -> None:
     engine = make_engine(kind, **WAYS[way])
     serve(engine, kind)

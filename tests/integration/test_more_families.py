@@ -33,6 +33,7 @@ from tests.support.checkpoints import (
 from tests.support.kv_store import fill_store
 from tests.support.simple_loop import generate_greedy
 from tests.support.step import run_step
+from tests.support.thinned import thinned
 from tests.support.tiny import greedy, random_prompts, run_engine
 from tests.unit.loader.tiny_files import ARCHITECTURES, write_directory, write_gguf
 
@@ -102,8 +103,9 @@ def test_a_decode_step_is_one_recorded_program(family: str, root: Path) -> None:
     assert device._cpu._program is not None, "some operation of the model is not in C"
 
 
-@all_families
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "quantization"), thinned(MORE_FAMILIES + MORE_MOE_FAMILIES, ("int8", "int4"), keep=2)
+)
 def test_rounded_weights_answer_alike_in_any_batch(family: str, quantization: str, root: Path) -> None:
     model = loaded(checkpoint(root, family), quantization)
     assert answers(model) == answers(model, together=False, max_batch_size=1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,6 @@ ON_HOST = [
     SamplingParams(temperature=0.0, use_beam_search=True, n=2, best_of=2, max_tokens=2),
     greedy(2, prompt_logprobs=1),
 ]
-NUM_TRIED = int(os.environ.get("ALLOCATIONS_TRIED", "9"))  # of the hundreds that a run makes, in each test
 
 
 def serve(
@@ -87,14 +85,15 @@ def on_half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return {"max_num_batched_tokens": 8, "attention_backend": "sdpa"}
 
 
-def spread(count: int) -> Iterator[int]:
-    """Some of the numbers from 1 to `count`, both ends among them."""
-    return iter(sorted({*range(1, count + 1, max(count // NUM_TRIED, 1)), count}))
+@pytest.fixture(params=[5, pytest.param(40, marks=pytest.mark.slow)], ids="{} tried".format)
+def spread(request: pytest.FixtureRequest) -> Callable[[int], list[int]]:
+    """A function that returns about this many of the numbers from 1 to a count, both ends among them."""
+    return lambda count: sorted({*range(1, count + 1, max(count // request.param, 1)), count})
 
 
 @pytest.mark.parametrize("params", [PARAMS, ON_HOST], ids=["device", "host"])
 def test_whichever_allocation_fails_no_token_differs(
-    on_half: dict[str, Any], params: list[SamplingParams]
+    on_half: dict[str, Any], params: list[SamplingParams], spread: Callable[[int], list[int]]
 ) -> None:
     counting = FailingAllocator()
     expected = serve(counting, params, **on_half)
@@ -129,7 +128,7 @@ def test_logprobs_without_memory_are_made_again_and_their_step_is_not(
 
 @pytest.mark.parametrize("params", [PARAMS, ON_HOST[:2] + ON_HOST[3:] + PARAMS[1:2]], ids=["device", "host"])
 def test_masks_go_with_the_halves_of_their_step(
-    on_half: dict[str, Any], params: list[SamplingParams]
+    on_half: dict[str, Any], params: list[SamplingParams], spread: Callable[[int], list[int]]
 ) -> None:
     """Three of four requests are under masks, which differ; each keeps its own, whatever is halved."""
 
@@ -160,7 +159,7 @@ def test_memory_that_fails_again_and_again_costs_no_request_a_token(
     assert worst.num_failed > 3
 
 
-def test_blocks_that_swap_are_moved_once(on_half: dict[str, Any]) -> None:
+def test_blocks_that_swap_are_moved_once(on_half: dict[str, Any], spread: Callable[[int], list[int]]) -> None:
     """A cache too small for all of them: sequences leave for host memory and come back."""
     knobs = on_half | {"num_blocks": 7, "block_size": 4, "swap_blocks": 32, "preemption": "swap"}
     counting = FailingAllocator()
@@ -196,7 +195,9 @@ def serve_beside_an_embedding(
     return [id_ for output in outputs for id_ in output.token_ids], embedding
 
 
-def test_whichever_allocation_fails_beside_an_embedding_no_token_differs(on_half: dict[str, Any]) -> None:
+def test_whichever_allocation_fails_beside_an_embedding_no_token_differs(
+    on_half: dict[str, Any], spread: Callable[[int], list[int]]
+) -> None:
     counting = FailingAllocator()
     tokens, embedding = serve_beside_an_embedding(counting, on_half)
     assert len(tokens) == 8

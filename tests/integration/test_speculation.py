@@ -407,7 +407,7 @@ def lied_to(engine: Engine, proposer: Proposer) -> Speculation:
 
 
 @pytest.mark.parametrize(
-    ("lie", "is_adaptive", "on_gpu"), thinned(LIES, (True, False), (False, True), keep=2)
+    ("lie", "is_adaptive", "on_gpu"), thinned(LIES, (True, False), (False, True), keep=3)
 )
 def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
     kinds = [kind | {"ignore_eos": number % 2 == 0} for number, kind in enumerate(MIX)]

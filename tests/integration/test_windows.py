@@ -22,6 +22,7 @@ from infer.scheduling.request import Request
 from tests.support.books import check_books
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.referenced import check_output, engine_of_nan, load_pair, serve_checked
+from tests.support.thinned import thinned
 from tests.support.tiny import greedy, run_engine
 
 WINDOW, CONTEXT_LEN, BLOCK_SIZE, CHUNK, NUM_OUT = 12, 320, 4, 16, 24
@@ -66,8 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "way"), thinned(FAMILIES, WAYS, keep=2))
 def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
     engine = make_engine(family, **WAYS[way])
     serve(engine, family)
@@ -76,8 +76,7 @@ def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
         assert engine.scheduler.usage().num_hit_tokens > 500
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("swap_blocks", [0, 80])
+@pytest.mark.parametrize(("family", "swap_blocks"), thinned(FAMILIES, (0, 80), keep=2))
 def test_preemption_changes_no_token(family: str, swap_blocks: int) -> None:
     preemption = "swap" if swap_blocks else "recompute"
     engine = make_engine(family, preemption=preemption, swap_blocks=swap_blocks, num_blocks=SMALL[family])

@@ -154,7 +154,13 @@ print("clean")
 
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's library")
-@pytest.mark.parametrize("flags", [(), ("-DINFER_PORTABLE",)], ids=["native", "portable"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="native"),
+        pytest.param(("-DINFER_PORTABLE",), id="portable", marks=pytest.mark.slow),  # to compile
+    ],
+)
 def test_sanitizers_find_nothing(flags: tuple[str, ...]) -> None:
     """Odd shapes under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of their own."""
     compiler = build.find_compiler()

@@ -103,7 +103,7 @@ BUILDS = {
     "neon i8mm": on_arm("neon-i8mm"),
     "neon, no dots": Build(ARM_COMPILER, (*QUICK, "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
 }
-SLOW = ("sanitized avx2", "sanitized neon", "clang", "clang portable")  # to compile
+SLOW = ("sanitized avx2", "sanitized portable", "sanitized neon", "clang", "clang portable")  # to compile
 
 
 def program_of(it: Build) -> Path:

@@ -97,8 +97,10 @@ def test_a_draft_model_that_raises_ends_the_requests_of_its_step_only(steps_ahea
     check_forgotten(world)
 
 
-@pytest.mark.parametrize("windows", [(7,), (None, 6, 6), (5, 12), (None, None, 1)], ids=str)
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("windows", "preemption"),
+    thinned(((7,), (None, 6, 6), (5, 12), (None, None, 1)), ("recompute", "swap"), keep=2),
+)
 def test_speculation_in_windows_of_attention(windows: tuple[int | None, ...], preemption: str) -> None:
     world = OracleWorld(
         windows=windows, block_size=2, num_blocks=24 * len(windows), preemption=preemption, eos_ids=EOS_IDS,

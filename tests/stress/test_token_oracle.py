@@ -33,8 +33,10 @@ SQUEEZED = {"kv_cache_backend": "paged", "cache_tokens": 64, "max_batch_size": 8
 rows = pytest.mark.parametrize("number", range(len(pairwise_rows())), ids=lambda number: f"row {number + 1}")
 
 
-def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Each row with one combination, the next row with the next one; what is left is slow."""
+def rows_in_turns(
+    names: str, combinations: dict[str, tuple[Any, ...]], keep: int = 1
+) -> pytest.MarkDecorator:
+    """Every `keep`-th row with one combination, the next of them with the next one; what is left is slow."""
     return pytest.mark.parametrize(
         f"number, {names}",
         [
@@ -42,7 +44,9 @@ def rows_in_turns(names: str, combinations: dict[str, tuple[Any, ...]]) -> pytes
                 number,
                 *values,
                 id=f"row {number + 1}-{name}",
-                marks=[pytest.mark.slow] if (number + place) % len(combinations) else [],
+                marks=[pytest.mark.slow]
+                if number % keep or (number // keep + place) % len(combinations)
+                else [],
             )
             for place, (name, values) in enumerate(combinations.items())
             for number in range(len(pairwise_rows()))
@@ -159,7 +163,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
     world.check_idle()
 
 
-@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)})
+@rows_in_turns("squeeze", {"as it is": ({},), "squeezed": (SQUEEZED,)}, keep=2)
 def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
     Traffic(world, f"adapters {number}", num_requests=60).run()
@@ -262,7 +266,7 @@ def test_where_blocks_lie_makes_no_difference(seed: int) -> None:
     assert others[0].plans != first.plans, "the transfers name other blocks"
 
 
-@pytest.mark.parametrize("number", thinned(range(len(pairwise_rows())), keep=2))
+@pytest.mark.parametrize("number", thinned(range(len(pairwise_rows())), keep=4))
 def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
     once, again = (make_world(pairwise_rows()[number] | SQUEEZED) for _ in range(2))
     for world in (once, again):
@@ -280,6 +284,7 @@ def test_the_same_queue_gives_the_same_plans_twice(number: int) -> None:
         "few blocks, three steps ahead": (3, SQUEEZED),
         "few places, three steps ahead": (3, {"max_batch_size": 2}),
     },
+    keep=2,
 )
 def test_to_repeat_plans_changes_none_of_them(
     number: int, steps_ahead: int, limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
