@@ -69,8 +69,9 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_finish() -> None:
     """Hide packages and tests from the garbage collector, which walks whenever an engine is closed.
 
-    The first engine that thaws what it froze would bring them back, and each walk after it would take half a
-    second. So engines in tests neither freeze nor thaw; the tests of freezing ask for `real_freezing`.
+    On a machine with a GPU, the first engine that thaws what it froze would bring them back, and each walk
+    after it would take half a second. So engines in tests neither freeze nor thaw; the tests of freezing ask
+    for `real_freezing`.
     """
     _freeze_again()
     for name in _FREEZING:

@@ -26,7 +26,7 @@ from tests.support.tiny import make_engine as make_plain
 needs_c = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 both = pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 
-SMALL = {"block_size": 2, "num_blocks": 30, "max_batch_size": 6, "prefill_chunk_size": 5}
+SMALL = {"block_size": 2, "num_blocks": 26, "max_batch_size": 6, "prefill_chunk_size": 5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "recompute": {"preemption": "recompute", **SMALL},
     "swap": {"preemption": "swap", "swap_blocks": 40, **SMALL},
