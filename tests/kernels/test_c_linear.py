@@ -128,18 +128,46 @@ def test_activations_keep_what_lies_beside_a_loud_channel(c: Library, num_rows: 
 
 
 @pytest.mark.parametrize("digits", [2, 1])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 @pytest.mark.parametrize("num_rows", [1, 9, 16])
 def test_the_largest_integers_do_not_overflow(c: Library, num_rows: int, bits: int, digits: int) -> None:
     """All weights at one end and all activations at the other: the integers' sum is as large as it gets."""
-    largest = 127 if bits == 8 else 15
+    if bits not in c.linear:
+        pytest.skip("NEON keeps them in int8")
+    largest = 127 if bits == 8 else 2**bits - 1
     matrix = PackedMatrix(c, 16, 64, bits)
     matrix.digits = digits
-    ones, minima = torch.ones(16, 2).half(), torch.zeros(16, 2).half() if bits == 4 else None
-    matrix.fill_integers(torch.full((16, 64), largest, dtype=torch.int8), ones, minima, 0)
+    ones, minima = torch.ones(16, 2).half(), {8: None, 6: torch.full((16, 2), 2.0).half()}
+    kept = minima.get(bits, torch.zeros(16, 2).half())
+    matrix.fill_integers(torch.full((16, 64), largest, dtype=torch.int8), ones, kept, 0)
+    weight = 1.5 * (largest - 32) if bits == 6 else largest  # on average: second halves are twice as large
     for sign in (1.0, -1.0):
         y = matrix.multiply(torch.full((num_rows, 64), 127.0 * sign), None)
-        assert torch.equal(y, torch.full((num_rows, 16), 64 * largest * 127.0 * sign))
+        assert torch.equal(y, torch.full((num_rows, 16), 64 * weight * 127.0 * sign))
+
+
+@pytest.mark.parametrize("digits", [2, 1])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 37])
+@pytest.mark.parametrize("bits", [6, 5])
+def test_integers_of_5_and_6_bits_are_multiplied_as_they_are(
+    c: Library, bits: int, num_rows: int, digits: int
+) -> None:
+    if bits not in c.linear:
+        pytest.skip("NEON keeps them in int8")
+    integers = torch.randint(0, 2**bits, (19, 96), dtype=torch.int8)
+    scales, others = torch.randn(2, 19, 3).half()
+    matrix = PackedMatrix(c, 19, 96, bits)
+    matrix.digits = digits
+    matrix.fill_integers(integers, scales.contiguous(), others.contiguous(), 0)
+    numbers, by = integers.float(), scales.float().repeat_interleave(GROUP, 1)
+    weight = numbers * by + others.float().repeat_interleave(GROUP, 1)
+    if bits == 6:
+        halves = torch.stack((scales, others), dim=2).flatten(1).float()
+        weight = (numbers - 32) * halves.repeat_interleave(GROUP // 2, 1)
+    assert torch.equal(matrix.dequantized(), weight)
+    x, bias = torch.randn(num_rows, 96), torch.randn(19)
+    expected = product_reference(x, weight, bias, digits)
+    torch.testing.assert_close(matrix.multiply(x, bias), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("digits", [2, 1])

@@ -336,5 +336,5 @@ class Speculation:
 
 
 def _longest(seq: Sequence) -> int:
-    """The number of drafts on the longest path of a window."""
-    return main_line(seq.draft_backs) if seq.draft_backs else len(seq.drafts)
+    """The number of drafts on the longest path of a window; 0: it has none in this step."""
+    return main_line(seq.draft_backs) if seq.drafts and seq.draft_backs else len(seq.drafts)

@@ -130,6 +130,8 @@ def read_draft(
             f"draft_model={settings.draft_model} has layers that keep a state, or layers of several sizes, "
             "and cannot draft; use another"
         )
+    if settings.method == "tree":
+        check_tree(headers.config, f"draft_model={settings.draft_model}")
     if headers.config.vocab_size != model.vocab_size:
         raise ConfigError(
             f"draft_model={settings.draft_model} has {headers.config.vocab_size} tokens and {name} has "
@@ -139,7 +141,7 @@ def read_draft(
 
 
 def check_tree(model: ModelConfig, name: str) -> None:
-    """ConfigError if a model cannot judge trees."""
+    """ConfigError if a model can neither judge trees nor draft them."""
     why = {
         "has layers of several sizes": bool(model.layer_specs),
         "has layers that see a window of the text": any(map(model.window, range(model.num_layers))),

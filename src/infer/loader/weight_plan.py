@@ -351,8 +351,8 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
             codes = StoredCodes("mxfp4", spec.size, 32)
         forms = [codes and stored_form(codes)]
     form = joined_form(forms, spec.size, spec.row_counts)
-    if len(orders) > 1 or is_cut or (has_order and spec.num_experts is not None):
-        form = None  # no one order of x serves all rows
+    if orders != {""} and (not has_order or is_cut or spec.num_experts is not None):
+        form = None  # no one order of x serves all rows; a head and experts know none
     stored = form
     if rule.scheme is not None:
         asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits

@@ -101,7 +101,10 @@ class GPUWeights(Projection):
         return self.matrices[0]
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits."""
+        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits.
+
+        With act-order, the tokens in the order of its columns as well.
+        """
         spec = self.spec
         few = device_profile(self.matrices[0].cells.device).linear.few_coded_tokens
         if spec.num_experts is not None:  # a token chooses one at least
@@ -111,7 +114,8 @@ class GPUWeights(Projection):
         if num_tokens <= few:
             return 0
         sums = min(num_tokens, INT8_TOKENS) * (4 * spec.num_rows + spec.size) if spec.int8_tokens else 0
-        return max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)
+        gathered = 0 if self.order is None else num_tokens * spec.size * spec.dtype.itemsize
+        return gathered + max(spec.num_weights * spec.dtype.itemsize, spec.num_weights + sums)
 
     # -- how it multiplies ------------------------------------------------------------------------------
 

@@ -20,15 +20,19 @@ from safetensors.torch import save_file
 
 from infer.errors import CheckpointError
 from infer.kernels.linear.coded import CodedForm
+from infer.loader import weight_plan
 from infer.loader.formats import quantized
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import Settings, StoredModule
-from infer.loader.weight_plan import form_of, is_four_bit, stored_form
+from infer.loader.headers import WeightSource
+from infer.loader.quantization import Rule
+from infer.loader.weight_plan import Kept, form_of, is_four_bit, stored_form
 from infer.quant.coded import CodedRows
 from infer.quant.packed import QuantizedRows, quantized_rows
+from infer.quant.projection import WeightSpec
 from infer.quant.rounding import fit_rows
 from scripts.unpickle import main as unpickle
 
@@ -201,6 +205,21 @@ def test_columns_that_name_groups_of_different_sizes_have_no_order(tmp_path: Pat
     leaves["g_idx"][0] = 1
     tensor = opened(tmp_path, leaves, settings)
     assert tensor.codes is not None and not tensor.codes.order and form_of(tensor) is None
+
+
+@pytest.mark.parametrize(("is_head", "num_experts"), [(False, None), (True, None), (False, 1)])
+def test_a_gpu_never_rounds_codes_whose_columns_name_their_groups(
+    is_head: bool, num_experts: int | None, tmp_path: Path
+) -> None:
+    """A head and experts, which know no order of columns, are plain numbers."""
+    leaves, _, settings = gptq(4)
+    leaves["g_idx"] = torch.from_numpy((np.random.default_rng(0).permutation(K) // G).astype(np.int32))
+    source = WeightSource("m.weight", opened(tmp_path, leaves, settings), None, "weight")
+    spec = WeightSpec(N, K, torch.bfloat16, torch.device("meta"), num_experts=num_experts)
+    rule = Rule("as stored", torch.bfloat16, "", keeps_codes=True, home="cuda")
+    kept = weight_plan._keep(Kept(sources=(source,), spec=spec), rule, Settings(settings), is_head=is_head)
+    is_plain = is_head or num_experts is not None
+    assert kept.is_dense is is_plain and kept.has_order is not is_plain
 
 
 def test_matrices_in_different_orders_do_not_stay_4_bits_together(tmp_path: Path) -> None:

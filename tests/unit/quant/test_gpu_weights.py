@@ -44,6 +44,8 @@ def test_memory_is_counted_without_having_any() -> None:
 def test_more_tokens_unpack_the_matrix() -> None:
     matrix = GPUWeights(spec("meta"))
     assert [matrix.scratch_bytes(count) for count in (1, 64, 65, 8192)] == [0, 0, N * K * 4, N * K * 4]
+    matrix.order = torch.arange(K, dtype=torch.int32)  # tokens are gathered
+    assert matrix.scratch_bytes(8192) == (N + 8192) * K * 4
 
 
 def test_experts_are_unpacked_for_many_tokens_where_they_have_no_biases() -> None:
