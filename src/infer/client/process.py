@@ -45,7 +45,7 @@ from infer.engine.engine import IDLE_S, Engine
 from infer.engine.gc_freeze import freeze
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
-from infer.engine.stats import EngineStats
+from infer.engine.stats import EngineStats, add_counters
 from infer.errors import ConfigError, EngineError, InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
@@ -139,6 +139,7 @@ class EngineServer:
         recorder: RecordFile | None = None,
     ) -> None:
         self._set_up, self._recorder = set_up, recorder
+        self._past: EngineStats | None = None  # the counters of engines before this one, for other records
         self._links = [Link(socket) for socket in sockets]
         self._bell, self._ringer = os.pipe()  # rung by other threads, which must not touch zmq's sockets
         os.set_blocking(self._bell, False)
@@ -215,6 +216,7 @@ class EngineServer:
         started = time.monotonic()
         self._engine.reset_prefix_cache()
         self._report()  # other engines' routers hear that nothing is cached here
+        self._past = self._stats()
         self._engine = SleepingEngine(self._engine)
         del self._subscribers  # they know the engine
         self._engine.keep_weights(0)  # they stay where they are; all else that the engine had is freed
@@ -292,9 +294,13 @@ class EngineServer:
         now = time.monotonic()
         return any(link.is_owed and now - link.reported_at > OVERDUE_S for link in self._links)
 
+    def _stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        return stats if self._past is None else add_counters(stats, self._past)
+
     def _report(self) -> None:
         """Send every API process its own outputs, and the counts: now and then to those without outputs."""
-        stats, is_idle = self._engine.stats(), not self._engine.has_work
+        stats, is_idle = self._stats(), not self._engine.has_work
         now = time.monotonic()
         if news := self._engine.take_prefix_news():
             for link in self._links:

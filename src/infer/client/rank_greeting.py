@@ -13,16 +13,18 @@ the connection is neither signed nor encrypted: it belongs on a network that onl
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import logging
 import os
 import secrets
+import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +42,10 @@ MIN_TOKEN_LEN: Final = 16
 GREETING_S: Final = 10.0  # seconds in which the two sides must have met
 RETRY_S: Final = 0.5  # seconds until a node tries again
 TELL_S: Final = 30.0  # seconds between two lines that say who is waited for
+WARN_S: Final = 0.5  # seconds between two lines that say who was not admitted
+MAX_GUESTS: Final = 64  # connections that have not shown who they are; the oldest make room
 MAX_BYTES: Final = 1 << 16
+_HEAD_BYTES: Final = 4
 _EQUAL: Final = (
     "dtype", "quantization", "model_impl", "max_seq_len", "tensor_parallel_size", "pipeline_parallel_size",
     "nnodes",
@@ -107,26 +112,74 @@ def gather_nodes(
     is_over: Callable[[], bool],
 ) -> bool:
     """Wait for all other nodes, as node 0; `add` gets the connection to each. False: it was over before."""
-    missing, told_at = set(range(1, load.nnodes)), -TELL_S
-    with server:
-        server.settimeout(RETRY_S)
+    missing, told_at, warned_at = set(range(1, load.nnodes)), -TELL_S, -WARN_S
+    guests: dict[socket.socket, _Guest] = {}  # those that have come first are first
+    with server, selectors.DefaultSelector() as ready, contextlib.ExitStack() as leaving:
+        leaving.callback(_close, guests)
+        server.setblocking(False)
+        ready.register(server, selectors.EVENT_READ)
+
+        def dismiss(connection: socket.socket, reason: object) -> None:
+            nonlocal warned_at
+            ready.unregister(connection)
+            address = guests.pop(connection).address
+            connection.close()
+            if time.monotonic() - warned_at >= WARN_S:
+                warned_at = time.monotonic()
+                logger.warning("node not admitted address=%s reason=%r", address, str(reason))
+
         while missing and not is_over():
             if time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
                 logger.info("waiting for nodes missing=%s port=%d", sorted(missing), load.master_port)
-            try:
-                connection, address = server.accept()
-            except TimeoutError:
-                continue
-            try:
-                number = _admit(connection, token, facts, missing)
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
-                logger.warning("node not admitted address=%s reason=%r", address[0], str(error))
-                connection.close()
-                continue
-            add(number, connection)
-            missing.remove(number)
+            for connection in [each.fileobj for each, _ in ready.select(RETRY_S)]:
+                assert isinstance(connection, socket.socket)
+                try:
+                    if connection is server:
+                        own, address = server.accept()
+                        guests[own] = _Guest(address[0], time.monotonic() + GREETING_S)
+                        ready.register(own, selectors.EVENT_READ)
+                        own.setblocking(False)
+                        _send(own, Greeting(nonce=guests[own].nonce))
+                    elif (theirs := guests[connection].hear(connection)) is not None:
+                        _admit(connection, token, facts, missing, theirs, guests[connection].nonce)
+                        ready.unregister(connection)
+                        del guests[connection]
+                        add(theirs.node, connection)
+                        missing.remove(theirs.node)
+                except (OSError, ValueError, msgspec.MsgspecError) as error:
+                    if connection in guests:
+                        dismiss(connection, error)
+                    else:  # no more connections can be taken now
+                        time.sleep(RETRY_S)
+            for connection, guest in list(guests.items()):
+                if len(guests) > MAX_GUESTS or time.monotonic() > guest.until:
+                    dismiss(connection, "it has not said who it is")
     return not missing
+
+
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+class _Guest:
+    """A connection to node 0 that has not shown yet that it is a node's."""
+
+    def __init__(self, address: str, until: float) -> None:
+        self.address, self.until, self.nonce = address, until, secrets.token_hex(16)
+        self._heard = bytearray()
+
+    def hear(self, connection: socket.socket) -> Greeting | None:
+        """Take what has arrived; returns the greeting once it is whole."""
+        piece = connection.recv(_HEAD_BYTES + MAX_BYTES - len(self._heard))
+        if not piece:
+            raise ConnectionResetError("the other side has hung up")
+        self._heard += piece
+        length = _check_length(self._heard)
+        if len(self._heard) < _HEAD_BYTES + length:
+            return None
+        return msgspec.json.decode(self._heard[_HEAD_BYTES : _HEAD_BYTES + length], type=Greeting)
 
 
 def join(load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> socket.socket:
@@ -149,12 +202,15 @@ def join(load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> socket.soc
             time.sleep(RETRY_S)
 
 
-def _admit(connection: socket.socket, token: bytes, facts: Mapping[str, str], missing: set[int]) -> int:
-    """Meet a node that has come; returns its number."""
-    connection.settimeout(GREETING_S)
-    nonce = secrets.token_hex(16)
-    _send(connection, Greeting(nonce=nonce))
-    theirs = _receive(connection)
+def _admit(
+    connection: socket.socket,
+    token: bytes,
+    facts: Mapping[str, str],
+    missing: set[int],
+    theirs: Greeting,
+    nonce: str,
+) -> None:
+    """Answer a node that has come; raises why it is not admitted."""
     if not _is_proof(theirs.proof, _prove(token, "node", nonce, theirs)):
         reason = f"the secret ({TOKEN}) of this node is not that of node 0"
         _send(connection, Greeting(refused=reason))
@@ -167,7 +223,6 @@ def _admit(connection: socket.socket, token: bytes, facts: Mapping[str, str], mi
     if theirs.node not in missing:  # it may be on its way out, so that a new one is too early
         raise ConnectionRefusedError(f"node {theirs.node} is there already")
     _send(connection, Greeting(proof=_prove(token, "head", nonce, theirs)))
-    return theirs.node
 
 
 def _introduce(connection: socket.socket, load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> None:
@@ -197,10 +252,16 @@ def _send(connection: socket.socket, greeting: Greeting) -> None:
 
 
 def _receive(connection: socket.socket) -> Greeting:
-    length = int.from_bytes(_read(connection, 4), "little")
+    length = _check_length(_read(connection, _HEAD_BYTES))
+    return msgspec.json.decode(_read(connection, length), type=Greeting)
+
+
+def _check_length(head: bytes | bytearray) -> int:
+    """The bytes of a greeting, as its head says."""
+    length = int.from_bytes(head[:_HEAD_BYTES], "little")
     if length > MAX_BYTES:
         raise ConnectionError(f"a greeting of {length} bytes")
-    return msgspec.json.decode(_read(connection, length), type=Greeting)
+    return length
 
 
 def _read(connection: socket.socket, length: int) -> bytes:

@@ -79,7 +79,7 @@ class _Group:
             self.kill()
             if self.mirror is not None:
                 failure = None if error is None else to_failure(error)
-                self.mirror.report(msgspec.json.encode(NodeReport(reason=reason, failure=failure)))
+                self.mirror.report_end(msgspec.json.encode(NodeReport(reason=reason, failure=failure)))
                 self.mirror.close()
             self.changed.notify_all()
         if is_idle and not self.is_closing:
@@ -244,14 +244,17 @@ def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: in
         os.close(handle)
     num_told = dict.fromkeys(own, 0)
     try:
-        with group.changed:
-            while group.lost is None:
-                for rank in own:
-                    for _ in range(group.num_done[rank] - num_told[rank]):
-                        mirror.report(msgspec.json.encode(NodeReport(rank=rank)))
-                num_told = {rank: group.num_done[rank] for rank in own}
-                group.changed.wait()
-            return group.lost
+        while True:
+            with group.changed:
+                while group.lost is None and group.num_done == num_told:
+                    group.changed.wait()
+                if group.lost is not None:
+                    return group.lost
+                num_done = dict(group.num_done)
+            for rank in own:  # without the lock: a report may have to wait for the network
+                for _ in range(num_done[rank] - num_told[rank]):
+                    mirror.report(msgspec.json.encode(NodeReport(rank=rank)))
+            num_told = num_done
     finally:
         group.lose("the node was ended")
         for thread in threads:

@@ -81,6 +81,9 @@ class RankMirror:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(silent_s)
         peer = self._peers[number] = _Peer(number, connection)
+        if self._is_closed.is_set():  # it came too late
+            self.close()
+            return
         self._start(f"infer-node-{number}", partial(self._run, peer, self._take_frames))
         self._start(f"infer-beat-{number}", partial(self._run, peer, self._send_beats))
 
@@ -92,7 +95,12 @@ class RankMirror:
                 self._start(f"infer-word-{number}", partial(self._watch, number, peers))
 
     def report(self, body: bytes) -> None:
-        """Send node 0, or all nodes as node 0, a report; one that cannot be sent now is lost."""
+        """Send node 0, or all nodes as node 0, a report."""
+        for peer in list(self._peers.values()):
+            self._run(peer, _Peer.send, _REPORT, 0, body)
+
+    def report_end(self, body: bytes) -> None:
+        """Send a last report; it is lost where it cannot be sent now."""
         for peer in list(self._peers.values()):
             if peer.turn.acquire(timeout=BEAT_S):
                 with contextlib.suppress(OSError):
@@ -116,9 +124,10 @@ class RankMirror:
         """Do the work of a connection until it ends."""
         try:
             work(peer, *args)
-        except (OSError, DeviceLost) as error:
+        except Exception as error:  # a thread that ends without a word would leave all ranks waiting
             if not self._is_closed.is_set():
-                reason = "has not answered" if isinstance(error, TimeoutError) else f"is gone: {error}"
+                said = str(error) if isinstance(error, OSError | DeviceLost) else repr(error)
+                reason = "has not answered" if isinstance(error, TimeoutError) else f"is gone: {said}"
                 self._on_loss(f"node {peer.number} {reason}")
 
     def _watch(self, number: int, peers: Sequence[_Peer]) -> None:

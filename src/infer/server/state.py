@@ -76,6 +76,7 @@ class ServedModel:
     keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
     kept_at: float = 0.0  # when the client said so, in monotonic seconds
     config: EngineConfig | None = None  # config that its engines were started with, where they are ours
+    planned_bytes: int = 0  # memory of its engines, where it counts (loaded_memory)
 
     @property
     def use(self) -> ModelUse:

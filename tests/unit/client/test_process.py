@@ -46,6 +46,7 @@ from infer.errors import EngineError, QueueFull
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
+from infer.tools.record import Recorder
 from tests.support.guided import GuidedWorld
 from tests.support.oracle import VOCAB_SIZE, OracleDevice
 
@@ -485,3 +486,41 @@ def test_clients_are_told_which_rank_ended_the_engine() -> None:
     ended: Any = EngineProcess.__new__(EngineProcess)
     ended._exit_code, ended.last_words = 1, Failure("DeviceLost", "rank 1 ended with signal 9 (Killed)")
     assert ended.exit_reason == "the engine process died: rank 1 ended with signal 9 (Killed)"
+
+
+class FullRecord(Recorder):
+    """A record that wants one new engine."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+
+    @property
+    def wants_new_engine(self) -> bool:
+        return self.is_full
+
+
+def test_counts_go_on_in_an_engine_that_is_built_again_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, recorder, num_waits = make_engine(), FullRecord(), 0
+
+    def remake() -> Engine:
+        recorder.is_full = False
+        return make_engine()
+
+    engine.remake = remake
+
+    def poll(timeout_ms: int | None) -> bool:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 4:
+            raise StopIteration
+        return num_waits != 2  # the second wait ends without a command, and the engine is built again
+
+    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
+    server = EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))], recorder=recorder)
+    del engine
+    with pytest.raises(StopIteration):
+        server.run()
+    assert not recorder.is_full, "it was built again"
+    counts = [report.stats.num_step_tokens for report in link.reports]
+    assert counts[-1] > 0 and counts == sorted(counts)

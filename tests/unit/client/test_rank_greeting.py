@@ -155,3 +155,35 @@ def test_facts_name_what_differs(checkpoint: str, tmp_path: Path) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     assert facts()["model"] != facts(model=checkpoint)["model"]
+
+
+def test_silent_strangers_do_not_hold_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_greeting, "GREETING_S", 3600.0)  # a stranger may be there for long
+    monkeypatch.setattr(rank_greeting, "MAX_GUESTS", 4)
+    load = LoadConfig(tensor_parallel_size=2, nnodes=2, master_port=free_port())
+    own = LoadConfig(tensor_parallel_size=2, nnodes=2, node_rank=1, master_port=load.master_port)
+    admitted: dict[int, socket.socket] = {}
+    is_over = threading.Event()
+    args = listen(load), load, SECRET, FACTS, admitted.__setitem__, is_over.is_set
+    gate = threading.Thread(target=gather_nodes, args=args)
+    gate.start()
+    joined: list[socket.socket] = []
+    strangers = [socket.create_connection(("127.0.0.1", load.master_port)) for _ in range(9)]
+    try:
+        for stranger in strangers:
+            stranger.settimeout(30)
+            assert stranger.recv(1)  # each is greeted, whatever the others do
+        strangers[-1].sendall(b"\x10\x00")  # it may take its time with the rest
+        for stranger in strangers[:5]:  # the oldest have made room
+            while stranger.recv(1 << 10):
+                pass
+        node = threading.Thread(target=lambda: joined.append(join(own, SECRET, FACTS)), daemon=True)
+        node.start()
+        gate.join(30)
+        node.join(30)
+        assert list(admitted) == [1] and len(joined) == 1
+    finally:
+        is_over.set()
+        for connection in (*strangers, *admitted.values(), *joined):
+            connection.close()
+        gate.join(30)

@@ -141,6 +141,46 @@ def test_states_and_reports_reach_node_0(opened: Open) -> None:
     thread.join()
 
 
+def test_a_report_waits_until_the_connection_is_free(opened: Open) -> None:
+    nodes = opened(2, 1, 2)
+    turn = nodes.mirrors[1]._peers[0].turn
+    with turn:  # as a long frame on a slow network
+        thread = threading.Thread(target=nodes.mirrors[1].report, args=(b"done",))
+        thread.start()
+        thread.join(3 * rank_mirror.BEAT_S)
+    until(lambda: nodes.reports)
+    thread.join()
+    assert nodes.reports == [(0, 1, b"done")]
+
+
+def test_a_node_that_comes_after_the_end_is_sent_away(opened: Open) -> None:
+    nodes = opened(2, 1, 2)
+    here, there = tcp_pair()
+    mirror = RankMirror(nodes.links[0], [range(1), range(1, 2)], 0, on_report=print, on_loss=print)
+    mirror.close()
+    mirror.add(1, here, 60.0)
+    there.settimeout(30)
+    assert there.recv(1) == b""
+    there.close()
+
+
+def test_an_error_of_our_own_ends_the_connection(opened: Open) -> None:
+    nodes = opened(2, 1, 2)
+    here, there = tcp_pair()
+    losses: list[str] = []
+
+    def fail(node: int, body: bytes) -> None:
+        raise KeyError(node)
+
+    mirror = RankMirror(nodes.links[0], [range(1), range(1, 2)], 0, on_report=fail, on_loss=losses.append)
+    mirror.add(1, here, 60.0)
+    there.sendall(struct.pack("<HII", 0xFFFE, 0, 1) + b"x")
+    until(lambda: losses)
+    assert losses == ["node 1 is gone: KeyError(1)"]
+    mirror.close()
+    there.close()
+
+
 def test_the_end_of_a_node_is_told_to_the_others(opened: Open) -> None:
     nodes = opened(3, 1, 3)
     nodes.mirrors[2].close()

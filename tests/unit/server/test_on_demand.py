@@ -743,3 +743,20 @@ def test_a_plan_that_finds_no_room_is_made_again_when_others_have_left(
         assert stage.loaded == ["b"]
 
     play(monkeypatch, oracle, scene, loaded_memory="100B")
+
+
+def test_a_model_that_replaces_another_is_counted_next_to_it(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    measure(monkeypatch, {"a": 30, "b": 60, "new": 20})
+
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        await stage.ok("b")
+        stage.may_load["new"].set()
+        knobs = {"name": "b", "model": "new", "replace": True}
+        answer = await stage.client.post("/admin/models/load", json=knobs)  # 30 + 60 + 20 are too many
+        assert answer.status_code == 200, answer.text
+        assert stage.loaded == ["b"] and [m.planned_bytes for m in stage.state.models.values()] == [20]
+
+    play(monkeypatch, oracle, scene, loaded_memory="100B")

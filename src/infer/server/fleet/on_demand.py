@@ -50,7 +50,7 @@ class OnDemand:
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
         self._size = size  # gives the bytes that a model will take
-        self._sizes: dict[str, tuple[EngineConfig, int]] = {}  # those of models that were loaded, by name
+        self._sizes: dict[str, tuple[EngineConfig, int]] = {}  # the last that were found, by name
         self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
         self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -82,6 +82,8 @@ class OnDemand:
             while not self._has_room(name, needed):
                 await self._make_room()
             yield
+            for model in self._state.models.values():  # only the new one has no size yet
+                model.planned_bytes = model.planned_bytes or needed
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
 
@@ -109,13 +111,13 @@ class OnDemand:
 
     def _has_room(self, name: str, needed: int) -> bool:
         server, models = self._state.config, self._state.models
-        loaded = [*models, *(model.name for model in self._leaving.values())]
+        loaded = [*models.values(), *self._leaving.values()]
         limit = server.max_loaded_models or (1 if server.loaded_memory is None else len(loaded) + 1)
         if len(loaded) + (name not in models) > limit:
             return False
         if server.loaded_memory is None:
             return True
-        return sum(self._sizes[each][1] for each in loaded) + needed <= parse_bytes(server.loaded_memory)
+        return sum(each.planned_bytes for each in loaded) + needed <= parse_bytes(server.loaded_memory)
 
     async def close(self) -> None:
         """End loads that nobody waits for any more."""
