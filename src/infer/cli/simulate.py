@@ -123,7 +123,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the load, simulate every combination, print the comparison."""
-    if (args.trace is None) == (args.workload is None):
+    if args.trace is not None and args.workload is not None:
+        raise ConfigError("--trace and --workload are two loads; leave one of them out")
+    if args.trace is None and args.workload is None:
         from infer.bench.traces import LOADS
 
         raise ConfigError(

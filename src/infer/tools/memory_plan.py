@@ -278,7 +278,7 @@ def plan_memory(
     layout, bytes_per_token, share = kept_cache(resolved, choice)
     draft = plan_draft(resolved, choice, machine, partial(find_headers, revision=None, show_progress=True))
     num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
-    stages = stage_bytes(config, choice, weights)
+    stages = stage_bytes(config, choice, machine)
     all_weights = sum(stage.weights for stage in stages) * config.load.tensor_parallel_size
     taken = all_weights + adapters * num_ranks if num_ranks > 1 else weights + adapters
     beside = machine.unloaded.with_weights(taken + draft.weights)
@@ -326,20 +326,12 @@ def plan_memory(
     return plan
 
 
-def stage_bytes(config: EngineConfig, choice: LoadChoice, last: int) -> tuple[StageBytes, ...]:
-    """The stages of the layers, and the weights that a rank of each has; those of the last one are known."""
-    count, load, rule = config.load.pipeline_parallel_size, config.load, choice.plan.rule
-    found = []
-    for stage, layers in enumerate(stage_layers(choice.config.num_layers, count)):
-        plan = choice.plan
-        if stage < count - 1:
-            plan = plan_weights(
-                choice.headers, quantization=load.quantization, dtype=str(rule.dtype).removeprefix("torch."),
-                device=choice.device, rank=0, world_size=load.tensor_parallel_size, stage=stage,
-                num_stages=count,
-            )  # fmt: skip
-        found.append(StageBytes(layers, weight_bytes(plan) if stage < count - 1 else last))
-    return tuple(found)
+def stage_bytes(config: EngineConfig, choice: LoadChoice, machine: MachineMemory) -> tuple[StageBytes, ...]:
+    """The stages of the layers, and the weights that a rank of each has; those of the last one are chosen."""
+    stages = stage_layers(choice.config.num_layers, config.load.pipeline_parallel_size)
+    plans = [plan_stage(config, choice.headers, machine, stage) for stage in range(len(stages) - 1)]
+    found = [weight_bytes(plan) for plan in (*plans, choice.plan)]
+    return tuple(map(StageBytes, stages, found))
 
 
 def steps_of(resolved: ResolvedConfig, choice: LoadChoice) -> StepBytes:
@@ -492,16 +484,21 @@ def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory
     return MachineMemory(device=device, unloaded=look(device, device_memory, free_host=free_host_bytes()))
 
 
-def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
-    """The way the model would be loaded there; a GPU need not be here, and is assumed to know bfloat16."""
+def plan_stage(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, stage: int) -> WeightPlan:
+    """The weights of a rank of the stage; a GPU need not be here, and is assumed to know bfloat16."""
     load, dtype = config.load, config.load.dtype
     if dtype == "auto" and machine.kind == "gpu":
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
-    plan = plan_weights(
+    return plan_weights(
         headers, quantization=load.quantization, dtype=dtype, device=machine.device, rank=0,
-        world_size=load.tensor_parallel_size, stage=load.pipeline_parallel_size - 1,
-        num_stages=load.pipeline_parallel_size,
+        world_size=load.tensor_parallel_size, stage=stage, num_stages=load.pipeline_parallel_size,
     )  # fmt: skip
+
+
+def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
+    """The way the model would be loaded there; of stages, the last one."""
+    load = config.load
+    plan = plan_stage(config, headers, machine, load.pipeline_parallel_size - 1)
     plan.check_cuts()
     form = plan.rule.label if plan.has_codes else str(plan.rule.dtype).removeprefix("torch.")
     return LoadChoice(plan=plan, weights=form, max_seq_len=check_length(load.max_seq_len, headers.config))

@@ -528,3 +528,18 @@ def test_a_plan_for_ranks_of_a_cpu_shows_what_each_has(infer: Infer, tmp_path: P
     assert ", for a rank of stage 1, the last" in text
     refused = infer(*arguments, *ranks, "--swap-blocks", "100000000")
     assert refused.code == 2 and "are free for each of 4 ranks" in refused.err
+
+
+def test_all_stages_are_planned_in_the_form_of_the_last(infer: Infer, tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path / "llama", sizes=Sizes(num_layers=4), seed=1, dtype="bfloat16")
+    arguments = (
+        "plan",
+        str(tmp_path / "llama"),
+        "--device",
+        "cpu",
+        "--pipeline-parallel-size",
+        "2",
+        "--json",
+    )
+    auto, int8 = (json.loads(infer(*arguments, *more).out) for more in ((), ("--quantization", "int8")))
+    assert auto["stages"] == int8["stages"]
