@@ -169,7 +169,7 @@ def test_the_start_line_the_plan_and_the_doctor_say_whose_code_it_is(
         ({"deterministic": True}, "deterministic=on needs a model whose code is here"),
         ({"record_cpu_step": True}, "record_cpu_step=on needs a model whose code is here"),
         ({"mlp_backend": "torch_ref"}, "mlp_backend=torch_ref needs a model whose code is here"),
-        ({"model_impl": "infer"}, "Starcoder2ForCausalLM, which is not supported"),
+        ({"model_impl": "infer"}, "Starcoder2ForCausalLM, which no family here has code for"),
         ({"model_impl": "other"}, "model_impl"),
     ],
 )
@@ -216,7 +216,9 @@ def test_without_the_package_the_error_says_how_to_get_it(
 ) -> None:
     path, _, _ = checkpoints("phi")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"PhiForCausalLM, which is not supported.*infer\[transformers\]"):
+    with pytest.raises(
+        ConfigError, match=r"PhiForCausalLM, which no family here has code for.*infer\[transformers\]"
+    ):
         LLM(str(path), **KNOBS)
 
 

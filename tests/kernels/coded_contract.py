@@ -15,7 +15,7 @@ from infer.kernels.linear.coded_linear import (
     multiply_in_int8,
     quantize_blocks,
 )
-from infer.kernels.linear.coded_triton import gather_columns, quantize_rows
+from infer.kernels.linear.coded_triton import gather_columns, gather_columns_reference, quantize_rows
 from tests.unit.kernels.test_linear_coded import FORMS, Filled
 
 
@@ -69,6 +69,7 @@ class CodedContract:
         x = torch.randn(7, 2100, device=self.device).bfloat16()[:, :1500]
         order = torch.randperm(1500, device=self.device).int()
         assert torch.equal(gather_columns(x, order), x[:, order])
+        assert torch.equal(gather_columns_reference(x, order), x[:, order])
 
     def test_tokens_in_fp8(self) -> None:
         """The largest number has the largest code; a NaN is in the scale that multiplies its product."""

@@ -251,7 +251,7 @@ def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: in
                 if group.lost is not None:
                     return group.lost
                 num_done = dict(group.num_done)
-            for rank in own:  # without the lock: a report may have to wait for the network
+            for rank in own:  # the lock is free meanwhile: a report may wait for the network
                 for _ in range(num_done[rank] - num_told[rank]):
                     mirror.report(msgspec.json.encode(NodeReport(rank=rank)))
             num_told = num_done

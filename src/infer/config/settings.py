@@ -469,6 +469,17 @@ class EngineConfig:
         if self.adapters.is_on and (self.load.pipeline_parallel_size > 1 or self.run.deterministic):
             other = "deterministic" if self.run.deterministic else "pipeline_parallel_size"
             raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
+        if self.speculation.is_on and self.speculation.method == "tree":
+            asked = {
+                "tensor_parallel_size": self.load.tensor_parallel_size > 1,
+                "pipeline_parallel_size": self.load.pipeline_parallel_size > 1,
+                "deterministic": self.run.deterministic,  # a kept side line was summed in another order
+            }
+            for name in (name for name, is_asked in asked.items() if is_asked):
+                raise ConfigError(
+                    f"speculative_method=tree cannot be had with {name}; leave one of the two out, or use "
+                    "speculative_method=draft_model"
+                )
         if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:
             raise ConfigError(
                 "preemption=swap needs host memory to swap to, but swap_blocks is 0; "

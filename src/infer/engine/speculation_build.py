@@ -206,16 +206,6 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
     headers = read_draft(settings, loaded.config, loaded.name, find)
     if headers is None:
         return None
-    if settings.method == "tree":
-        asked = {
-            "tensor_parallel_size or pipeline_parallel_size": loaded.ranks is not None,
-            "deterministic": config.deterministic,  # what is kept of a side line was summed in another order
-        }
-        for knob in (knob for knob, is_asked in asked.items() if is_asked):
-            raise ConfigError(
-                f"speculative_method=tree cannot be had with {knob}; leave one of the two out, or use "
-                "speculative_method=draft_model"
-            )
     if isinstance(headers, HeadHeaders):
         if loaded.ranks is not None:
             raise ConfigError(

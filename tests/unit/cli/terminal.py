@@ -41,7 +41,9 @@ class Terminal:
         streams = {"stdin": self._slave, "stdout": self._slave, "stderr": self._slave}
         self.process = subprocess.Popen(
             [*command],
-            env=dict(os.environ) | {"TERM": "xterm"} | dict(env),
+            env={name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+            | {"TERM": "xterm"}
+            | dict(env),
             preexec_fn=own_terminal,
             **streams,  # type: ignore[call-overload]
         )

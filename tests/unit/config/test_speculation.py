@@ -166,3 +166,14 @@ def test_llama_cpps_flags_are_taken() -> None:
         "draft_model": "small.gguf",
         "num_speculative_tokens": 4,
     }
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"deterministic": True}],
+    ids=lambda knobs: next(iter(knobs)),
+)
+def test_trees_are_refused_before_anything_is_loaded(knobs: dict[str, Any]) -> None:
+    (name,) = knobs
+    with pytest.raises(ConfigError, match=f"speculative_method=tree cannot be had with {name}"):
+        EngineConfig.from_knobs(speculative_method="tree", draft_model="small", **knobs)

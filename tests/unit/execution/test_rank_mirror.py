@@ -86,16 +86,13 @@ def test_sums_and_columns_have_the_same_bits_on_all_nodes(size: int, nnodes: int
     def work(rank: int, link: RankLink) -> list[torch.Tensor]:
         made = []
         for length in lengths * 3:
-            torch.manual_seed(rank)
-            made.append(link.communicator.all_reduce(torch.randn(length)))
-            made.append(link.communicator.all_gather(torch.randn(5, 32), 32 * size))
+            draws = torch.Generator().manual_seed(rank)  # ranks are threads: one generator for each
+            made.append(link.communicator.all_reduce(torch.randn(length, generator=draws)))
+            made.append(link.communicator.all_gather(torch.randn(5, 32, generator=draws), 32 * size))
         return made
 
     first, *others = together(opened(size, 1, nnodes).links, work)
-    shares = []
-    for rank in range(size):
-        torch.manual_seed(rank)
-        shares.append(torch.randn(100))
+    shares = [torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     assert torch.allclose(first[4], torch.stack(shares).sum(0), atol=1e-5)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))

@@ -265,11 +265,16 @@ def gather_columns_kernel(
     tl.store(out_ptr + row * K + column, x, mask=column < K)
 
 
+def gather_columns_reference(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
+    """The same as `gather_columns`, by PyTorch."""
+    return x_MK.index_select(1, order_K)
+
+
 def gather_columns(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
     """The columns of tokens in another order; int32."""
     M, K = x_MK.shape
     if not use_triton(x_MK) or x_MK.stride(1) != 1 or not M:
-        return x_MK.index_select(1, order_K)
+        return gather_columns_reference(x_MK, order_K)
     out_MK = torch.empty((M, K), dtype=x_MK.dtype, device=x_MK.device)
     launch_triton(
         gather_columns_kernel,
