@@ -474,7 +474,7 @@ class PagedKVCachePool:
 
     @property
     def spare_host_blocks(self) -> tuple[Collection[int], Collection[int]]:
-        """The same of host memory, where the tree holds copies of evicted blocks."""
+        """The host blocks without an owner, and those with copies that only the prefix tree holds; live."""
         return self._host.free, self._host.idle
 
     def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:

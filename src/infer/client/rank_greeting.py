@@ -248,7 +248,7 @@ def _is_proof(given: str, proof: str) -> bool:
 
 def _send(connection: socket.socket, greeting: Greeting) -> None:
     body = msgspec.json.encode(greeting)
-    connection.sendall(len(body).to_bytes(4, "little") + body)
+    connection.sendall(len(body).to_bytes(_HEAD_BYTES, "little") + body)
 
 
 def _receive(connection: socket.socket) -> Greeting:

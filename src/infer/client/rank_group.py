@@ -103,7 +103,7 @@ class RankProcesses:
         num_threads: int,
         on_idle_loss: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start them; a thread calls `on_idle_loss` when a rank is gone that nobody waits for."""
+        """Start them; a thread calls `on_idle_loss` when a rank ends while no step waits for it."""
         load, gate = config.load, _Gate(config) if config.load.nnodes > 1 else None
         handle = make_memory(size)
         try:

@@ -289,7 +289,7 @@ def spread(
 
 
 async def _first(results: Iterable[Awaitable[Any]]) -> Any:
-    """The first of several results, or its error; nobody waits for the others any more."""
+    """The first of several results, or its error; the others are not waited for."""
     tasks = [asyncio.ensure_future(_result(each)) for each in results]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

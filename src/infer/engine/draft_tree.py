@@ -25,18 +25,12 @@ import numpy as np
 from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS
 from infer.engine.draft_model import DraftModel
 from infer.engine.host_half import HostHalf
-from infer.execution.device import DeviceHalf
-from infer.scheduling.batch_state import BatchState
 from infer.scheduling.sequence import Sequence
 from infer.speculative.tree import WIDTH, DraftTree, chain_of, tree_of
 
 
 class TreeModel(DraftModel):
     """Drafts trees with a second model next to the sequences' own. One engine thread owns it."""
-
-    def __init__(self, device: DeviceHalf, state: BatchState, num_blocks: int, *, max_tokens: int) -> None:
-        """`max_tokens`: as in `DraftModel`."""
-        super().__init__(device, state, num_blocks, max_tokens=max_tokens)
 
     def _new_host(self) -> HostHalf:
         """The maker of its orders, which draw several ids next to each token."""

@@ -28,9 +28,7 @@ from infer.kernels.cpu.collectives import LINE_STATE, WORD_BYTES, MirroredWord
 
 BEAT_S: Final = 0.25  # seconds between two signs of life
 REPORT_BYTES: Final = 1 << 16  # longest report
-_HEAD: Final = struct.Struct(
-    "<HII"
-)  # the number of a word or one of those below; its value; bytes that follow
+_HEAD: Final = struct.Struct("<HII")  # number of a word, or _LINES or _REPORT; its value; bytes that follow
 _LINES, _REPORT = 0xFFFF, 0xFFFE
 _STATE_BYTES: Final = LINE_STATE.stop - LINE_STATE.start
 _AT_ONCE: Final = 1 << 14  # bytes that are copied to go out with their head
@@ -108,7 +106,7 @@ class RankMirror:
                 peer.turn.release()
 
     def close(self) -> None:
-        """End all connections; whoever waits for them returns."""
+        """End all connections; threads that wait for one return."""
         self._is_closed.set()
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):

@@ -67,16 +67,10 @@ def kept_path(drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int])
 
     `drawn` has an id for each node, `drafts` the tokens of all but the first, and `backs` those of all.
     """
-    children: list[list[int]] = [[] for _ in drawn]
-    for node, back in enumerate(backs[1:], 1):
-        children[node - back].append(node)
     path = [0]
-    while True:
-        node = path[-1]
-        found = [child for child in children[node] if drafts[child - 1] == drawn[node]]
-        if not found:
-            return path
-        path.append(found[0])
+    while (child := _child_of(path[-1], drawn[path[-1]], drafts, backs)) is not None:
+        path.append(child)
+    return path
 
 
 def moved_slots(order: StepOrder, ids: Sequence[Sequence[int]]) -> np.ndarray:
@@ -102,9 +96,14 @@ def _path_of(kept: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -
     """
     path = [0]
     for token_id in kept[:-1]:
-        children = [n for n in range(path[-1] + 1, len(backs)) if n - backs[n] == path[-1]]
-        found = [n for n in children if drafts[n - 1] == token_id]
-        if not found:
+        child = _child_of(path[-1], token_id, drafts, backs)
+        if child is None:
             return []
-        path.append(found[0])
+        path.append(child)
     return path
+
+
+def _child_of(node: int, token_id: int, drafts: Sequence[int], backs: Sequence[int]) -> int | None:
+    """The first child of a node that has this id; None: it has none."""
+    later = range(node + 1, len(backs))
+    return next((n for n in later if n - backs[n] == node and drafts[n - 1] == token_id), None)

@@ -148,7 +148,7 @@ def _attention_of(
     no_cuda: str,
     no_cudnn: str,
 ) -> Iterator[Operation]:
-    """The same for heads of one size; the last two: reasons why the model does not suit a library."""
+    """The kernels for heads of one size; `no_cuda`, `no_cudnn`: why the model does not suit them, or ""."""
     profile, cache = gpu.profile.attention, config.cache
     has_codes = cache.kv_cache_dtype not in (AUTO, "none")
     kept_as = None if not has_codes else torch.int8 if cache.kv_cache_dtype == "int8" else torch.float8_e4m3fn

@@ -30,7 +30,7 @@ _EXCHANGE = struct.Struct("qqqqqqqqqqqq")
 _PASS = struct.Struct("qqqqqqq")
 _OWN_IDS = struct.Struct("qqqqq")
 _LINE = struct.Struct("<IIIIQQQ")  # a rank's line of the header, as csrc/collectives.c has it
-LINE_STATE = slice(8, _LINE.size)  # the part of a line that nobody waits for
+LINE_STATE = slice(8, _LINE.size)  # the part of a line on which no rank waits
 _PIPE_BYTES = 2 * WORD_BYTES + PIPE_SLOTS * CAPACITY * 4
 
 

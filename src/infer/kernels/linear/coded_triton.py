@@ -266,7 +266,7 @@ def gather_columns_kernel(
 
 
 def gather_columns_reference(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    """The same as `gather_columns`, by PyTorch."""
+    """The columns of tokens in another order, by PyTorch."""
     return x_MK.index_select(1, order_K)
 
 
