@@ -40,7 +40,7 @@ def form_of(name: str) -> CodedForm:
 def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
     """Numbers of tokens, each with another cut; the next form has them the other way round."""
     form, place = form_of(name), list(FORMS).index(name)
-    if not form.has_minima:
+    if not form.has_minima and form.codes != "lut4":
         yield 5, PdlConfig(1 + place % 2, (1, 4, 8)[place % 3], 1 + place % 4, form)
         yield (1, PdlConfig(1, 8, 2, form, by_words=True)) if place % 2 else (13, PdlConfig(1, 8, 1, form))
     yield 40, WgmmaConfig(48, 64, 4, 1, 1, form, 128, teams=3)

@@ -67,7 +67,8 @@ KEPT = {
     ),
     **dict.fromkeys(("gptq-8", "gptq-8-asym", "ct-w8a16", "ct-int8"), "int8"),
     **dict.fromkeys(("fp8-channel", "fp8-block", "fp8-tensor"), "fp8"),
-    "nf4": "none",
+    "nf4": "lut4",
+    "squeezellm": "lut4",
 }
 
 
@@ -344,8 +345,8 @@ def test_the_start_line_names_forms_bytes_and_cost(root: Path, caplog: Any) -> N
     assert f'weights="{parts}, KL 0.02 to 0.03 on SmolLM2-135M"' in rounded
     kept = start_line(load(quantized(root, "llama", "awq")), caplog)
     assert 'weights="awq:int4-g32 0.0MiB, kept as float32 0.3MiB + int4 0.1MiB"' in kept
-    unpacked = start_line(load(quantized(root, "llama", "nf4")), caplog)
-    assert 'weights="bitsandbytes:nf4-g64 ' in unpacked and ', unpacked to float32"' in unpacked
+    looked_up = start_line(load(quantized(root, "llama", "nf4")), caplog)
+    assert 'weights="bitsandbytes:nf4-g64 ' in looked_up and ", kept as " in looked_up and "lut4" in looked_up
     plain = start_line(load(dense(root, "llama")), caplog)
     assert " weights=float32 " in plain
 

@@ -74,6 +74,7 @@ class Kept:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens are meant to be rounded to 8 bits, too
     has_order: bool = False  # its columns are kept in the order of their groups: act-order
+    num_outliers: int = 0  # numbers that are added to single elements of its codes on a GPU
     sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
     slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
     spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
@@ -95,7 +96,10 @@ class Kept:
 
     def make(self, spec: WeightSpec) -> Projection:
         """An empty projection for the weights."""
-        spec = replace(spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order)
+        spec = replace(
+            spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order,
+            num_outliers=self.num_outliers,
+        )  # fmt: skip
         return self.scheme.make(spec) if self.form is None else GPUWeights(spec)
 
 
@@ -353,6 +357,9 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     form = joined_form(forms, spec.size, spec.row_counts)
     if orders != {""} and (not has_order or is_cut or spec.num_experts is not None):
         form = None  # no one order of x serves all rows; a head and experts know none
+    outliers = sum(tensor.codes.num_outliers for tensor in tensors if tensor.codes)
+    if outliers and (is_head or spec.num_experts is not None):
+        form = None
     stored = form
     if rule.scheme is not None:
         asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
@@ -369,6 +376,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         form=form,
         int8_tokens=int8_tokens,
         has_order=has_order and form is stored,
+        num_outliers=outliers if form is stored else 0,
     )
 
 
@@ -467,7 +475,7 @@ def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequen
     """The form that holds all parts of a fused matrix, which have these numbers of rows; None: none does."""
     found = [form for form in forms if form is not None]
     kinds = {form.codes for form in found}
-    if not found or len(found) < len(forms) or ("fp8" in kinds and len(kinds) > 1):
+    if not found or len(found) < len(forms) or (len(kinds) > 1 and not kinds <= {"int4", "int8"}):
         return None
     group = math.gcd(*(form.group or size for form in found))
     is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)

@@ -79,6 +79,7 @@ class WeightSpec:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
     has_order: bool = False  # columns are kept in the order of their groups: act-order
+    num_outliers: int = 0  # numbers that are added to single elements of codes on a GPU
 
     @property
     def row_counts(self) -> list[int]:

@@ -13,6 +13,8 @@ from infer.quant.projection import Scheme
 
 FILE_SCHEMES: dict[str, Scheme] = {  # formats that only files bring: nothing is rounded to them
     "mxfp4": Scheme(name="mxfp4", devices=("cpu", "cuda"), make=Mxfp4),
+    "lut4": Scheme(name="lut4", devices=("cuda",), make=GPUWeights),
+    "e5m2": Scheme(name="e5m2", devices=("cuda",), make=GPUWeights),
     "int5": Scheme(name="int5", devices=("cpu",), make=Int5),
     "int6": Scheme(name="int6", devices=("cpu",), make=Int6),
 }

@@ -161,7 +161,7 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
     registers = registers_of(config, M, K, gated=gated)
     shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
     pairs, form = config.rows // 2, config.form
-    if form is not None and (form.codes not in CODES or form.has_minima or (gated and N % BAND)):
+    if form is not None and (form.codes not in CODES[:-1] or form.has_minima or (gated and N % BAND)):
         return False
     return (
         0 < M <= MAX_TOKENS

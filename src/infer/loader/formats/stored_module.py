@@ -86,6 +86,10 @@ class Settings:
         if self.method == "fp8":
             blocks = self.hints("weight_block_size") or [1, size]
             return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
+        if self.method == "bitsandbytes" and self.raw.get("load_in_4bit"):
+            return StoredCodes("lut4", size, 64) if size % 64 == 0 else None  # the only size of blocks it has
+        if self.method == "squeezellm":
+            return StoredCodes("lut4", size, size)
         bits, group = self.bits, (self.hints("group_size", "q_group_size") or [size])[0]
         if not bits or self.method not in _INTEGERS:
             return None

@@ -1,0 +1,111 @@
+"""A few elements of a coded matrix that have numbers added to them (SqueezeLLM): a sparse matrix by its rows.
+
+    y = x Wᵀ + x Sᵀ      few tokens: the product with codes, then one program for each row of S adds its own
+    W + S                many tokens: W is unpacked for the library's product, and S is added to it there
+
+Rows are filled in any order: `ends` and `begins` say where each one lies in `columns` and `values`.
+
+Shapes:  M tokens, N rows (outputs), K columns (inputs), C numbers that are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from infer.kernels.runtime.dispatch import jit, jit_for_any, tl, use_triton
+from infer.kernels.runtime.launch import launch_triton
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """S, [N, K], with room for C numbers."""
+
+    begins: torch.Tensor  # int32, [N]
+    ends: torch.Tensor  # int32, [N]
+    columns: torch.Tensor  # int32, [C]
+    values: torch.Tensor  # float32, [C]
+
+    @classmethod
+    def empty(cls, num_rows: int, count: int, device: torch.device | str) -> SparseRows:
+        """A matrix of zeros, to be filled."""
+        begins, ends = (torch.zeros(num_rows, dtype=torch.int32, device=device) for _ in range(2))
+        columns = torch.zeros(count, dtype=torch.int32, device=device)
+        return cls(begins, ends, columns, torch.zeros(count, device=device))
+
+    def fill(self, first_row: int, num_rows: int, rows: torch.Tensor, columns: torch.Tensor,
+             values: torch.Tensor, size: int) -> None:  # fmt: skip
+        """Put the numbers of some rows after those that are there; those of one element are added up."""
+        device = self.begins.device
+        at = torch.stack((rows.to(device), columns.to(device, torch.int64)))
+        shape = num_rows, size
+        merged = torch.sparse_coo_tensor(at, values.to(device), shape, check_invariants=False).coalesce()
+        rows, columns = merged.indices()
+        start, part = int(self.ends.max()), slice(first_row, first_row + num_rows)
+        ends = start + torch.bincount(rows, minlength=num_rows).cumsum(0)
+        assert start + len(rows) <= len(self.columns), (start, len(rows), len(self.columns))
+        self.begins[part] = torch.cat((ends.new_tensor([start]), ends[:-1])).int()
+        self.ends[part] = ends.int()
+        inside = slice(start, start + len(rows))
+        self.columns[inside], self.values[inside] = columns.int(), merged.values()
+
+    def add_to_matrix(self, w_NK: torch.Tensor) -> torch.Tensor:
+        """Add S to a matrix in its place."""
+        N, K = w_NK.shape
+        if use_triton(w_NK):
+            parts = (self.begins, self.ends, self.columns, self.values, w_NK)
+            launch_triton(add_to_matrix_kernel, (N,), parts, (K,), BLOCK=64, num_warps=1)
+            return w_NK
+        counts = (self.ends - self.begins).long()
+        rows = torch.arange(N, device=w_NK.device).repeat_interleave(counts)
+        offsets = torch.arange(len(rows), device=w_NK.device) - (counts.cumsum(0) - counts)[rows]
+        at = self.begins.long()[rows] + offsets
+        w_NK[rows, self.columns[at].long()] += self.values[at].to(w_NK.dtype)
+        return w_NK
+
+    def add_to_product(self, x_MK: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
+        """Add x Sᵀ to a product of few tokens in its place."""
+        (M, N), block_m = y_MN.shape, 1 if len(x_MK) == 1 else 16
+        assert x_MK.stride(1) == 1 and y_MN.is_contiguous(), (x_MK.stride(), y_MN.stride())
+        parts = (self.begins, self.ends, self.columns, self.values, x_MK, y_MN)
+        launch_triton(
+            add_to_product_kernel, (N, -(-M // block_m)), parts, (x_MK.stride(0), N), (M,),
+            BLOCK_M=block_m, BLOCK=32, num_warps=1,
+        )  # fmt: skip
+        return y_MN
+
+
+@jit
+def add_to_matrix_kernel(begins_ptr, ends_ptr, columns_ptr, values_ptr, w_ptr, K, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.load(ends_ptr + row)
+    for first in range(tl.load(begins_ptr + row), end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        columns = tl.load(columns_ptr + at, mask=at < end, other=0)
+        values = tl.load(values_ptr + at, mask=at < end, other=0.0)
+        w_ptrs = w_ptr + row * K + columns
+        w = tl.load(w_ptrs, mask=at < end, other=0.0).to(tl.float32)
+        tl.store(w_ptrs, (w + values).to(w_ptr.dtype.element_ty), mask=at < end)
+
+
+@jit_for_any("M")
+def add_to_product_kernel(
+    begins_ptr, ends_ptr, columns_ptr, values_ptr, x_ptr, y_ptr, M, x_row_stride, N,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    begin, end = tl.load(begins_ptr + row), tl.load(ends_ptr + row)
+    if begin == end:
+        return
+    tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_rows = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[:, None] * x_row_stride
+    total = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    for first in range(begin, end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        columns = tl.load(columns_ptr + at, mask=at < end, other=0)
+        values = tl.load(values_ptr + at, mask=at < end, other=0.0)
+        total += tl.load(x_rows + columns[None, :]).to(tl.float32) * values[None, :]
+    y_ptrs = y_ptr + tokens.to(tl.int64) * N + row
+    y = tl.load(y_ptrs, mask=tokens < M, other=0.0).to(tl.float32) + tl.sum(total, 1)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=tokens < M)
