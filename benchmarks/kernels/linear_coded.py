@@ -25,7 +25,7 @@ import torch
 from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear import pdl, wgmma
-from infer.kernels.linear.coded import FLOATS, FOUR_BITS, CodedForm, CodedWeights
+from infer.kernels.linear.coded import FLOATS, FOUR_BITS, TABLED, CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import coded_linear
 from infer.kernels.linear.cuda import Matrix, Variant, compile_variants
 from infer.kernels.linear.pdl import PdlConfig
@@ -43,7 +43,7 @@ FORMS = {
     "int4-32": CodedForm("int4", 32),
     "int4-minima": CodedForm("int4", 32, has_minima=True),
     "e5m2": CodedForm("e5m2"),
-    "nf4": CodedForm("lut4", 64),
+    "nf4": CodedForm("nf4", 64),
     "lut4": CodedForm("lut4"),
 }
 
@@ -86,14 +86,13 @@ def random_weights(num_rows: int, size: int, form: CodedForm | None) -> Weights:
     codes = torch.randint(0, 16, (min(num_rows, 1024), size), dtype=torch.uint8, device="cuda")
     if form.codes not in FOUR_BITS:
         codes = codes.view(FLOATS.get(form.codes, torch.int8))
-    tables = torch.randn(len(codes), 16, device="cuda") if form.codes == "lut4" else None
+    tables = torch.randn(len(codes), 16, device="cuda") if form.codes in TABLED else None
     scales = torch.full((len(codes), -(-size // (w.form.group or size))), 1e-3, device="cuda")
     for first in range(0, num_rows, len(codes)):
         count = min(len(codes), num_rows - first)
         minima = -scales[:count] if form.has_minima else None
-        w.fill(
-            first, codes[:count], scales[:count], minima, tables=None if tables is None else tables[:count]
-        )
+        own = tables if tables is None else tables[: count if form.codes == "lut4" else 1]
+        w.fill(first, codes[:count], scales[:count], minima, tables=own)
     return w
 
 

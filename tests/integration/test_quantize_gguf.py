@@ -14,10 +14,11 @@ from infer.cli.main import main
 from infer.errors import ConfigError
 from infer.layers.linear import Projected
 from infer.loader.find.source import resolve_model
-from infer.loader.formats.gguf import GGMLType
+from infer.loader.formats.gguf import GGMLType, read_gguf
 from infer.loader.formats.gguf_quants import coded_rows
 from infer.loader.load import LoadedModel, load_model
 from infer.quant.coded import CodedRows
+from infer.tokenizer.tokenizer import Tokenizer
 from infer.tools.gguf_blocks import round_to_blocks
 from infer.tools.gguf_writer import KINDS
 from infer.tools.quantize import Recipe, quantize_checkpoint
@@ -118,12 +119,12 @@ def test_another_reader_finds_header_and_weights(scheme: str, root: Path) -> Non
 def test_a_file_is_the_model_that_it_was_made_of(name: str, root: Path) -> None:
     """The same text in the same tokens, the same ends, and the same logits up to rounding to 8 bits."""
     before, after = load(dense(root, name)), load(written(root, name, "gguf-q8_0"))
-    assert before.tokenizer is not None and after.tokenizer is not None
+    known = Tokenizer.from_directory(dense(root, name))
+    tokenizer = Tokenizer.from_gguf(read_gguf(written(root, name, "gguf-q8_0")).metadata)
     for text in TEXTS:
-        assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
-        assert after.tokenizer.decode(after.tokenizer.encode(text)) == before.tokenizer.decode(
-            before.tokenizer.encode(text)
-        )
+        assert tokenizer.encode(text) == known.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == known.decode(known.encode(text))
+    assert tokenizer.bos_id == known.bos_id and tokenizer.special_ids == known.special_ids
     assert set(after.eos_ids) == set(before.eos_ids)
     for key, weight in weights(before).items():
         error = (weights(after)[key] - weight).norm() / weight.norm()

@@ -113,6 +113,29 @@ class CodedContract:
             lost = quantize(broken)[1][:3].isnan().repeat_interleave(columns, 1)
             assert bool(lost[1, 300]) and int(lost.sum()) == columns
 
+    def test_a_scale_of_each_token_errs_no_more_than_one_of_a_file(self) -> None:
+        """Against float64; the file's scale is that of the loudest activation of half of the tokens."""
+        torch.manual_seed(0)
+        filled = Filled("fp8", 96, 512, device=self.device)
+        x = torch.randn(48, 512, device=self.device) * torch.randn(48, 1, device=self.device).mul(1.5).exp()
+        x[:, ::61] *= 20
+        static = x[:24].bfloat16().float().abs().max() / 448
+        quiet, loud = 40, 41
+        x[quiet] *= static * 0.02 / x[quiet].abs().max()
+        x[loud] *= static * 4480 / x[loud].abs().max()
+        x = x.bfloat16()
+        scales = quantize_rows(x)[1]
+        w = filled.numbers.to(self.device).double()
+        exact = x.double() @ w.T
+        own, shared = (
+            ((x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale @ w.T - exact)
+            .norm(dim=1)
+            .div(exact.norm(dim=1))
+            for scale in (scales, static)
+        )
+        assert own.max() < 0.06 and own.mean() < shared[:quiet].mean()
+        assert shared[quiet] > 3 * own[quiet] and shared[loud] > 10 * own[loud]
+
     def test_tokens_in_the_order_of_cells(self) -> None:
         """Four neighbours are the columns that a lane has of W: 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16."""
         x = torch.randn(3, 384, device=self.device).bfloat16()

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.linear.coded import E2M1, FLOATS, TABLE_SIZE, CodedForm
+from infer.kernels.linear.coded import E2M1, FLOATS, TABLE_SIZE, TABLED, CodedForm
 from infer.quant.coded import CodedRows
 
 BLOCK_ROWS = 128  # rows of a block of FP8: the only rows that share a scale in memory
@@ -49,7 +49,7 @@ class CodedPart(NamedTuple):
     scales: torch.Tensor  # float32, [R, G]
     minima: torch.Tensor | None = None  # the same
     zeros: torch.Tensor | int = 0  # zeros of int4, [R, G]
-    tables: torch.Tensor | None = None  # tables of lut4, float32, [R, 16]
+    tables: torch.Tensor | None = None  # float32, [R, 16] of lut4, [1, 16] of nf4 and fp4
 
 
 def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
@@ -62,8 +62,8 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
         return part._replace(minima=torch.zeros_like(part.scales)) if form.has_minima else part
     if form.codes == "mxfp4":
         return _round_to_floats(groups, size)
-    if form.codes == "lut4":
-        return _round_to_table(groups, size)
+    if form.codes in TABLED:
+        return _round_to_table(groups, size, form.codes)
     float8 = FLOATS.get(form.codes)
     largest = 127.0 if float8 is None else torch.finfo(float8).max
     scales = groups.abs().amax(2).clamp(min=TINY) / largest
@@ -101,12 +101,12 @@ def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
     return CodedPart(codes.to(torch.uint8), scales)
 
 
-def _round_to_table(groups: torch.Tensor, size: int) -> CodedPart:
-    """Groups [R, G, k] as the entries of one table: the quantiles of a normal distribution."""
+def _round_to_table(groups: torch.Tensor, size: int, codes: str) -> CodedPart:
+    """Groups [R, G, k] as entries of one table: that of bitsandbytes, whatever another file may have."""
     scales, table = groups.abs().amax(2).clamp(min=TINY), torch.tensor(NF4, device=groups.device)
-    codes = torch.bucketize(groups / scales[:, :, None], (table[1:] + table[:-1]) / 2)
-    codes = codes.to(torch.uint8).flatten(1)[:, :size]
-    return CodedPart(codes, scales, tables=table.expand(len(groups), -1))
+    places = torch.bucketize(groups / scales[:, :, None], (table[1:] + table[:-1]) / 2)
+    tables = table.expand(len(groups) if codes == "lut4" else 1, -1)
+    return CodedPart(places.to(torch.uint8).flatten(1)[:, :size], scales, tables=tables)
 
 
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,11 +131,11 @@ def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
         return CodedPart(_E2M1_OF[codes.long().cpu() + 12].to(codes.device), 2 * scales) if is_twice else None
     if minima is not None and not form.has_minima:
         return None
-    if form.codes == "lut4" or rows.table is not None:
-        if form.codes != "lut4" or rows.table is None:
+    if form.codes in TABLED or rows.table is not None:
+        if form.codes not in TABLED or rows.table is None:
             return None
         table = F.pad(rows.table, (0, TABLE_SIZE - rows.table.shape[1]))
-        return CodedPart(codes, scales, tables=table.expand(len(codes), -1))
+        return CodedPart(codes, scales, tables=table.expand(len(codes) if form.codes == "lut4" else 1, -1))
     if form.codes in FLOATS:
         is_plain = isinstance(zeros, int) and zeros == 0
         return CodedPart(codes, scales) if codes.dtype is FLOATS[form.codes] and is_plain else None

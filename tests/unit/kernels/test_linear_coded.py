@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels.linear.coded import FLOATS, FOUR_BITS, CodedWeights, pack, unpack
+from infer.kernels.linear.coded import FLOATS, FOUR_BITS, TABLED, CodedWeights, pack, unpack
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp8": {"form": "fp8"},
@@ -24,7 +24,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "e5m2": {"form": "e5m2"},
     "e5m2-blocks": {"form": "e5m2", "group": 128, "scale_rows": 128},
     "lut4": {"form": "lut4"},
-    "lut4-64": {"form": "lut4", "group": 64},
+    "nf4-64": {"form": "nf4", "group": 64},
+    "fp4-128": {"form": "fp4", "group": 128},
 }
 
 
@@ -49,8 +50,8 @@ class Filled:
         else:
             codes = torch.randint(0, 16, (num_rows, size), dtype=torch.uint8)
             scales = scales.half().float()
-            if form.codes == "lut4":
-                tables = torch.randn(num_rows, 16).bfloat16().float()
+            if form.codes in TABLED:
+                tables = torch.randn(num_rows if form.codes == "lut4" else 1, 16).bfloat16().float()
             elif not form.has_minima:
                 zeros = torch.randint(0, 16, (num_rows, num_groups), dtype=torch.int32)
         if form.has_minima:
@@ -61,7 +62,8 @@ class Filled:
             part if not isinstance(part, torch.Tensor) else part.repeat_interleave(group, 1)[:, :size]
             for part in (zeros, scales, 0 if minima is None else minima)
         ]
-        values = codes.float() if tables is None else tables.gather(1, codes.long())
+        wide = None if tables is None else tables.expand(num_rows, -1)
+        values = codes.float() if wide is None else wide.gather(1, codes.long())
         self.numbers = (values - expanded[0]) * expanded[1] + expanded[2]
         step = -(-num_rows // pieces)
         if form.scale_rows > 1:
@@ -71,7 +73,7 @@ class Filled:
             part = zeros[rows] if isinstance(zeros, torch.Tensor) else zeros
             self.weights.fill(
                 first, codes[rows], scales[rows], None if minima is None else minima[rows], part,
-                None if tables is None else tables[rows],
+                tables[rows] if form.codes == "lut4" and tables is not None else tables,
             )  # fmt: skip
 
 

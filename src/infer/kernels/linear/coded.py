@@ -6,6 +6,7 @@
     int4    w = scale * (code - zero)         0 .. 15, zero as well;  or  scale * code + minimum
     mxfp4   w = scale * code                  a float of 4 bits, e2m1; scales are powers of two
     lut4    w = scale * table[code]           each row has a table of 16 numbers
+    nf4     w = scale * table[code]           one table for the matrix; fp4 is the same with another table
 
 One scale, zero and minimum for each `group` neighbours of a row, or for the whole row.
 
@@ -18,9 +19,9 @@ together, so that it is read in pieces of 16 bytes, without bank conflicts, and 
     codes     [2 times 64 columns][2 blocks of 16 rows] and in a block, from the slowest to the fastest:
       8 bits  half of the columns, g, t, 16 columns, column + 8, column + 1, row + 8          1,024 bytes
       4 bits  g, t, 16 columns, column + 1, column + 8; row g in the low nibble, g + 8 above   512 bytes
-      lut4    g, t, 16 columns, row + 8, column + 8; column in the low nibble, column + 1 above  512 bytes
+      tables  g, t, 16 columns, row + 8, column + 8; column in the low nibble, column + 1 above  512 bytes
     scales    where a row has one, [N / 32][32 rows]; where 128 rows share theirs, [N / 32][groups]
-    tables    of lut4, [N / 32][32 rows][16], in float32
+    tables    of lut4, [N / 32][32 rows][16], in float32; of nf4 and fp4, [16]
 
 Two fp8 codes share 16 bits, and sign and rest of the first lie where bfloat16 has them: one instruction
 extracts them. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
@@ -39,11 +40,13 @@ from typing import NamedTuple
 
 import torch
 
+from infer.errors import CheckpointError
 from infer.kernels.linear.outliers import SparseRows
 
 BAND, CELL_COLUMNS = 32, 128
-FORMS = ("fp8", "e5m2", "int8", "int4", "mxfp4", "lut4")
-FOUR_BITS = ("int4", "mxfp4", "lut4")
+TABLED = ("lut4", "nf4", "fp4")
+FOUR_BITS = ("int4", "mxfp4", *TABLED)
+FORMS = ("fp8", "e5m2", "int8", *FOUR_BITS)
 FLOATS = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # the codes that are floats of 8 bits
 TABLE_SIZE = 16  # numbers of a table
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -104,7 +107,7 @@ class CodedWeights:
     cells: torch.Tensor  # uint8, [bands, columns / 128, bytes of a cell]
     scales: torch.Tensor  # float32, [bands, 32] of rows or [bands, G] of bands; empty where cells have them
     minima: torch.Tensor  # float32, [bands, 32], or empty
-    tables: torch.Tensor  # float32, [bands, 32, 16] of lut4, or empty
+    tables: torch.Tensor  # float32, [bands, 32, 16] of lut4, [1, 1, 16] of nf4 and fp4, or empty
     outliers: SparseRows | None = None  # numbers that are added to single elements
 
     @classmethod
@@ -117,6 +120,7 @@ class CodedWeights:
         made = CodedForm(form, group, has_minima, scale_rows if group else 1)
         made.check()
         bands, num_cells = -(-num_rows // BAND), -(-size // CELL_COLUMNS)
+        tables = (bands, BAND) if form == "lut4" else (1, 1) if form in TABLED else (bands, 0)
         width = 0 if made.spans else -(-size // group) if group else BAND
         return cls(
             made,
@@ -125,9 +129,7 @@ class CodedWeights:
             torch.zeros((bands, num_cells, made.cell_bytes), dtype=torch.uint8, device=device),
             torch.zeros((bands, width), dtype=torch.float32, device=device),
             torch.zeros((bands, width if has_minima else 0), dtype=torch.float32, device=device),
-            torch.zeros(
-                (bands, BAND if form == "lut4" else 0, TABLE_SIZE), dtype=torch.float32, device=device
-            ),
+            torch.zeros((*tables, TABLE_SIZE), dtype=torch.float32, device=device),
             SparseRows.empty(num_rows, num_outliers, device) if num_outliers else None,
         )
 
@@ -163,14 +165,14 @@ class CodedWeights:
         """Put rows into place, in any order of calls.
 
         `codes` [R, K] is a float of 8 bits, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4
-        only; 8 for a symmetric file) are [R, G], `tables` (lut4) [R, 16]. Where 128 rows share a scale,
-        calls begin at a multiple of 128.
+        only; 8 for a symmetric file) are [R, G], `tables` [R, 16] of lut4, [1, 16] of nf4 and fp4. Where
+        128 rows share a scale, calls begin at a multiple of 128.
         """
         form, last, device = self.form, first_row + len(codes), self.cells.device
         assert codes.shape[1] == self.size and last <= self.num_rows, (codes.shape, first_row, self.num_rows)
         assert (minima is not None) == form.has_minima, (minima is None, form)
         assert form.codes == "int4" or (isinstance(zeros, int) and zeros == 0), "only int4 has zeros"
-        assert (tables is not None) == (form.codes == "lut4"), (tables is None, form)
+        assert (tables is not None) == (form.codes in TABLED), (tables is None, form)
         bands = slice(first_row // BAND, -(-last // BAND))
         rows = slice(first_row - bands.start * BAND, last - bands.start * BAND)
         is_whole = rows.start == 0 and (last % BAND == 0 or last == self.num_rows)
@@ -192,8 +194,18 @@ class CodedWeights:
         self._fill_scales(0, bands, rows, words)
         if minima is not None:
             self._fill_scales(1, bands, rows, minima.to(device, torch.float32))
-        if tables is not None:
+        if form.codes != "lut4" and tables is not None:
+            self._fill_table(tables.to(device, torch.float32))
+        elif tables is not None:
             self.tables[bands].view(-1, TABLE_SIZE)[rows] = tables.to(device, torch.float32)
+
+    def _fill_table(self, table_1X: torch.Tensor) -> None:
+        if bool(self.tables.any()) and not torch.equal(self.tables[0], table_1X):
+            raise CheckpointError(
+                f"the parts of a matrix have different tables of {self.form.codes}: {self.tables.tolist()} "
+                f"and {table_1X.tolist()}; load the file with quantization=none"
+            )
+        self.tables[0] = table_1X
 
     def _fill_scales(self, which: int, bands: slice, rows: slice, values_RG: torch.Tensor) -> None:
         form = self.form
@@ -227,8 +239,9 @@ class CodedWeights:
         numbers = codes.float()
         if form.codes == "mxfp4":
             numbers = torch.tensor(E2M1, device=codes.device)[codes.long()]
-        elif form.codes == "lut4":
-            numbers = self.tables.flatten(0, 1).gather(1, codes.long())
+        elif form.codes in TABLED:
+            tables = self.tables.flatten(0, 1)
+            numbers = tables.expand(max(len(codes), len(tables)), -1).gather(1, codes.long())
         elif form.codes != "int4":
             numbers = codes.contiguous().view(FLOATS.get(form.codes, torch.int8)).float()
         scales = self._by_element(0)
@@ -261,7 +274,7 @@ def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
     shape = (len(axes), num_columns // CELL_COLUMNS, -1)
     if form in FOUR_BITS:
-        order = (9, 0, 4, 1, 3, 8, 5, 6, 2, 7) if form == "lut4" else (2, 0, 4, 1, 3, 8, 5, 6, 9, 7)
+        order = (9, 0, 4, 1, 3, 8, 5, 6, 2, 7) if form in TABLED else (2, 0, 4, 1, 3, 8, 5, 6, 9, 7)
         both = axes.permute(order).reshape(2, *shape)
         return both[0] | both[1] << 4
     in_order = axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(*shape)
@@ -278,7 +291,7 @@ def unpack(packed: torch.Tensor, form: str) -> torch.Tensor:
     bands = len(packed)
     if form in FOUR_BITS:
         axes = torch.stack((packed & 15, packed >> 4)).reshape(2, bands, -1, 2, 8, 4, 2, 2, 2, 2)
-        where = (1, 3, 8, 4, 2, 6, 7, 9, 5, 0) if form == "lut4" else (1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
+        where = (1, 3, 8, 4, 2, 6, 7, 9, 5, 0) if form in TABLED else (1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
         order = axes.permute(where)
     else:
         if form == "fp8":

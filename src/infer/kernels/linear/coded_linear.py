@@ -138,7 +138,7 @@ def tile_sizes(w: CodedWeights) -> tuple[int, int]:
 def tile_constants(w: CodedWeights) -> dict[str, Any]:
     codes, group, has_minima, scale_rows = form = w.form
     return {
-        "FORM": codes,
+        "FORM": "nf4" if codes == "fp4" else codes,
         "GROUP": group,
         "SPANS": form.spans,
         "MINIMA": has_minima,

@@ -10,10 +10,14 @@
        e5m2   both are moved there; the exponents differ by 2^112
        lut4   a code is a place in the table of its row, which a lane has in registers: one instruction picks four
               bytes of eight, so two and a choice find the lower bytes of four numbers in sixteen, and as many the
-              upper ones; table values are rounded to bfloat16 */
+              upper ones; table values are rounded to bfloat16
+       nf4, fp4    one table for the matrix: shared memory has all 256 pairs of its numbers, in COPIES copies next to
+              each other, so that no more than two lanes read from one bank */
 
-enum Weights { AS_TOKENS, FP8, INT8, INT4, E5M2, LUT4 };
-constexpr int BITS = WEIGHTS == INT4 || WEIGHTS == LUT4 ? 4 : 8;
+enum Weights { AS_TOKENS, FP8, INT8, INT4, E5M2, LUT4, NF4, FP4 };
+constexpr bool ONE_TABLE = WEIGHTS == NF4 || WEIGHTS == FP4, HAS_TABLE = ONE_TABLE || WEIGHTS == LUT4;
+constexpr int BITS = WEIGHTS == INT4 || HAS_TABLE ? 4 : 8;
+constexpr int COPIES = 16;
 constexpr int BAND_ROWS = 32, CELL = 128;                         // rows of a band, columns of a cell
 constexpr int BLOCK_BYTES = 16 * 64 * BITS / 8, PIECES = BITS / 4;  // 16 x 64 weights; pieces for each lane
 constexpr bool HAS_SCALES = GROUP && SCALE_ROWS == 1;             // scales are in the cells
@@ -53,11 +57,20 @@ __device__ __forceinline__ u32 choose(u32 first, u32 second, u32 mask) { return 
 
 struct Table {
     u32 low[4], high[4];  // the lower bytes of 16 bfloat16, four to a register, and the upper ones
+    u32 pairs;            // with ONE_TABLE, the address of the lane's copy of the first pair
 };
 
 // 16 columns of rows g and g + 8: codes of one row in each half of the word.
 __device__ __forceinline__ Pairs looked_up(u32 codes, const Table* tables) {
     Pairs pairs;
+    if constexpr (ONE_TABLE) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 at = tables[0].pairs + __byte_perm(codes, 0, 0x4440 + (i % 2 * 2 + i / 2)) * (COPIES * 4);
+            asm("ld.shared.u32 %0, [%1];" : "=r"(pairs.r[i]) : "r"(at));
+        }
+        return pairs;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const Table& table = tables[r];
@@ -107,10 +120,10 @@ __device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u
 __device__ __forceinline__ Pairs rounded_pairs(const Piece* pieces, int step, const float* scale, const float* shift,
                                                const Table* tables) {
     Pairs pairs;
-    if constexpr (WEIGHTS == LUT4) pairs = looked_up(pieces[0].r[step], tables);
+    if constexpr (HAS_TABLE) pairs = looked_up(pieces[0].r[step], tables);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 exact = WEIGHTS == LUT4 ? pairs.r[i]
+        const u32 exact = HAS_TABLE         ? pairs.r[i]
                         : WEIGHTS == INT4 ? and_or(pieces[0].r[step] >> 4 * i, LOW_NIBBLES, OF_128)
                                           : of_bytes(pieces[step / 2 % PIECES].r[step % 2 * 2 + i / 2], i % 2);
         const float2 code = unpack(exact);

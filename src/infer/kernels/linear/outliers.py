@@ -38,17 +38,16 @@ class SparseRows:
              values: torch.Tensor, size: int) -> None:  # fmt: skip
         """Put the numbers of some rows after those that are there; those of one element are added up."""
         device = self.begins.device
-        at = torch.stack((rows.to(device), columns.to(device, torch.int64)))
-        shape = num_rows, size
-        merged = torch.sparse_coo_tensor(at, values.to(device), shape, check_invariants=False).coalesce()
-        rows, columns = merged.indices()
+        places, which = (rows.to(device) * size + columns.to(device)).unique(return_inverse=True)
+        merged = torch.zeros(len(places), device=device).index_add_(0, which, values.to(device))
+        rows, columns = places // size, places % size
         start, part = int(self.ends.max()), slice(first_row, first_row + num_rows)
         ends = start + torch.bincount(rows, minlength=num_rows).cumsum(0)
         assert start + len(rows) <= len(self.columns), (start, len(rows), len(self.columns))
         self.begins[part] = torch.cat((ends.new_tensor([start]), ends[:-1])).int()
         self.ends[part] = ends.int()
         inside = slice(start, start + len(rows))
-        self.columns[inside], self.values[inside] = columns.int(), merged.values()
+        self.columns[inside], self.values[inside] = columns.int(), merged
 
     def add_to_matrix(self, w_NK: torch.Tensor) -> torch.Tensor:
         """Add S to a matrix in its place."""

@@ -83,6 +83,11 @@ _MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and lar
 _SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
 
+ONE_TABLE, TABLE_BYTES = (
+    ("nf4", "fp4"),
+    16 << 10,
+)  # a table for all rows: 16 copies of the pairs of its numbers
+
 SOURCE = Path(__file__).with_name("wgmma.cu")
 ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
 _MANY = (192, 256, 384, 512, 768, 1024)  # tokens that are cut alike
@@ -154,9 +159,10 @@ class WgmmaConfig:
         """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
         stages = self.stages * stage_bytes(self)
         sums = self.teams * self.width * (self.rows + 4) * 4
+        table = TABLE_BYTES if self.form is not None and self.form.codes in ONE_TABLE else 0
         barriers = (16 if self.form is None else 24) * self.stages
         squares = 3 * 8 * -(-self.width // self.split)
-        return max(stages, sums) + barriers + squares + 2 * 1024
+        return max(stages, sums) + table + barriers + squares + 2 * 1024
 
 
 def stage_bytes(config: WgmmaConfig) -> int:

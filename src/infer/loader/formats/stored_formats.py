@@ -15,7 +15,7 @@ leaves that do not fit together; `open` makes the function that reads rows, on t
                          weight [N, K]  SCB [N]
     squeezellm           qweight [K·b/32, N]  lookup_table [N, 2^b]  rows [N+1]  cols  vals
 
-Scales of activations (`input_scale`) belong to kernels that multiply in 8 bits; here activations keep more.
+Scales of activations (`input_scale`) are checked and not used: where tokens are rounded, each has its own.
 
 Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
 """
@@ -345,7 +345,7 @@ def _measure_nf4(module: StoredModule) -> Layout:
         module.check("weight.nested_absmax", (-(-num_blocks // state.nested_block),))
         module.check("weight.nested_quant_map", (256,))
     label = _state_leaf(module.leaves).rpartition("__")[2]
-    codes = StoredCodes("lut4", size, min(state.block, size)) if _has_own_blocks(state) else None
+    codes = StoredCodes(label, size, min(state.block, size)) if _has_own_blocks(state) else None
     return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}", codes)
 
 
