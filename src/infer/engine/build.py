@@ -253,6 +253,7 @@ def build_engine(
         adapters=None if bank is None else _load_adapters(settings, loaded, bank, communicator),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
+    engine.ranks = ranks
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
