@@ -29,9 +29,11 @@ from infer.loader.quantization import Held, choose_rule
 from infer.loader.weight_plan import is_four_bit, num_weights, plan_weights, stored_matrices
 from infer.loader.weight_plan import kept_bytes as bytes_of
 from infer.quant.packed import Packed, PackedRuns
+from infer.sampling.params import SamplingParams
 from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
+from tests.support.tiny import run_engine
 from tests.unit.loader.tiny_files import write_directory, write_gguf
 
 CPU = torch.device("cpu")
@@ -94,6 +96,17 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
         x = torch.randn(3, weight.shape[1])
         torch.testing.assert_close(stored.multiply(x), x @ stored.dequantized().T, rtol=1e-3, atol=1e-3)
         assert (stored.dequantized() - weight).norm() < 0.01 * weight.norm()
+
+
+@needs_c
+def test_a_recorded_step_fills_the_columns_of_each_run(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    wanted = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for is_recorded in (True, False):
+        engine = build_engine(EngineConfig.from_knobs(num_blocks=32, record_cpu_step=is_recorded), load(path))
+        answers.append(run_engine(engine, [([3, 1, 4, 1, 5], wanted), ([9, 2, 6], wanted)]))
+    assert answers[0] == answers[1]
 
 
 @needs_c

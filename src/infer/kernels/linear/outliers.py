@@ -1,9 +1,10 @@
 """A few elements of a coded matrix that have numbers added to them (SqueezeLLM): a sparse matrix by its rows.
 
-    y = x Wᵀ + x Sᵀ      few tokens: the product with codes, then one program for each row of S adds its own
+    y = x Wᵀ + x Sᵀ      few tokens: the product with codes, then programs for a few rows of S each add theirs
     W + S                many tokens: W is unpacked for the library's product, and S is added to it there
 
-Rows are filled in any order: `ends` and `begins` say where each one lies in `columns` and `values`.
+Rows are filled in any order: `begins` and `ends` say where each one lies in `columns` and `values`. Tokens
+are transposed first, so that a column of all of them is read at once.
 
 Shapes:  M tokens, N rows (outputs), K columns (inputs), C numbers that are added.
 """
@@ -66,11 +67,12 @@ class SparseRows:
     def add_to_product(self, x_MK: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
         """Add x Sᵀ to a product of few tokens in its place."""
         (M, N), block_m = y_MN.shape, 1 if len(x_MK) == 1 else 16
-        assert x_MK.stride(1) == 1 and y_MN.is_contiguous(), (x_MK.stride(), y_MN.stride())
-        parts = (self.begins, self.ends, self.columns, self.values, x_MK, y_MN)
+        x_KM = x_MK.t().contiguous()
+        assert y_MN.is_contiguous(), y_MN.stride()
+        parts = (self.begins, self.ends, self.columns, self.values, x_KM, y_MN)
         launch_triton(
-            add_to_product_kernel, (N, -(-M // block_m)), parts, (x_MK.stride(0), N), (M,),
-            BLOCK_M=block_m, BLOCK=32, num_warps=1,
+            add_to_product_kernel, (-(-N // 4), -(-M // block_m)), parts, (N,), (M,),
+            ROWS=4, BLOCK_M=block_m, BLOCK=32, num_warps=1 if M == 1 else 4,
         )  # fmt: skip
         return y_MN
 
@@ -90,21 +92,22 @@ def add_to_matrix_kernel(begins_ptr, ends_ptr, columns_ptr, values_ptr, w_ptr, K
 
 @jit_for_any("M")
 def add_to_product_kernel(
-    begins_ptr, ends_ptr, columns_ptr, values_ptr, x_ptr, y_ptr, M, x_row_stride, N,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    begins_ptr, ends_ptr, columns_ptr, values_ptr, x_ptr, y_ptr, M, N,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    begin, end = tl.load(begins_ptr + row), tl.load(ends_ptr + row)
-    if begin == end:
-        return
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begins = tl.load(begins_ptr + rows, mask=rows < N, other=0)
+    counts = tl.load(ends_ptr + rows, mask=rows < N, other=0) - begins
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_rows = x_ptr + tl.minimum(tokens, M - 1).to(tl.int64)[:, None] * x_row_stride
-    total = tl.zeros([BLOCK_M, BLOCK], tl.float32)
-    for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        columns = tl.load(columns_ptr + at, mask=at < end, other=0)
-        values = tl.load(values_ptr + at, mask=at < end, other=0.0)
-        total += tl.load(x_rows + columns[None, :]).to(tl.float32) * values[None, :]
-    y_ptrs = y_ptr + tokens.to(tl.int64) * N + row
-    y = tl.load(y_ptrs, mask=tokens < M, other=0.0).to(tl.float32) + tl.sum(total, 1)
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=tokens < M)
+    x_ptrs = x_ptr + tl.minimum(tokens, M - 1)[None, None, :]
+    total = tl.zeros([ROWS, BLOCK, BLOCK_M], tl.float32)
+    for first in range(0, tl.max(counts), BLOCK):
+        number = first + tl.arange(0, BLOCK)[None, :]
+        at, is_there = begins[:, None] + number, number < counts[:, None]
+        columns = tl.load(columns_ptr + at, mask=is_there, other=0).to(tl.int64)
+        values = tl.load(values_ptr + at, mask=is_there, other=0.0)
+        total += tl.load(x_ptrs + (columns * M)[:, :, None]).to(tl.float32) * values[:, :, None]
+    y_ptrs = y_ptr + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+    mask = (rows < N)[:, None] & (tokens < M)[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + tl.sum(total, 1)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
