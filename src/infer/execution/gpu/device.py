@@ -23,6 +23,8 @@ warm_up.py prepares what the first step needs: compiled kernels, captured graphs
 Where several ranks share a model, rank 0 has the engine: it sends each order on before it launches it, and
 the others launch theirs (`compute_part`). Rank 0 alone samples. The ids go to the others on the device, in
 the same graph, so steps run ahead there as well. A rank computes padding alone: nothing is exchanged.
+Where layers are in stages, the ranks of all but the last one have no logits: their part of a step ends with
+the hidden states that they pass on.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -81,6 +83,7 @@ from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_p
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
+from infer.kernels.runtime.communicator import Pipe
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
@@ -179,17 +182,20 @@ class GpuDevice:
         adapters: AdapterBank | None = None,
         ranks: OtherRanks | None = None,
         communicator: GpuCommunicator | None = None,
+        pipe: Pipe | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
         block tables; a head follows its steps, too. `has_trees`: drafts may be trees, and with `drafts_trees`
         it makes them. `adapters` are those of the model. `communicator` joins
-        the ranks that share the model; `ranks` are those that rank 0 tells each order.
+        the ranks that share the model; `ranks` are those that rank 0 tells each order. With a `pipe` the
+        layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees or drafts_trees
         self._ranks, self._communicator = ranks, communicator
-        self._samples = communicator is None or communicator.rank == 0
+        self._has_logits = pipe is None or pipe.stage == pipe.num_stages - 1
+        self._samples = self._has_logits and (communicator is None or communicator.rank == 0)
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -689,16 +695,22 @@ class GpuDevice:
             )
             inputs.unpack_window(num_rows, self._drafts_D, drafted)
             rows_S, has_adapters = inputs.rows_S[:num_rows], size.has_adapters
-            return model.logits(
-                self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters)
+            return self.logits(
+                model,
+                self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters),
             )
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         self.gather(rows_S)
         if not size.num_tokens:
-            return model.logits(self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters))
+            hidden_SD = self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters)
+            return self.logits(model, hidden_SD)
         tiles = inputs.tiles(size.num_tokens, self._host_chunks)
         places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
-        return model.logits(self.forward(model, num_tokens, rows_S, tiles, (), places_C))
+        return self.logits(model, self.forward(model, num_tokens, rows_S, tiles, (), places_C))
+
+    def logits(self, model: Network, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """The logits [S, V]; hidden states, which nothing reads, where later stages have them."""
+        return model.logits(hidden_SD) if self._has_logits else hidden_SD
 
     @torch.inference_mode()
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
@@ -945,6 +957,8 @@ class GpuDevice:
         prompts = Prompts(order, first=self.graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(order, prompts.last_places.tolist())
         hidden_CD = self._hidden_of(order, prompts, places)
+        if not self._has_logits:
+            return partial(self._sample_elsewhere, order)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
             states_CD = hidden_CD[:, : self.model.config.hidden_size]
@@ -958,6 +972,23 @@ class GpuDevice:
         ]
         if not order.num_sampled.any():
             return lambda masks: self._sample_none(order, prompts, asked, pooled)
+        last_S, *sampled = self._sampled(order, last_rows)
+        logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
+        rows = order.rows.repeat(order.num_sampled)
+        windows = partial(_windows_of, order, order.num_sampled.cumsum() - 1)
+
+        @torch.inference_mode()
+        def sample(masks: StepMasks) -> Pending[StepResult]:
+            ids_S = self.sample_rows(logits_SV, *sampled)
+            self._follow(partial(self._followed, order, prompts, ids_S))
+            of_outputs = self._asked(logits_SV, rows, None)
+            pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
+            return pending.scatter(windows, asked, pooled)
+
+        return sample
+
+    def _sampled(self, order: StepOrder, last_rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """The place, row and position of each id of a ragged step, and the row that goes on from it."""
         sampled = order.num_sampled.astype(np.int64)
         ends = sampled.cumsum()
         assert ends[-1] <= self._scratch.max_rows, f"{ends[-1]} positions are sampled at once"
@@ -967,18 +998,15 @@ class GpuDevice:
         advanced = np.where(sampled.repeat(sampled) == 1, rows, -1)
         packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back, advanced])
         last_S, rows_S, positions_S, advanced_S = send(torch.from_numpy(packed), self.device).unbind()
-        logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
-        windows = partial(_windows_of, order, ends - 1)
+        return last_S, rows_S, positions_S, advanced_S.int()
 
-        @torch.inference_mode()
-        def sample(masks: StepMasks) -> Pending[StepResult]:
-            ids_S = self.sample_rows(logits_SV, rows_S, positions_S, advanced_S.int())
-            self._follow(partial(self._followed, order, prompts, ids_S))
-            of_outputs = self._asked(logits_SV, rows, None)
-            pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
-            return pending.scatter(windows, asked, pooled)
-
-        return sample
+    @torch.inference_mode()
+    def _sample_elsewhere(self, order: StepOrder, masks: StepMasks) -> Pending[StepResult]:
+        """The end of a ragged step whose logits another stage has: rows go on from the ids drawn there."""
+        if order.num_sampled.any() and not order.flags & ON_HOST:
+            _, *sampled = self._sampled(order, range(order.num_rows))
+            self.sample_rows(self._scratch.ids_S, *sampled)
+        return ReadyResult(StepResult([], [], {}))
 
     def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
         """The facts that a head gets about a ragged step, given all drawn ids, row by row."""
