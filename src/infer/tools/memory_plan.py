@@ -280,7 +280,7 @@ def plan_memory(
     num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
     stages = stage_bytes(config, choice, machine)
     all_weights = sum(stage.weights for stage in stages) * config.load.tensor_parallel_size
-    most = max(stage.weights for stage in stages)  # on a GPU of their own
+    most = max(stage.weights for stage in stages)  # weights of a rank with a GPU of its own
     taken = all_weights + adapters * num_ranks if num_ranks > 1 else most + adapters
     beside = machine.unloaded.with_weights(taken + draft.weights)
     left = beside.room // num_ranks

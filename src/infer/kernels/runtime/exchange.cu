@@ -19,8 +19,8 @@
    The next kernel may start when all have been heard, and never earlier: ranks may share a GPU, and blocks that wait for
    this kernel would take the room of those that another rank needs to get here.
 
-   What one rank tells others goes one way, `tell` there and `hear` here, and the ends need not meet: hidden states from
-   one stage of layers to the next, and drawn ids from rank 0 to all.
+   Numbers that one rank tells others go one way, `tell` there and `hear` here, and the ends need not meet: hidden
+   states from one stage of layers to the next, and drawn ids from rank 0 to all.
 
        inbox of a listener    [DEPTH][BLOCKS][UNITS][THREADS]  slots as above; the teller writes to them
        taken, of the teller   [BLOCKS][THREADS]  words for each listener, who writes the number that it has read
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 #endif
 
-/* What a wait on one way needs to know: the words that end it, and the numbers of the threads of this rank on it. */
+/* The numbers of the threads of this rank on a way, and the words that end its waits. */
 #define OF_WAY word *numbers, word *aborted, word *dead, unsigned long long limit, unsigned long long count
 
 __device__ __forceinline__ unsigned long long place_of(word number) {

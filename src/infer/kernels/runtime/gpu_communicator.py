@@ -61,7 +61,7 @@ NCCL_BYTES: Final = 1 << 19  # bytes of a share from which ranks on several GPUs
 WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as gone
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _HANDLE_BYTES: Final = 64
-_RANK: Final = Struct("<BQ63s")  # of a GPU: number, free bytes, the start of its name
+_RANK: Final = Struct("<BQ63s")  # number of a GPU, its free bytes, the start of its name
 _OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
 _TYPES: Final = TYPES | {
     "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),

@@ -1,4 +1,4 @@
-"""What one rank tells others through the memory of GPUs, one way: rows of stages, drawn ids (exchange.cu).
+"""Numbers that one rank tells others through the memory of GPUs: rows of stages, drawn ids (exchange.cu).
 
     stage 0    embedding ──► layers 0 .. 15 ──► tell ──┐ rows of the step           ids ◄── hear
     stage 1                         ┌──────────────────┘                             ▲
