@@ -7,11 +7,13 @@ Ranks are threads here (tests/support/rank_threads.py); test_rank_processes.py h
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -23,6 +25,9 @@ from infer.client import load
 from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
+from infer.execution.gpu import device as gpu_device
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.order import StepOrder
 from infer.execution.rank_ring import RankMessage
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader import load as loader
@@ -106,17 +111,35 @@ def outputs(
 # -- the device half of a GPU, on the kernels' references ------------------------------------------------
 
 
-def _first(ranks: SharedCommunicator, x: torch.Tensor) -> None:
-    """`GpuCommunicator.first` for ids on a CPU; ranks of a stage have no sums of their own in between."""
-    everyone = ranks.everyone()
-    assert ranks.size in (1, everyone.size)
-    x.copy_(everyone.all_reduce(x.float() * (everyone.rank == 0)))
+class ToldIds:
+    """`GpuCommunicator.first` on a CPU: rank 0 waits for no other rank."""
+
+    def __init__(self) -> None:
+        self._told: defaultdict[int, SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
+
+    def first(self, ranks: SharedCommunicator, x: torch.Tensor) -> None:
+        everyone = ranks.everyone()
+        if everyone.rank == 0:
+            for rank in range(1, everyone.size):
+                self._told[rank].put(x.clone())
+        else:
+            x.copy_(self._told[everyone.rank].get(timeout=60))
+
+    def clear(self) -> None:
+        self._told.clear()
 
 
 @pytest.fixture
 def gpu_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, start = ToldIds(), RankThreads.__init__
+
+    def begin(ranks: RankThreads, *args: Any) -> None:
+        told.clear()
+        start(ranks, *args)
+
+    monkeypatch.setattr(RankThreads, "__init__", begin)
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
-    monkeypatch.setattr(SharedCommunicator, "first", _first, raising=False)
+    monkeypatch.setattr(SharedCommunicator, "first", lambda ranks, x: told.first(ranks, x), raising=False)
     monkeypatch.setattr(SharedCommunicator, "alone", lambda ranks: nullcontext(), raising=False)
 
 
@@ -142,6 +165,24 @@ def test_stages_on_gpus_answer_the_same(family: str, root: Path, gpu_half: None)
     """Tied heads, windows and learned positions are where they should be, and so are states."""
     path = checkpoint(root, family)
     assert answers(path, (1, 2)) == answers(path, 1)
+
+
+@pytest.mark.parametrize("knobs", GPU_KNOBS, ids=str)
+def test_stages_on_gpus_compute_parts_at_the_same_time(
+    knobs: dict[str, Any], root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage launches the next part before it takes the ids of the last one."""
+    path, went_on = checkpoint(root, "llama"), list[int]()
+    alone, go_on = answers(path, 1, **knobs), GpuDevice._go_on
+
+    def watch(device: GpuDevice, order: StepOrder) -> None:
+        go_on(device, order)
+        went_on.append(len(device._awaited))
+
+    monkeypatch.setattr(gpu_device, "MIN_PART", 1)
+    monkeypatch.setattr(GpuDevice, "_go_on", watch)
+    assert answers(path, (1, 3), **knobs) == alone
+    assert max(went_on) == 2
 
 
 def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_half: None) -> None:
@@ -346,6 +387,20 @@ def test_settings_and_requests_answer_the_same_in_stages(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.parametrize("swap_blocks", [0, 20])
 def test_mixed_traffic_answers_the_same_in_stages(family: str, swap_blocks: int, root: Path) -> None:
+    check_mixed_traffic(family, swap_blocks, root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("min_part", [1, 8])
+def test_mixed_traffic_answers_the_same_in_stages_of_gpus(
+    family: str, min_part: int, root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_device, "MIN_PART", min_part)
+    check_mixed_traffic(family, 20, root)
+
+
+def check_mixed_traffic(family: str, swap_blocks: int, root: Path) -> None:
     """Requests of all kinds come and go while others are preempted."""
     path = checkpoint(root, family)
     knobs: dict[str, Any] = {"num_blocks": 64 if family == "qwen3_next" else 40, "swap_blocks": swap_blocks}

@@ -101,7 +101,9 @@ def _run(
         result = work(communicator, link, rank)
         torch.cuda.synchronize()
         queue.put((rank, result))
-        communicator.gather_bytes(b"end")  # no rank ends while another may write to its memory
+        link.communicator.everyone().all_reduce(
+            torch.zeros(1)
+        )  # no rank ends while another may write to its memory
     except BaseException:
         queue.put((rank, traceback.format_exc()))
 

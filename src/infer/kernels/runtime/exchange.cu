@@ -298,12 +298,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) hear(uint2 *y, const uint4
             bool is_whole = true;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
-                if (first + u * stride < count) found[u] = look(inbox + place_of(number) + u * THREADS);
-#pragma unroll
-            for (int u = 0; u < UNITS; ++u)
-                if (first + u * stride < count) is_whole &= found[u].y == number && found[u].w == number;
+                if (first + u * stride < count && is_whole) {  // one look at a time while nothing has come
+                    found[u] = look(inbox + place_of(number) + u * THREADS);
+                    is_whole = found[u].y == number && found[u].w == number;
+                }
             if (is_whole) break;
-            if (tries % 1024 == 0 && is_over(aborted, dead, since, limit)) return;
+            if (tries % 256 == 0 && is_over(aborted, dead, since, limit)) return;
+            __nanosleep(64);  // a stage that computes on the same GPU needs the memory
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u)

@@ -124,7 +124,7 @@ class GpuCommunicator(Communicator):
                 own if r == number else _open(found[r], ranks[r].card, device, taken)
                 for r in range(num_ranks)
             ]
-            first = number - self.rank  # of the ranks that it adds up with
+            first = number - self.rank  # number of the first rank of its stage
             self._slots = torch.tensor(opened[first : first + self.size], dtype=torch.int64, device=device)
             has_own = len({each.card for each in ranks}) == num_ranks
             # bytes that the GPU of another rank has less free than that of this one

@@ -81,7 +81,8 @@ class GpuWay:
         assert count * PIECE == x.numel() * x.element_size(), (x.shape, x.dtype)
         if count:
             launch = self._kernels["tell" if self._tells else "hear"]
-            num_blocks = min(NUM_BLOCKS, -(-count // NUM_THREADS))
+            # few blocks, which may all be told without a wait: a stage on the same GPU needs the others
+            num_blocks = min(NUM_BLOCKS, -(-count // (NUM_THREADS * NUM_UNITS * DEPTH // 2)))
             launch(num_blocks, x.data_ptr(), *self._ends, *self._of_way, count)
 
 
