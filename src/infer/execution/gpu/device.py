@@ -223,7 +223,7 @@ class GpuDevice:
         self._adapters, self._has_trees = adapters, has_trees or drafts_trees
         self._ranks, self._communicator = ranks, communicator
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
-        self._awaited: deque[AwaitedIds] = deque()
+        self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
         self._has_logits = pipe is None or pipe.stage == pipe.num_stages - 1
         self._samples = self._has_logits and (communicator is None or communicator.rank == 0)
         config, device, block_size = model.config, store.device, shape.block_size
@@ -548,14 +548,11 @@ class GpuDevice:
     @torch.inference_mode()
     def _go_on(self, order: StepOrder) -> None:
         """Let the rows of an order go on from their ids; those of steps before it come first."""
-        begins, num_due = order.has_begun or order.known.size or VERIFY in order.kinds, 0
+        takes_all = order.has_begun or order.known.size or VERIFY in order.kinds
+        num_due = len(self._awaited) - self._num_parts + 1
         for number, each in enumerate(self._awaited, 1):
-            if (
-                begins
-                or np.isin(each.rows, order.rows).any()
-                or number <= len(self._awaited) - self._num_parts + 1
-            ):
-                num_due = number
+            if takes_all or np.isin(each.rows, order.rows).any():
+                num_due = max(num_due, number)
         for _ in range(num_due):
             rows, positions, places, num_ids = self._awaited.popleft()
             assert self._communicator is not None
