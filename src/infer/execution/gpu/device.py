@@ -55,7 +55,7 @@ from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, mo
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
-from infer.execution.gpu.rows import DeviceRows
+from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
@@ -555,14 +555,13 @@ class GpuDevice:
                 num_due = max(num_due, number)
         for _ in range(num_due):
             rows, positions, places, num_ids = self._awaited.popleft()
+            packed = padded_tokens(np.stack([rows, places, positions]))  # sent before the wait
+            rows_N, places_N, positions_N = send(torch.from_numpy(packed), self.device).unbind()
             assert self._communicator is not None
             self._communicator.first(ids_S := self._scratch.ids_S[:num_ids])
-            if not len(rows):
-                continue
-            packed = np.stack([rows, positions, places]).astype(np.int64)
-            rows_N, positions_N, places_N = send(torch.from_numpy(packed), self.device).unbind()
-            state = self.rows
-            advance_rows(rows_N, ids_S[places_N], positions_N, state.last_token_R, state.position_R)
+            if len(rows):
+                state = self.rows
+                advance_rows(rows_N, ids_S[places_N], positions_N, state.last_token_R, state.position_R)
 
     def _clear_masks(self, order: StepOrder) -> None:
         """Let no row of a step without masks be sampled under one of an earlier step."""
