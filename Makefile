@@ -18,6 +18,7 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 	$$python $(IS_NEW_ENOUGH) 2> /dev/null && echo $$python && break; done)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE  # without kept bytecode, each process of pytest rewrites its plugins anew
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
