@@ -8,7 +8,8 @@ its end. The formula is crude and that is enough: it ranks policies, it does not
 
 N ranks that share a model compute faster, but spend time on communication (`Ranks`). Each rank reads 1/N
 of the weights and computes 1/N of a step; keys and values are divided by heads, so by N or by the
-number of heads, whichever is less. Twice in each layer the ranks add up what they have, a row of numbers for each token:
+number of heads, whichever is less. Twice in each layer the ranks add up what they have, a row of numbers
+for each token:
 
     bytes       = tokens * hidden size * bytes of a number
     one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads what all others have
