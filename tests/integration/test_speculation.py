@@ -219,7 +219,7 @@ DEPENDENT: list[dict[str, Any]] = [  # on all tokens before, so a draft that ign
 # -- a model that drafts for itself -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "on_gpu"), thinned(ALL_FAMILIES, (False, True), keep=3))
+@pytest.mark.parametrize(("family", "on_gpu"), thinned(ALL_FAMILIES, (False, True), keep=5))
 def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""
     count = 1 + (ALL_FAMILIES.index(family) + 4 * on_gpu) % 7
@@ -242,7 +242,7 @@ PRESSURE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("pressure", "family", "on_gpu"), thinned(PRESSURE, ("llama", "mistral", "gemma3"), (False, True), keep=3)
+    ("pressure", "family", "on_gpu"), thinned(PRESSURE, ("llama", "mistral", "gemma3"), (False, True), keep=4)
 )
 def test_a_cache_too_small_leaves_it_right(pressure: str, family: str, on_gpu: bool) -> None:
     """Texts that it drafts from were preempted, swapped, forked, or found in the prefix cache."""
@@ -562,8 +562,7 @@ def test_attention_is_compiled_for_as_many_rows_as_windows_have(
 # -- what a request may ask for ---------------------------------------------------------------------------
 
 
-@on_both
-@pytest.mark.parametrize("asked", [0, 1, 2, None])
+@pytest.mark.parametrize(("asked", "on_gpu"), thinned((0, 1, 2, None), (False, True), keep=2))
 def test_a_request_may_ask_for_fewer(asked: int | None, on_gpu: bool) -> None:
     engine = engine_of(on_gpu=on_gpu, **self_draft("qwen3", 4))
     requests = requests_of([{"num_speculative_tokens": asked}, {"num_speculative_tokens": asked, "n": 2}])
@@ -590,8 +589,7 @@ def cached_texts(engine: Engine) -> Iterator[tuple[int, ...]]:
     return walk(engine.scheduler.pool._tree._root, ())
 
 
-@on_both
-@pytest.mark.parametrize("method", ["self", "lies"])
+@pytest.mark.parametrize(("method", "on_gpu"), thinned(("self", "lies"), (False, True), keep=2))
 def test_only_kept_tokens_are_cached_and_aborts_leave_no_trace(method: str, on_gpu: bool) -> None:
     knobs = self_draft("qwen3", 5) if method == "self" else LOOKUP
     kinds = [kind for kind in MIX if "n" not in kind] * 2
@@ -739,8 +737,7 @@ def test_steps_overlap_as_without_speculation_where_nothing_matches() -> None:
     assert totals(engine)[0] == 0
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+@pytest.mark.parametrize(("is_adaptive", "on_gpu"), thinned((True, False), (False, True), keep=2))
 def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on_gpu: bool) -> None:
     """A step has room for nine tokens: drafts of the last sequence would not fit beside eight others."""
     kinds: list[dict[str, Any]] = [{"num_speculative_tokens": 0, "max_tokens": 30}] * 8 + [{"max_tokens": 30}]
@@ -752,8 +749,7 @@ def test_drafts_leave_room_for_every_sequence_of_the_batch(is_adaptive: bool, on
     assert engine.scheduler.state.num_drafts == 0
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False], ids=["adaptive", "always"])
+@pytest.mark.parametrize(("is_adaptive", "on_gpu"), thinned((True, False), (False, True), keep=2))
 def test_sequences_without_drafts_go_on_beside_many_windows(is_adaptive: bool, on_gpu: bool) -> None:
     """However many drafts there are in a step: what a row without any has drawn is known to the device."""
     kinds: list[dict[str, Any]] = [{"max_tokens": 16}] * 16
