@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1], help="streams at a time")
     parser.add_argument("--device", default="auto", help="as of an engine")
     parser.add_argument("--knobs", type=json.loads, default={}, help="JSON of knobs for engines with drafts")
+    parser.add_argument("--num-threads", type=int, help="of a CPU; 1: CPU time has no thread that waits in it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=192)
     args = parse(parser)
@@ -166,6 +167,8 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(methods)}; eagle3 needs --head")
     chosen = {name: knobs for name, knobs in methods.items() if name in {"off", *(args.methods or methods)}}
     shared: dict[str, Any] = {"device": args.device, "max_seq_len": 2048, "num_blocks": 2048}
+    if args.num_threads is not None:
+        shared["num_threads"] = args.num_threads
     engines = {
         name: LLM(args.model, **shared, **(knobs and knobs | args.knobs)) for name, knobs in chosen.items()
     }
@@ -173,6 +176,8 @@ def main() -> None:
         while llm.engine.prepare() or llm.engine.use_idle_time() == 0:
             pass
     report: dict[str, Any] = {"model": engines["off"].name, **facts(), "rounds": args.rounds, "kinds": {}}
+    if args.num_threads is not None:
+        report["num_threads"] = args.num_threads
     for (kind, texts), size in itertools.product(prompts().items(), args.batches):
         name = kind if args.batches == [1] else f"{kind}, batch {size}"
         found = measure(engines, kind, batches_of(texts, size), args.rounds, args.max_tokens)
