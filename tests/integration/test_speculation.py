@@ -318,7 +318,7 @@ FORMS: list[dict[str, Any]] = [
     ("form", "family"), list(zip(FORMS, ("llama", "qwen3", "mistral", "gemma3"), strict=True)), ids=repr
 )
 def test_packed_weights_and_caches_on_a_cpu(form: dict[str, Any], family: str) -> None:
-    """Swapped, cached and drawn: tokens and logprobs are the same to the last bit where weights are packed."""
+    """Swapped, cached and drawn: the same to the last bit where weights are packed."""
     knobs: dict[str, Any] = {"attention_backend": "auto", **form}
     source = resolve_model(checkpoint(family), show_progress=False)
     requests = repetitive(5) + [
