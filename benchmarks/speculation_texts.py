@@ -8,10 +8,10 @@ parts, questions that are answered greedily, where a small model soon repeats it
 answered at temperature 1, which hardly does. One stream at a time, or a batch of them, for which prompts come
 again with a number. The engines have the same weights and take turns, batch by batch; a ratio is the median
 over rounds of the time without drafts by the time with. `cpu_ratio` is the same of CPU time, which other
-programs on the machine change less, and `decode_ratio` of the time after the first token, on a CPU of CPU time:
-prompts are computed once more for their first tokens alone. `accepted_len` are the tokens of a step with
-drafts, on average. On a CPU answers must be equal; on a GPU, whose kernels add up in another order for another
-number of rows, `same_answers` says how many are.
+programs on the machine change less, and `decode_ratio` of the time after the first token, on a CPU of CPU
+time: prompts are computed once more for their first tokens alone. `accepted_len` are the tokens of a step
+with drafts, on average. On a CPU answers must be equal; on a GPU, whose kernels add up in another order for
+another number of rows, `same_answers` says how many are.
 """
 
 from __future__ import annotations
