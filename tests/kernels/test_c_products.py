@@ -1,8 +1,8 @@
 """Products of packed weights against their definition, bit for bit, in every build of the C kernels.
 
 `c_products.c` has the definition, number by number, and is linked with the kernels: for this processor, for
-lesser ones, for ARM under an emulator, for VNNI and AMX with their instructions in C, and with the sanitizers
-of each compiler that is here. Where other tests need a build too, it is linked with their library.
+lesser ones, for ARM under an emulator, for VNNI and AMX with their instructions in C, and with the
+sanitizers of each compiler that is here. Where other tests need a build too, it is linked with their library.
 """
 
 from __future__ import annotations
