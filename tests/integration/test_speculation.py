@@ -305,6 +305,43 @@ def test_deterministic_logprobs_are_the_same_bits(method: str) -> None:
     assert num_drafts > 0 and (num_accepted == num_drafts or method == "ngram")
 
 
+FORMS: list[dict[str, Any]] = [
+    {"quantization": "int4"},
+    {"quantization": "int8", "cpu_products": "fast"},
+    {"quantization": "int4", "kv_cache_dtype": "fp8"},
+    {"quantization": "none", "kv_cache_dtype": "int8"},
+]
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("form", "family"), list(zip(FORMS, ("llama", "qwen3", "mistral", "gemma3"), strict=True)), ids=repr
+)
+def test_packed_weights_and_caches_on_a_cpu(form: dict[str, Any], family: str) -> None:
+    """Swapped, cached and drawn: the same to the last bit where weights are packed."""
+    knobs: dict[str, Any] = {"attention_backend": "auto", **form}
+    source = resolve_model(checkpoint(family), show_progress=False)
+    requests = repetitive(5) + [
+        replace(asked, request_id=f"mix {asked.request_id}") for asked in requests_of(MIX[:6], seed=5)
+    ]
+    found = []
+    small: dict[str, Any] = {"preemption": "swap", "swap_blocks": 40, **SMALL}
+    for more in {}, LOOKUP | {"num_speculative_tokens": 7}, LOOKUP | small, self_draft(family, 5):
+        with mock.patch(f"{__name__}.target", lambda family: load_as(source, form["quantization"])):
+            engine = engine_of(family, **knobs, **more)
+        found.append(serve(engine, requests, every=2))
+        assert not more or totals(engine)[1] > 5
+    for answers in found[1:]:
+        assert_same(answers, found[0])
+        if form["quantization"] != "none":
+            assert answers == found[0], "a row of a window is computed as it would be alone"
+
+
+def load_as(source: Any, quantization: str) -> LoadedModel:
+    dtype = "float32" if quantization == "none" else "auto"
+    return load_model(source, dtype=dtype, device="cpu", quantization=quantization)
+
+
 # -- drafts that are looked up ----------------------------------------------------------------------------
 
 
