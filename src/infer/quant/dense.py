@@ -23,6 +23,7 @@ from infer.kernels.linear.small import (
 )
 from infer.kernels.moe.biased import biased_experts_mlp, dense_products
 from infer.kernels.moe.grouped import experts_mlp
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import use_triton
 from infer.quant.projection import Choices, Neighbours, Projection, Source
 from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
@@ -129,6 +130,11 @@ class Dense(Projection):
         weight = self.weight
         return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 else None
 
+    def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
+        """Ask for the kernel of many rows."""
+        if self.stacked is not None:
+            self.many = ManyRows.of(compiled, self.spec.num_rows, self.spec.size, activation)
+
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor:
@@ -140,7 +146,7 @@ class Dense(Projection):
             return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
         return experts_mlp(
             x_TD, *choices, self.weight, down.weight,
-            activation=activation, invariant=self.batch_invariant,
+            activation=activation, invariant=self.batch_invariant, many=(self.many, down.many),
         )  # fmt: skip
 
 
@@ -149,6 +155,7 @@ class InvariantDense(Dense):
 
     batch_invariant = True
     prepare, invariant = Projection.prepare, Projection.invariant
+    prepare_experts = Projection.prepare_experts
     project_rows, project_norm = Projection.project_rows, Projection.project_norm
     reads_sum = Projection.reads_sum
 

@@ -20,6 +20,7 @@ from infer.kernels.linear.small import launch_add, launch_of_sum
 from infer.kernels.moe.biased import biased_experts_mlp, coded_products
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
 from infer.kernels.moe.coded_grouped import coded_experts_mlp
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.kernels.runtime.profiles import device_profile
 from infer.quant.coded import CodedRows
@@ -206,6 +207,7 @@ class GPUWeights(Projection):
                 stack.form, rows // 2 if activation else rows, self.spec.size, activation
             )
             compiled.use(self.grouped)
+            self.many = ManyRows.of(compiled, rows, self.spec.size, activation)
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """The projection of one expert from its matrix."""
@@ -224,7 +226,7 @@ class GPUWeights(Projection):
         return coded_experts_mlp(
             x_TD, *choices, both[0], both[1], activation=activation,
             compiled=(self.grouped, down.grouped if isinstance(down, GPUWeights) else None),
-            invariant=self.batch_invariant,
+            invariant=self.batch_invariant, many=(self.many, down.many),
         )  # fmt: skip
 
 

@@ -23,7 +23,14 @@ from infer.kernels.linear.coded_linear import expand, stored_parts, tile_constan
 from infer.kernels.linear.coded_triton import coded_tile
 from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
 from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
-from infer.kernels.moe.grouped import choose_tiles, multiply_rows, order_rows, sum_choices
+from infer.kernels.moe.grouped import (
+    ManyOfBoth,
+    Stack,
+    choose_tiles,
+    mlp_in_order,
+    order_rows,
+    sum_choices,
+)
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
 
@@ -68,11 +75,12 @@ def coded_experts_mlp(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: CodedWeights,
     down: CodedWeights, *, activation: str,
     compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None), invariant: bool = False,
+    many: ManyOfBoth | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts on a GPU; both matrices are those of all experts, [E, ...] each.
 
-    `compiled`: the kernels in CUDA C++ of both, where there are some. `invariant`: blocks of one size,
-    however many tokens there are.
+    `compiled`: the kernels in CUDA C++ of both, where there are some; `many`: those for many rows of
+    unpacked matrices. `invariant`: blocks of one size, however many tokens there are.
     """
     (T, num_choices), num_experts = experts_TC.shape, len(gate_up.cells)
     num_rows = T * num_choices
@@ -86,17 +94,13 @@ def coded_experts_mlp(
         ),
     )
     if way == "unpacked":
-        tiles, down_tiles = choose_tiles(num_rows, num_experts, x_TD.element_size())
-        order = order_rows(experts_TC, num_experts, tiles.block_t)
-        gated_RF = x_TD.new_empty((num_rows, gate_up.num_rows // 2))
-        stack = expand_stack(gate_up, x_TD.dtype)
-        multiply_rows(
-            x_TD, stack, gated_RF, *order, None, tiles, rows_per_input=num_choices, activation=activation
-        )
-        del stack  # before the next one is made: `scratch_bytes` counts one
-        outputs_RD = x_TD.new_empty((num_rows, down.num_rows))
-        multiply_rows(gated_RF, expand_stack(down, x_TD.dtype), outputs_RD, *order, weights_TC, down_tiles)
-        return sum_choices(outputs_RD, T, num_choices)
+        def stack(weights: CodedWeights) -> Stack:
+            return lambda: expand_stack(weights, x_TD.dtype)
+
+        return mlp_in_order(
+            x_TD, experts_TC, weights_TC, stack(gate_up), stack(down), num_experts, gate_up.num_rows // 2,
+            activation=activation, many=many,
+        )  # fmt: skip
     first, second = compiled
     if way == "cuda":
         assert first is not None and second is not None

@@ -36,8 +36,11 @@ from infer.kernels.moe.grouped_kernels import (
     route_kernel,
     sum_kernel,
 )
+from infer.kernels.moe.many import ManyRows, block_height, is_for_many
 from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
+Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
+ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
 OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
 
 _CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
@@ -118,11 +121,12 @@ def route(
 
 def experts_mlp(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts and mix the results; see `experts_mlp_reference`.
 
     `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
+    `many`: the kernels of both matrices for many rows of an expert, where they were compiled.
     """
     if not use_triton(x_TD):
         return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
@@ -135,17 +139,33 @@ def experts_mlp(
     if not T:
         return torch.empty_like(x_TD)
 
-    num_rows = T * num_choices
-    tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
-    row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
-
-    gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
-    multiply_rows(
-        x_TD, gate_up_EFD, gated_RF, row_order, block_experts, None, tiles,
-        rows_per_input=num_choices, activation=activation,
+    return mlp_in_order(
+        x_TD, experts_TC, weights_TC, lambda: gate_up_EFD, lambda: down_EDF, num_experts, size,
+        activation=activation, invariant=invariant, many=many,
     )  # fmt: skip
-    outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
-    multiply_rows(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, down_tiles)
+
+
+def mlp_in_order(
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
+    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`experts_mlp` with matrices that are asked for one stack at a time, such as those that are unpacked."""
+    (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
+    num_rows = T * num_choices
+    if many is not None and not invariant and is_for_many(num_rows, num_experts, many):
+        first, second = many
+        order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
+        gated_PF = first.multiply(x_TD, gate_up(), num_rows, *order, None, rows_per_input=num_choices)
+        outputs_RD = second.multiply(gated_PF, down(), num_rows, *order, weights_TC)
+        return sum_choices(outputs_RD, T, num_choices)
+    tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
+    order = order_rows(experts_TC, num_experts, tiles.block_t)
+    gated_RF = x_TD.new_empty((num_rows, size))
+    multiply_rows(
+        x_TD, gate_up(), gated_RF, *order, None, tiles, rows_per_input=num_choices, activation=activation
+    )
+    outputs_RD = x_TD.new_empty((num_rows, D))
+    multiply_rows(gated_RF, down(), outputs_RD, *order, weights_TC, down_tiles)
     return sum_choices(outputs_RD, T, num_choices)
 
 
@@ -170,7 +190,8 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=chunk, num_warps=num_warps)
     order_kernel[(num_experts,)](
         experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=chunk, num_warps=num_warps,
+        BLOCK_T=block_t, PADDING=next_power_of_two(block_t), BLOCK_E=next_power_of_two(num_experts),
+        CHUNK=chunk, num_warps=num_warps,
     )  # fmt: skip
     return row_order, block_experts
 

@@ -64,6 +64,7 @@ def count_kernel(experts_ptr, counts_ptr, num_rows, CHUNK: tl.constexpr):
 @jit_for_any("num_rows", "num_blocks")
 def order_kernel(
     experts_ptr, counts_ptr, row_order_ptr, block_experts_ptr, num_rows, E, num_blocks, BLOCK_T: tl.constexpr,
+    PADDING: tl.constexpr,  # next power of two >= BLOCK_T
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -82,7 +83,7 @@ def order_kernel(
             tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
 
     place = first_block * BLOCK_T
-    padding = my_rows + tl.arange(0, BLOCK_T)
+    padding = my_rows + tl.arange(0, PADDING)
     tl.store(row_order_ptr + place + padding, num_rows, mask=padding < my_blocks * BLOCK_T)
     for start in range(0, num_rows, CHUNK):
         rows = start + lanes
