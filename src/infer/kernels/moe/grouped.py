@@ -37,7 +37,7 @@ from infer.kernels.moe.grouped_kernels import (
     sum_kernel,
 )
 from infer.kernels.moe.many import ManyRows, block_height, is_for_many
-from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
+from infer.kernels.runtime.dispatch import INTERPRETED, has_pdl, next_power_of_two, shared_bytes, use_triton
 
 Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
 ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
@@ -46,6 +46,7 @@ OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M,
 _CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
 _GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
 _BLOCK_D = 1024
+_AHEAD_BYTES = 32 << 20  # bytes of matrices brought into L2 while experts are chosen
 
 
 class Tiles(NamedTuple):
@@ -101,9 +102,12 @@ def experts_mlp_reference(
 
 
 def route(
-    logits_TE: torch.Tensor, num_choices: int, *, normalized: bool
+    logits_TE: torch.Tensor, num_choices: int, *, normalized: bool, ahead: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as `route_reference` does; among equal ones the first."""
+    """Choose experts as `route_reference` does; among equal ones the first.
+
+    `ahead`: matrices that will be read soon, whose beginning is brought into L2 meanwhile.
+    """
     if not use_triton(logits_TE):
         return route_reference(logits_TE, num_choices, normalized)
     T, E = logits_TE.shape
@@ -111,12 +115,21 @@ def route(
     experts_TC = torch.empty((T, num_choices), dtype=torch.int32, device=logits_TE.device)
     weights_TC = torch.empty((T, num_choices), dtype=torch.float32, device=logits_TE.device)
     if T:
+        num_pieces = _pieces_ahead(T, ahead)
         route_kernel[(T,)](
-            logits_TE, experts_TC, weights_TC, logits_TE.stride(0), E,
-            CHOICES=num_choices, NORMALIZED=normalized, BLOCK_E=next_power_of_two(E),
-            BLOCK_C=next_power_of_two(num_choices), num_warps=1,
+            logits_TE, experts_TC, weights_TC, experts_TC if ahead is None else ahead, logits_TE.stride(0), E,
+            num_pieces, CHOICES=num_choices, NORMALIZED=normalized, BLOCK_E=next_power_of_two(E),
+            BLOCK_C=next_power_of_two(num_choices), AHEAD=num_pieces > 0, num_warps=1,
         )  # fmt: skip
     return experts_TC, weights_TC
+
+
+def _pieces_ahead(num_tokens: int, ahead: torch.Tensor | None) -> int:
+    """The pieces of 2 KiB that each of 32 lanes of a token's program asks for."""
+    if ahead is None or INTERPRETED or not has_pdl(ahead.device):
+        return 0
+    num_bytes = min(_AHEAD_BYTES, ahead.numel() * ahead.element_size())
+    return num_bytes // (num_tokens * 32 * 2048)
 
 
 def experts_mlp(

@@ -1,7 +1,8 @@
 """The Triton kernels of `grouped.py`: choose experts, order rows by expert, multiply, add up.
 
 **route_kernel**, one program per token, finds the C largest probabilities one after the other; C is at
-most eight or so, and a row of logits is at most a few hundred numbers.
+most eight or so, and a row of logits is at most a few hundred numbers. It and the next two launches leave
+memory idle, so it also asks for the beginning of the first matrices to be brought into L2 (AHEAD).
 
 **count_kernel** and **order_kernel**, one program per expert each: the first counts the rows of its
 expert; the second, knowing all counts, knows where its own blocks begin, and writes its rows there in their
@@ -24,12 +25,21 @@ from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 
 
-@jit
+@jit_for_any("num_pieces")
 def route_kernel(
-    logits_ptr, experts_ptr, weights_ptr, logits_row_stride, E, CHOICES: tl.constexpr,
-    NORMALIZED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    logits_ptr, experts_ptr, weights_ptr, ahead_ptr, logits_row_stride, E,
+    num_pieces,  # pieces of `ahead_ptr`, of 2 KiB, that each of 32 lanes asks for
+    CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+    AHEAD: tl.constexpr,  # False in the interpreter
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    if AHEAD:
+        for piece in range(num_pieces):
+            pieces = (piece * tl.num_programs(0) + token) * 32 + tl.arange(0, 32)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;", "=r,l",
+                [ahead_ptr.to(tl.int64) + pieces * 2048], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_C)
     logits = tl.load(logits_ptr + token * logits_row_stride + experts, mask=experts < E, other=-float("inf"))
