@@ -16,6 +16,7 @@ from infer.kernels.runtime import tensor_map
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.kernels.emulated_wgmma import compile_linear, encode_tiled
 from tests.kernels.kernel_contract import nan_in_fresh_memory
+from tests.kernels.test_few_experts import order_rows_reference
 
 
 class EmulatedLaunch:
@@ -43,20 +44,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def in_order(experts_TC: torch.Tensor, num_experts: int, height: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows by expert in padded blocks, as `order_rows` has them, and one block that is not needed."""
-    places, experts = [], []
-    flat = experts_TC.flatten()
-    for expert in range(num_experts):
-        rows = (flat == expert).nonzero().flatten().tolist()
-        for start in range(0, len(rows), height):
-            block = rows[start : start + height]
-            places += block + [len(flat)] * (height - len(block))
-            experts.append(expert)
-    places += [len(flat)] * height
-    return torch.tensor(places, dtype=torch.int32), torch.tensor([*experts, -1], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("height", HEIGHTS)
 def test_each_row_meets_its_expert(height: int) -> None:
     """More chunks than stages, cut tiles, whole blocks, warpgroups of padding, an expert without rows."""
@@ -68,12 +55,10 @@ def test_each_row_meets_its_expert(height: int) -> None:
     weights_TC = torch.rand(experts_TC.shape)
     gate_up = (torch.randn(num_experts, 2 * size, hidden_size) / 16).bfloat16()
     down = (torch.randn(num_experts, hidden_size, size) / 16).bfloat16()
-    num_rows, order = experts_TC.numel(), in_order(experts_TC, num_experts, height)
+    num_rows, order = experts_TC.numel(), order_rows_reference(experts_TC, num_experts, height)
     first, second = ManyRows(size, hidden_size, "silu"), ManyRows(hidden_size, size, "")
     gated = first.multiply(x, gate_up, num_rows, *order, None, rows_per_input=2)
     outputs = second.multiply(gated, down, num_rows, *order, weights_TC)
     y = outputs.float().view(*experts_TC.shape, -1).sum(1)
-    expected = experts_mlp_reference(
-        x.float(), experts_TC, weights_TC, gate_up.float(), down.float(), "silu"
-    )
+    expected = experts_mlp_reference(x.float(), experts_TC, weights_TC, gate_up.float(), down.float(), "silu")
     assert (y - expected).abs().max() < 0.02 * expected.abs().max()

@@ -286,8 +286,11 @@ class Projection:
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
-        """Send each token through its experts, this projection being gate and up; expert by expert."""
+    ) -> torch.Tensor | PendingProduct:
+        """Send each token through its experts, this projection being gate and up; expert by expert.
+
+        A kernel may leave the sum of a token's experts to the residual stream, which it is added to.
+        """
 
         def one_expert(number: int, x_MD: torch.Tensor) -> torch.Tensor:
             return down.expert(number).project(self.expert(number).project(x_MD, activation))

@@ -136,41 +136,53 @@ def experts_mlp(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
     down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Send each token through its experts and mix the results; see `experts_mlp_reference`.
+    """Send each token through its experts and mix the results; see `experts_mlp_reference`."""
+    if not use_triton(x_TD):
+        return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
+    return sum_choices(
+        expert_rows(
+            x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation=activation, invariant=invariant,
+            many=many,
+        )
+    )  # fmt: skip
+
+
+def expert_rows(
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The weighted results of each token's experts on a GPU, [T, C, D], whose sum over C is the mixture's.
 
     `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
     `many`: the kernels of both matrices for many rows of an expert, where they were compiled.
     """
-    if not use_triton(x_TD):
-        return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
     find_activation(activation)
-    (T, D), num_choices, num_experts = x_TD.shape, experts_TC.shape[1], len(gate_up_EFD)
-    size = down_EDF.shape[2]
+    D, num_experts, size = x_TD.shape[1], len(gate_up_EFD), down_EDF.shape[2]
     assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)
     assert gate_up_EFD.is_contiguous() and down_EDF.is_contiguous(), "experts must be contiguous"
     assert experts_TC.is_contiguous() and weights_TC.is_contiguous() and x_TD.stride(1) == 1
-    if not T:
-        return torch.empty_like(x_TD)
-
-    return mlp_in_order(
+    return rows_in_order(
         x_TD, experts_TC, weights_TC, lambda: gate_up_EFD, lambda: down_EDF, num_experts, size,
         activation=activation, invariant=invariant, many=many,
     )  # fmt: skip
 
 
-def mlp_in_order(
+def rows_in_order(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
     num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`experts_mlp` with matrices that are asked for one stack at a time, such as those that are unpacked."""
+    """`expert_rows` with matrices that are asked for one stack at a time, such as those that are unpacked."""
     (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
     num_rows = T * num_choices
+    if not T:
+        return x_TD.new_empty((T, num_choices, D))
     if many is not None and not invariant and is_for_many(num_rows, num_experts, many):
         first, second = many
+        assert first is not None and second is not None
         order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
         gated_PF = first.multiply(x_TD, gate_up(), num_rows, *order, None, rows_per_input=num_choices)
         outputs_RD = second.multiply(gated_PF, down(), num_rows, *order, weights_TC)
-        return sum_choices(outputs_RD, T, num_choices)
+        return outputs_RD.view(T, num_choices, D)
     tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
     order = order_rows(experts_TC, num_experts, tiles.block_t)
     gated_RF = x_TD.new_empty((num_rows, size))
@@ -179,16 +191,15 @@ def mlp_in_order(
     )
     outputs_RD = x_TD.new_empty((num_rows, D))
     multiply_rows(gated_RF, down(), outputs_RD, *order, weights_TC, down_tiles)
-    return sum_choices(outputs_RD, T, num_choices)
+    return outputs_RD.view(T, num_choices, D)
 
 
-def sum_choices(outputs_RD: torch.Tensor, num_tokens: int, num_choices: int) -> torch.Tensor:
-    """Add up the rows of each token, which lie next to each other."""
-    size = outputs_RD.shape[1]
-    y_TD = outputs_RD.new_empty((num_tokens, size))
-    sum_kernel[(num_tokens, -(-size // _BLOCK_D))](
-        outputs_RD, y_TD, size, CHOICES=num_choices, BLOCK_D=_BLOCK_D
-    )
+def sum_choices(outputs_TCD: torch.Tensor) -> torch.Tensor:
+    """Add up the results of each token, in order."""
+    T, num_choices, size = outputs_TCD.shape
+    y_TD = outputs_TCD.new_empty((T, size))
+    if T:
+        sum_kernel[(T, -(-size // _BLOCK_D))](outputs_TCD, y_TD, size, CHOICES=num_choices, BLOCK_D=_BLOCK_D)
     return y_TD
 
 

@@ -7,10 +7,10 @@ The rows are in order by expert (grouped.py), which Triton's kernels take as wel
 leave their results in order, padding included, so that TMA can copy whole blocks of them for down; and as
 many blocks of threads run as there are SMs, each loading its next tile while it stores the results of one.
 
-It is for bfloat16, and for experts with enough rows that arithmetic, not reading their matrices, takes the time.
+It is for bfloat16, and for experts with enough rows that arithmetic takes the time, not reading matrices.
 
-Shapes:  T tokens, R rows, P places, E experts, D hidden size, F intermediate size, N outputs (of the gate half
-when gated), K inputs.
+Shapes:  T tokens, R rows, P places, E experts, D hidden size, F intermediate size, N outputs (of the gate
+half when gated), K inputs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ManyRows(PdlKernel):
         row_bytes = x.stride(0) * x.element_size()
         kernel(
             min(num_sms(x.device), num_blocks * -(-self.N // outputs)),
-            Boxes(w_ENK.data_ptr(), w_ENK.dtype, w_ENK.shape[0] * w_ENK.shape[1], self.K, self.K * 2, outputs),
+            Boxes(w_ENK.data_ptr(), w_ENK.dtype, w_ENK.numel() // self.K, self.K, self.K * 2, outputs),
             Boxes(x.data_ptr(), x.dtype, len(x), self.K, row_bytes, height),
             x.data_ptr(), row_order.data_ptr(), block_experts.data_ptr(),
             0 if weights_TC is None else weights_TC.data_ptr(), y.data_ptr(),
