@@ -395,6 +395,12 @@ static Index gridDim;
 template <int COUNT> static void take_registers() {}
 template <int COUNT> static void leave_registers() {}
 static void hold(float*) {}
+template <typename T> static T load(const T* at) {
+    require(is_waited[current], "results of the previous kernel are read before the wait");
+    return *at;
+}
+static int load_int(const int* at) { return load(at); }
+static float load_float(const float* at) { return load(at); }
 static void add_tall_product(float* sums, u64 x, u64 w) { add_product<256>(sums, x, w); }
 template <typename T> static void store_piece(char* to, const T& piece) {
     require((unsigned long)to % 16 == 0, "a piece is stored between multiples of 16 bytes");

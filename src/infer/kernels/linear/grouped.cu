@@ -36,6 +36,8 @@ constexpr int TALL = 256, OUTPUTS = GATED ? TALL / 2 : TALL;  // rows of W in a 
 constexpr int CHUNK = 64, X_BYTES = ROWS * CHUNK * 2, W_BYTES = TALL * CHUNK * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, REGISTERS = GROUPS == 2 ? 232 : 160;
 
+constexpr u32 NOWHERE = 0xffffffffu;  // place of padding, which is not copied: no row depends on another one
+
 static_assert(GROUPS == 2 || GROUPS == 3, "as many registers as there are");
 
 #ifndef EMULATED
@@ -53,6 +55,19 @@ __device__ __forceinline__ void copy_piece(u32 to, const char* from) {
 
 __device__ __forceinline__ void arrive_with_pieces(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// What the previous kernel wrote; asked for here, waited for where it is used.
+__device__ __forceinline__ int load_int(const int* at) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float load_float(const float* at) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
 }
 
 // What threads copied, not TMA, becomes visible to the matrix unit.
@@ -90,11 +105,11 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
     const __grid_constant__ TensorMap w_map,  // [E * N, K] or [E * 2N, K], boxes of OUTPUTS rows
     const __grid_constant__ TensorMap x_map,  // [blocks * ROWS, K], boxes of ROWS; not with GATHER
-    const char* __restrict__ x,               // [inputs, K]
-    const int* __restrict__ row_order,        // [blocks * ROWS]: `num_rows` for padding
-    const int* __restrict__ block_experts,    // [blocks]: -1 for those that are not needed, which are the last
-    const float* __restrict__ weights,        // [num_rows]
-    char* __restrict__ y,                     // [blocks * ROWS, N] with GATHER, else [num_rows, N]
+    const char* x,                            // [inputs, K]
+    const int* row_order,                     // [blocks * ROWS]: `num_rows` for padding
+    const int* block_experts,                 // [blocks]: -1 for those that are not needed, which are the last
+    const float* weights,                     // [num_rows]
+    char* y,                                  // [blocks * ROWS, N] with GATHER, else [num_rows, N]
     long long x_row_bytes, int num_rows, int rows_per_input, int N, int K, int num_blocks
 ) {
     extern __shared__ char memory[];
@@ -127,15 +142,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
         if (GATHER || loader == 0) {
             for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
                 const int block = tile / num_cuts, output = tile % num_cuts * OUTPUTS;
-                const int expert = block_experts[block];
+                const int expert = load_int(block_experts + block);
                 if (expert < 0) break;
                 const int w_row = expert * (GATED ? 2 * N : N) + output;
                 u32 places[GATHER ? ROWS / 16 : 1];  // of pieces in x, counted in pieces
                 if (GATHER) {
 #pragma unroll
                     for (int i = 0; i < ROWS / 16; ++i) {
-                        const int row = min(row_order[block * ROWS + first + 16 * i], num_rows - 1);
-                        places[i] = (u32)(row / rows_per_input) * (u32)(x_row_bytes / 16) + piece;
+                        const int row = load_int(row_order + block * ROWS + first + 16 * i);
+                        places[i] = row < num_rows ? (u32)(row / rows_per_input) * (u32)(x_row_bytes / 16) + piece : NOWHERE;
                     }
                 }
                 for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -152,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
                         const u32 at = shared_address(to) + W_BYTES + first * 128 + (piece ^ first % 8) * 16;
 #pragma unroll
                         for (int i = 0; i < ROWS / 16; ++i)
-                            copy_piece(at + i * (16 * 128), x + (u64)(places[i] + chunk * (CHUNK * 2 / 16)) * 16);
+                            if (places[i] != NOWHERE)
+                                copy_piece(at + i * (16 * 128), x + (u64)(places[i] + chunk * (CHUNK * 2 / 16)) * 16);
                         arrive_with_pieces(full);
                     }
                     go_on();
@@ -162,19 +178,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
         if (loader == 0) let_next_kernel_start();
     } else {  // -- multiply
         take_registers<REGISTERS>();
-        const int group = warp / 4;
+        const int group = warp / 4, own = warp % 4 * 16 + lane / 4;  // own: and the eighth row after it
         float sums[TALL / 2];
-        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-            const int block = tile / num_cuts, output = tile % num_cuts * OUTPUTS;
-            if (block_experts[block] < 0) break;
+        int expert = -1, first_row = 0, rows[2], next_expert = -1, next_first_row = 0, next_rows[2];
+        float row_weights[2], next_weights[2] = {1.0f, 1.0f};
+        auto ask_for_rows = [&](int tile) {
+            next_expert = -1;
+            if (tile >= num_tiles) return;
+            const int block = tile / num_cuts;
+            next_expert = load_int(block_experts + block);
             const int* order = row_order + block * ROWS + group * 64;
-            if (order[0] >= num_rows) {  // padding
+            next_first_row = load_int(order);
+            next_rows[0] = load_int(order + own);
+            next_rows[1] = load_int(order + own + 8);
+        };
+        auto ask_for_weights = [&] {
+            if (GATHER || next_expert < 0) return;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (next_rows[half] < num_rows) next_weights[half] = load_float(weights + next_rows[half]);
+        };
+        ask_for_rows(blockIdx.x);
+        ask_for_weights();
+        for (int tile = blockIdx.x;; tile += gridDim.x) {
+            expert = next_expert, first_row = next_first_row;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) rows[half] = next_rows[half], row_weights[half] = next_weights[half];
+            if (expert < 0) break;
+            ask_for_rows(tile + gridDim.x);  // they come while this tile is multiplied
+            const int block = tile / num_cuts, output = tile % num_cuts * OUTPUTS;
+            if (first_row >= num_rows) {  // padding
                 for (int chunk = 0; chunk < num_chunks; ++chunk) {
                     wait_until(&shared.full[slot], parity);
                     __syncwarp();
                     if (lane == 0) arrive(&shared.empty[slot]);
                     go_on();
                 }
+                ask_for_weights();
                 continue;
             }
 #pragma unroll
@@ -184,15 +224,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
                 wait_until(&shared.full[slot], parity);
                 if (GATHER) show_to_matrix_unit();
                 const u64 w = operand(shared.stages[slot]);
-                const u64 rows = operand(shared.stages[slot] + W_BYTES + group * (64 * CHUNK * 2));
+                const u64 x_rows = operand(shared.stages[slot] + W_BYTES + group * (64 * CHUNK * 2));
                 begin_products();
 #pragma unroll
                 for (int step = 0; step < CHUNK / 16; ++step) {  // 16 columns are 32 bytes
 #if ROWS == 128
-                    add_tall_product(sums, rows + step * 2, w + step * 2);
+                    add_tall_product(sums, x_rows + step * 2, w + step * 2);
 #else
-                    add_product<128>(sums, rows + step * 2, w + step * 2);
-                    add_product<128>(sums + TALL / 4, rows + step * 2, w + W_BYTES / 32 + step * 2);
+                    add_product<128>(sums, x_rows + step * 2, w + step * 2);
+                    add_product<128>(sums + TALL / 4, x_rows + step * 2, w + W_BYTES / 32 + step * 2);
 #endif
                 }
                 end_products();
@@ -204,14 +244,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
             wait_for_products<0>();
             if (lane == 0) arrive(&shared.empty[before]);
             hold(sums);
+            ask_for_weights();
 
             const int column = output + lane % 4 * 8;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int own = warp % 4 * 16 + lane / 4 + 8 * half, row = order[own];
+                const int row = rows[half];
                 const bool is_stored = row < num_rows;
-                const float weight = GATHER || !is_stored ? 1.0f : weights[row];
-                char* to = y + ((long long)(GATHER ? block * ROWS + group * 64 + own : row) * N + column) * 2;
+                const long long place = GATHER ? block * ROWS + group * 64 + own + 8 * half : row;
+                char* to = y + (place * N + column) * 2;
 #pragma unroll
                 for (int part = 0; part < OUTPUTS / 32; ++part) {
                     Piece words;
@@ -223,8 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
                             total.x = activate(total.x) * s[TALL / 4];
                             total.y = activate(total.y) * s[TALL / 4 + 1];
                         } else {
-                            total.x *= weight;
-                            total.y *= weight;
+                            total.x *= row_weights[half];
+                            total.y *= row_weights[half];
                         }
                         words.r[i] = pack(total);
                     }

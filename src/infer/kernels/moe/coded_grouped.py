@@ -74,7 +74,7 @@ def coded_expert_rows(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: CodedWeights,
     down: CodedWeights, *, activation: str,
     compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None), invariant: bool = False,
-    many: ManyOfBoth | None = None,
+    many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """The weighted results of each token's experts on a GPU, [T, C, D]; matrices are those of all experts.
 
@@ -90,10 +90,17 @@ def coded_expert_rows(
     way = choose(
         EXPERT_WAYS,
         ExpertsProblem(
-            T, num_choices, num_experts, True, invariant=invariant, has_bands=has_bands, grouped=compiled
+            T,
+            num_choices,
+            num_experts,
+            True,
+            invariant=invariant,
+            has_bands=has_bands,
+            grouped=compiled,
+            many=many,
         ),
     )
-    if way == "unpacked":
+    if way in ("many", "unpacked"):
 
         def stack(weights: CodedWeights) -> Stack:
             return lambda: expand_stack(weights, x_TD.dtype)

@@ -44,6 +44,7 @@ ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
 OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
 
 _CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
+_PART_ROWS, _MOST_PARTS = 2048, 16  # rows of a program; with more, this many share an expert's
 _GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
 _BLOCK_D = 1024
 _AHEAD_BYTES = 32 << 20  # bytes of matrices brought into L2 while experts are chosen
@@ -134,7 +135,7 @@ def _pieces_ahead(num_tokens: int, ahead: torch.Tensor | None) -> int:
 
 def experts_mlp(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """Send each token through its experts and mix the results; see `experts_mlp_reference`."""
     if not use_triton(x_TD):
@@ -149,7 +150,7 @@ def experts_mlp(
 
 def expert_rows(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """The weighted results of each token's experts on a GPU, [T, C, D], whose sum over C is the mixture's.
 
@@ -169,14 +170,14 @@ def expert_rows(
 
 def rows_in_order(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
-    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth | None = None,
+    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """`expert_rows` with matrices that are asked for one stack at a time, such as those that are unpacked."""
     (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
     num_rows = T * num_choices
     if not T:
         return x_TD.new_empty((T, num_choices, D))
-    if many is not None and not invariant and is_for_many(num_rows, num_experts, many):
+    if not invariant and is_for_many(num_rows, num_experts, many):
         first, second = many
         assert first is not None and second is not None
         order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
@@ -207,15 +208,17 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     """Rows by expert in padded blocks, and the expert of each block; padding is `num_rows`, no expert -1."""
     num_rows, device = experts_TC.numel(), experts_TC.device
     num_blocks = max_blocks(num_rows, num_experts, block_t)
-    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    chunk, num_warps = (_CHUNK, 4) if num_rows <= 16 * _CHUNK else (8 * _CHUNK, 16)
+    parts = 1 if num_rows <= _PART_ROWS else _MOST_PARTS
+    part_rows = -(-num_rows // parts)
+    counts_EP = torch.empty((num_experts, parts), dtype=torch.int32, device=device)
     row_order = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=chunk, num_warps=num_warps)
-    order_kernel[(num_experts,)](
-        experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, PADDING=next_power_of_two(block_t), BLOCK_E=next_power_of_two(num_experts),
-        CHUNK=chunk, num_warps=num_warps,
+    grid = num_experts, parts
+    count_kernel[grid](experts_TC, counts_EP, num_rows, part_rows, PARTS=parts, CHUNK=_CHUNK, num_warps=4)
+    order_kernel[grid](
+        experts_TC, counts_EP, row_order, block_experts, num_rows, part_rows, num_experts, num_blocks,
+        BLOCK_T=block_t, PADDING=next_power_of_two(block_t), PARTS=parts,
+        BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
     return row_order, block_experts
 
