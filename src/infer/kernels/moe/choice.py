@@ -72,7 +72,7 @@ def _covers_tiles(problem: ExpertsProblem) -> str | Declined:
 
 EXPERT_WAYS: tuple[Way[ExpertsProblem, str], ...] = (
     Way("CUDA C++, each token by itself (pdl.cu)", _covers_few),
-    Way("CUDA C++, grouped, codes unpacked first (grouped.cu)", _covers_many),
+    Way("CUDA C++, many rows (grouped.cu)", _covers_many),
     Way("Triton, grouped, after unpacking", _covers_unpacked),
     Way("CUDA C++, grouped (pdl.cu)", _covers_grouped),
     Way("Triton, grouped, unpacked tile by tile", _covers_tiles),

@@ -4,9 +4,9 @@
 most eight or so, and a row of logits is at most a few hundred numbers. It and the next two launches leave
 memory idle, so it also asks for the beginning of the first matrices to be brought into L2 (AHEAD).
 
-**count_kernel** and **order_kernel**, a program per expert and part of the rows: the first counts the rows of
-its expert in its part; the second, knowing all counts, knows where its own rows begin, and writes them there in
-their order. Nothing is counted with atomics, so the order is the same every time.
+**count_kernel** and **order_kernel**, a program per expert and part of the rows: the first counts the rows
+of its expert in its part; the second, knowing all counts, knows where its own rows begin, and writes them
+there in their order. Nothing is counted with atomics, so the order is the same every time.
 
 **grouped_kernel** computes yT = W xT block by block, with the operands swapped as in `triton_kernels.py`:
 rows of W are many and go to the side of the matrix unit that wants 64 of them; rows of x may be few.
