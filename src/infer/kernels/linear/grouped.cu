@@ -4,7 +4,7 @@
 
    The rows are in order by expert, padded to blocks of ROWS (moe/grouped.py). A tile is one block of rows by 256 rows of
    its expert's matrix; in a gated layer 128 of the gate and the same 128 of `up`. As many blocks of threads run as the
-   GPU has SMs, and each takes every so-manieth tile. A block of threads is
+   GPU has SMs, and take tiles in turn. A block of threads is
 
        ROWS / 64    *warpgroups*, each of which multiplies 64 rows of x (left) with all 256 of W (right)
        four warps   that bring both into STAGES stages of shared memory, of the next tile already while the
