@@ -117,10 +117,7 @@ class MixtureOfExperts(nn.Module):
         if few is not None:
             chosen = ChosenExperts(few, gate_up, down, logits_TE)
             return PendingProduct(chosen, chosen.gated(x_TD))
-        stack = gate_up.stacked
-        ahead = stack.cells if isinstance(stack, CodedWeights) else stack
-        routed = route(logits_TE, self.num_choices, normalized=self.normalized, ahead=ahead)
-        choices = Choices(*routed)
+        choices = Choices(*route(logits_TE, self.num_choices, normalized=self.normalized))
         if self.scale is not None:
             factors_TC = self.scale.weight[choices.experts_TC.long()].float()
             choices = choices._replace(weights_TC=choices.weights_TC * factors_TC)

@@ -2,23 +2,23 @@
 
        y[r, n] = sum over k of x[r, k] * w[e, n, k]        e is the expert of row r
 
-   The rows are in order by expert, padded to blocks of ROWS (moe/grouped.py). A tile is one block of rows by 256 rows of
+   The rows are in order by expert, padded to blocks of 128 (moe/grouped.py). A tile is one block of rows by 256 rows of
    its expert's matrix; in a gated layer 128 of the gate and the same 128 of `up`. As many blocks of threads run as the
    GPU has SMs, and take tiles in turn. A block of threads is
 
-       ROWS / 64    *warpgroups*, each of which multiplies 64 rows of x (left) with all 256 of W (right)
-       four warps   that bring both into STAGES stages of shared memory, of the next tile already while the
-                    results of this one are stored
+       two *warpgroups*   each of which multiplies 64 rows of x (left) with all 256 of W (right)
+       four warps         that bring both into STAGES stages of shared memory, of the next tile already while the
+                          results of this one are stored
 
-   Tiles are large because the way from L2 is narrow: a stage of 64 columns is 32 KiB of W and 8 KiB for each warpgroup,
-   and what it takes to multiply it grows with their product.
+   Tiles are large because the way from L2 is narrow: a stage of 64 columns is 32 KiB of W and 16 KiB of x,
+   and what it takes to multiply it grows with their product. 192 rows were not faster (docs/log.md).
 
        GATHER   gate and up: row r of x is that of its token, row_order[r] / rows_per_input. TMA cannot collect rows, so
                 each loading thread copies pieces of 16 bytes (cp.async), in the pattern that the matrix unit reads.
                 Results are stored in order, gated, for TMA to read
        else     down: x is in order; results go to the row that row_order says, times its weight
 
-   Warpgroups whose rows are all padding multiply nothing. Compiled with GATHER, ACTIVATION, ROWS, STAGES and IS_BFLOAT16;
+   Warpgroups whose rows are all padding multiply nothing. Compiled with GATHER, ACTIVATION, STAGES and IS_BFLOAT16;
    K is a multiple of 64, N one of 8. */
 
 #ifndef __grid_constant__
@@ -31,14 +31,12 @@ typedef unsigned int u32;
 #include "wgmma.cuh"
 
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int GROUPS = ROWS / 64, LOADERS = 128, THREADS = 128 * GROUPS + LOADERS;
+constexpr int ROWS = 128, GROUPS = ROWS / 64, LOADERS = 128, THREADS = 128 * GROUPS + LOADERS;
 constexpr int TALL = 256, OUTPUTS = GATED ? TALL / 2 : TALL;  // rows of W in a tile; outputs
 constexpr int CHUNK = 64, X_BYTES = ROWS * CHUNK * 2, W_BYTES = TALL * CHUNK * 2, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int LOADER_REGISTERS = GROUPS == 2 ? 40 : 32, REGISTERS = GROUPS == 2 ? 232 : 160;
+constexpr int LOADER_REGISTERS = 40, REGISTERS = 232;
 
 constexpr u32 NOWHERE = 0xffffffffu;  // place of padding, which is not copied: no row depends on another one
-
-static_assert(GROUPS == 2 || GROUPS == 3, "as many registers as there are");
 
 #ifndef EMULATED
 
@@ -227,14 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
                 const u64 x_rows = operand(shared.stages[slot] + W_BYTES + group * (64 * CHUNK * 2));
                 begin_products();
 #pragma unroll
-                for (int step = 0; step < CHUNK / 16; ++step) {  // 16 columns are 32 bytes
-#if ROWS == 128
+                for (int step = 0; step < CHUNK / 16; ++step)  // 16 columns are 32 bytes
                     add_tall_product(sums, x_rows + step * 2, w + step * 2);
-#else
-                    add_product<128>(sums, x_rows + step * 2, w + step * 2);
-                    add_product<128>(sums + TALL / 4, x_rows + step * 2, w + W_BYTES / 32 + step * 2);
-#endif
-                }
                 end_products();
                 wait_for_products<1>();  // products of the previous chunk
                 if (chunk > 0 && lane == 0) arrive(&shared.empty[before]);

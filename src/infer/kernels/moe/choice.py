@@ -40,12 +40,13 @@ def _why_not_coded(problem: ExpertsProblem) -> str:
 
 
 def _covers_many(problem: ExpertsProblem) -> str | Declined:
-    if problem.invariant or problem.has_bias or (problem.is_coded and not problem.has_bands):
-        return Declined("without a bias, of whole bands, unless rows must not depend on each other")
+    if problem.invariant or problem.has_bias:
+        return Declined("without a bias, unless rows must not depend on each other")
+    if problem.is_coded and isinstance(unpacked := _covers_unpacked(problem), Declined):
+        return unpacked
     if not is_for_many(problem.num_tokens * problem.num_choices, problem.num_experts, problem.many):
-        return Declined(
-            f"needs a whole Hopper, bfloat16, {MIN_ROWS} rows to each expert and sizes that it can cut"
-        )
+        what = f"{MIN_ROWS} rows to each expert and sizes that it can cut"
+        return Declined(f"needs a whole Hopper, bfloat16, {what}")
     return "many"
 
 

@@ -36,8 +36,8 @@ from infer.kernels.moe.grouped_kernels import (
     route_kernel,
     sum_kernel,
 )
-from infer.kernels.moe.many import ManyRows, block_height, is_for_many
-from infer.kernels.runtime.dispatch import INTERPRETED, has_pdl, next_power_of_two, shared_bytes, use_triton
+from infer.kernels.moe.many import BLOCK_ROWS, ManyRows, is_for_many
+from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
 Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
 ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
@@ -47,7 +47,6 @@ _CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
 _PART_ROWS, _MOST_PARTS = 2048, 16  # rows of a program; with more, this many share an expert's
 _GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
 _BLOCK_D = 1024
-_AHEAD_BYTES = 32 << 20  # bytes of matrices brought into L2 while experts are chosen
 
 
 class Tiles(NamedTuple):
@@ -103,12 +102,9 @@ def experts_mlp_reference(
 
 
 def route(
-    logits_TE: torch.Tensor, num_choices: int, *, normalized: bool, ahead: torch.Tensor | None = None
+    logits_TE: torch.Tensor, num_choices: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as `route_reference` does; among equal ones the first.
-
-    `ahead`: matrices that will be read soon, whose beginning is brought into L2 meanwhile.
-    """
+    """Choose experts as `route_reference` does; among equal ones the first."""
     if not use_triton(logits_TE):
         return route_reference(logits_TE, num_choices, normalized)
     T, E = logits_TE.shape
@@ -116,21 +112,12 @@ def route(
     experts_TC = torch.empty((T, num_choices), dtype=torch.int32, device=logits_TE.device)
     weights_TC = torch.empty((T, num_choices), dtype=torch.float32, device=logits_TE.device)
     if T:
-        num_pieces = _pieces_ahead(T, ahead)
         route_kernel[(T,)](
-            logits_TE, experts_TC, weights_TC, experts_TC if ahead is None else ahead, logits_TE.stride(0), E,
-            num_pieces, CHOICES=num_choices, NORMALIZED=normalized, BLOCK_E=next_power_of_two(E),
-            BLOCK_C=next_power_of_two(num_choices), AHEAD=num_pieces > 0, num_warps=1,
+            logits_TE, experts_TC, weights_TC, logits_TE.stride(0), E,
+            CHOICES=num_choices, NORMALIZED=normalized, BLOCK_E=next_power_of_two(E),
+            BLOCK_C=next_power_of_two(num_choices), num_warps=1,
         )  # fmt: skip
     return experts_TC, weights_TC
-
-
-def _pieces_ahead(num_tokens: int, ahead: torch.Tensor | None) -> int:
-    """The pieces of 2 KiB that each of 32 lanes of a token's program asks for."""
-    if ahead is None or INTERPRETED or not has_pdl(ahead.device):
-        return 0
-    num_bytes = min(_AHEAD_BYTES, ahead.numel() * ahead.element_size())
-    return num_bytes // (num_tokens * 32 * 2048)
 
 
 def experts_mlp(
@@ -180,7 +167,7 @@ def rows_in_order(
     if not invariant and is_for_many(num_rows, num_experts, many):
         first, second = many
         assert first is not None and second is not None
-        order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
+        order = order_rows(experts_TC, num_experts, BLOCK_ROWS)
         gated_PF = first.multiply(x_TD, gate_up(), num_rows, *order, None, rows_per_input=num_choices)
         outputs_RD = second.multiply(gated_PF, down(), num_rows, *order, weights_TC)
         return outputs_RD.view(T, num_choices, D)
@@ -217,8 +204,7 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     count_kernel[grid](experts_TC, counts_EP, num_rows, part_rows, PARTS=parts, CHUNK=_CHUNK, num_warps=4)
     order_kernel[grid](
         experts_TC, counts_EP, row_order, block_experts, num_rows, part_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, PADDING=next_power_of_two(block_t), PARTS=parts,
-        BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK, num_warps=4,
+        BLOCK_T=block_t, PARTS=parts, BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
     return row_order, block_experts
 

@@ -1,8 +1,7 @@
 """The Triton kernels of `grouped.py`: choose experts, order rows by expert, multiply, add up.
 
 **route_kernel**, one program per token, finds the C largest probabilities one after the other; C is at
-most eight or so, and a row of logits is at most a few hundred numbers. It and the next two launches leave
-memory idle, so it also asks for the beginning of the first matrices to be brought into L2 (AHEAD).
+most eight or so, and a row of logits is at most a few hundred numbers.
 
 **count_kernel** and **order_kernel**, a program per expert and part of the rows: the first counts the rows
 of its expert in its part; the second, knowing all counts, knows where its own rows begin, and writes them
@@ -25,21 +24,12 @@ from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 
 
-@jit_for_any("num_pieces")
+@jit
 def route_kernel(
-    logits_ptr, experts_ptr, weights_ptr, ahead_ptr, logits_row_stride, E,
-    num_pieces,  # pieces of `ahead_ptr`, of 2 KiB, that each of 32 lanes asks for
-    CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
-    AHEAD: tl.constexpr,  # False in the interpreter
+    logits_ptr, experts_ptr, weights_ptr, logits_row_stride, E, CHOICES: tl.constexpr,
+    NORMALIZED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    if AHEAD:
-        for piece in range(num_pieces):
-            pieces = (piece * tl.num_programs(0) + token) * 32 + tl.arange(0, 32)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;", "=r,l",
-                [ahead_ptr.to(tl.int64) + pieces * 2048], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
     experts = tl.arange(0, BLOCK_E)
     places = tl.arange(0, BLOCK_C)
     logits = tl.load(logits_ptr + token * logits_row_stride + experts, mask=experts < E, other=-float("inf"))
@@ -75,9 +65,7 @@ def count_kernel(experts_ptr, counts_ptr, num_rows, part_rows, PARTS: tl.constex
 @jit_for_any("num_rows", "part_rows", "num_blocks")
 def order_kernel(
     experts_ptr, counts_ptr, row_order_ptr, block_experts_ptr, num_rows, part_rows, E, num_blocks,
-    BLOCK_T: tl.constexpr,
-    PADDING: tl.constexpr,  # next power of two >= BLOCK_T
-    PARTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_T: tl.constexpr, PARTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     expert, part = tl.program_id(0), tl.program_id(1)
     experts, parts = tl.arange(0, BLOCK_E), tl.arange(0, PARTS)
@@ -99,7 +87,7 @@ def order_kernel(
         if expert == E - 1:  # what is left belongs to no expert
             for start in range(first_block + my_blocks, num_blocks, CHUNK):
                 tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
-        padding = my_rows + tl.arange(0, PADDING)
+        padding = my_rows + tl.arange(0, BLOCK_T)
         to = row_order_ptr + first_block * BLOCK_T + padding
         tl.store(to, num_rows, mask=padding < my_blocks * BLOCK_T)
 

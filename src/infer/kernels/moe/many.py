@@ -31,24 +31,19 @@ from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only, num_sms
 from infer.kernels.runtime.tensor_map import Boxes, TensorMap, encoder
 
-HEIGHTS = (128, 192)  # rows of a block
+BLOCK_ROWS = 128
+MIN_ROWS = 16  # rows of an expert on average: with fewer, Triton's flatter blocks are as fast
 _TALL = 256  # rows of W in a tile, gate and up together
 _CHUNK = 64  # columns of a stage
 _STAGES = 4
+NUM_THREADS = 3 * 128  # two warpgroups that multiply, four warps that load
+SHARED_BYTES = _STAGES * ((BLOCK_ROWS + _TALL) * _CHUNK * 2 + 16) + 1024  # stages, barriers, room to begin at 1,024
 _TYPES = (
     *(TensorMap,) * 2,
     *(ctypes.c_void_p,) * 5,
     ctypes.c_longlong,
     *(ctypes.c_int,) * 5,
 )
-
-
-MIN_ROWS = 96  # rows of an expert on average: with fewer, blocks would be mostly padding
-
-
-def block_height(num_rows: int, num_experts: int) -> int:
-    """Rows of a block."""
-    return HEIGHTS[0]
 
 
 class ManyRows(PdlKernel):
@@ -72,20 +67,20 @@ class ManyRows(PdlKernel):
     ) -> torch.Tensor:  # fmt: skip
         """Gated results in order, [P, N]; or those of each row, times its weight, [R, N]."""
         gated, num_places, num_blocks = bool(self.activation), len(row_order), len(block_experts)
-        height = num_places // num_blocks
+        assert num_places == num_blocks * BLOCK_ROWS, (num_places, num_blocks)
         assert w_ENK.is_contiguous() and w_ENK.shape[1:] == ((1 + gated) * self.N, self.K), w_ENK.shape
         assert x.stride(1) == 1 and not (x.stride(0) % 8 or x.data_ptr() % 16) and x.dtype is torch.bfloat16
         assert gated != (weights_TC is not None) and (gated or len(x) == num_places), (x.shape, gated)
         y = torch.empty((num_places if gated else num_rows, self.N), dtype=x.dtype, device=x.device)
         if compiles_only():
             return y
-        kernel = _load(self._defines_of(height), x.get_device(), dispatch.PDL)
+        kernel = _load(self._defines(), x.get_device(), dispatch.PDL)
         outputs = _TALL // (1 + gated)
         row_bytes = x.stride(0) * x.element_size()
         kernel(
             min(num_sms(x.device), num_blocks * -(-self.N // outputs)),
             Boxes(w_ENK.data_ptr(), w_ENK.dtype, w_ENK.numel() // self.K, self.K, self.K * 2, outputs),
-            Boxes(x.data_ptr(), x.dtype, len(x), self.K, row_bytes, height),
+            Boxes(x.data_ptr(), x.dtype, len(x), self.K, row_bytes, BLOCK_ROWS),
             x.data_ptr(), row_order.data_ptr(), block_experts.data_ptr(),
             0 if weights_TC is None else weights_TC.data_ptr(), y.data_ptr(),
             row_bytes, num_rows, rows_per_input, self.N, self.K, num_blocks,
@@ -96,25 +91,19 @@ class ManyRows(PdlKernel):
         """The constants of all variants; none where the matrix cannot be cut."""
         if self.K % _CHUNK or self.N % 8:
             return []
-        return [self._defines_of(height) for height in HEIGHTS]
+        return [self._defines()]
 
     def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
         """Load one variant, once."""
         return _load(defines, device, with_pdl)
 
-    def _defines_of(self, height: int) -> Defines:
+    def _defines(self) -> Defines:
         return (
             ("IS_BFLOAT16", 1),
             ("ACTIVATION", ACTIVATIONS[self.activation]),
             ("GATHER", int(bool(self.activation))),
-            ("ROWS", height),
             ("STAGES", _STAGES),
         )
-
-
-def shared_bytes(height: int, stages: int = _STAGES) -> int:
-    """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
-    return stages * ((height + _TALL) * _CHUNK * 2 + 16) + 1024
 
 
 def is_for_many(num_rows: int, num_experts: int, kernels: Sequence[ManyRows | None]) -> bool:
@@ -125,10 +114,6 @@ def is_for_many(num_rows: int, num_experts: int, kernels: Sequence[ManyRows | No
 @functools.cache
 def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
     encoder()  # nothing here can be launched without one
-    known = dict(defines)
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(ManyRows.source, ManyRows.arch, defines))
-        return kernels.prepare(
-            "grouped_wgmma", 2 * known["ROWS"] + 128, _TYPES,
-            pdl=with_pdl, shared_bytes=shared_bytes(known["ROWS"], known["STAGES"]),
-        )  # fmt: skip
+        return kernels.prepare("grouped_wgmma", NUM_THREADS, _TYPES, pdl=with_pdl, shared_bytes=SHARED_BYTES)
