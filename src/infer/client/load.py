@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -28,17 +27,10 @@ logger = logging.getLogger(__name__)
 _is_forked = False  # a process that was forked after its parent had loaded a model
 
 
-def load_weights(
-    config: EngineConfig,
-    headers: ModelHeaders,
-    *,
-    show_progress: bool = False,
-    on_idle_loss: Callable[[], None] = lambda: None,
-) -> LoadedModel:
+def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
     """Load the model of a config, which has these headers, and start its other ranks, if it has any.
 
-    Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
-    when a rank is gone while there is no step that would say so.
+    Settings that no engine could be built with are refused before a weight is read.
     """
     load, size = config.load, config.load.num_ranks
     _notice_forks()
@@ -50,13 +42,13 @@ def load_weights(
         raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
     num_threads = max(1, torch.get_num_threads() // load.num_local_ranks)
-    ranks = RankProcesses(config, size, num_threads, on_idle_loss)
+    ranks = RankProcesses(config, size, num_threads)
     try:
         use_threads(num_threads)
         loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
         ranks.wait()
-    except BaseException:
-        ranks.close()
+    except BaseException as error:
+        ranks.close(f"rank 0 could not start: {str(error) or type(error).__name__}")
         raise
     return replace(loaded, ranks=ranks)
 

@@ -37,6 +37,7 @@ from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
     fit_to_device,
+    for_each,
     graph_tokens,
     kept_as,
     kv_layout,
@@ -252,6 +253,7 @@ def build_engine(
         adapters=None if bank is None else _load_adapters(settings, loaded, bank, communicator),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
+    engine.ranks = ranks
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
@@ -463,8 +465,9 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
             f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
-            f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks, swap_blocks or swap_space"
+            f"memory could not be allocated{for_each(config.settings.load.num_ranks)} "
+            f"({str(error).splitlines()[0]}); ask for less with kv_cache_memory, num_blocks, swap_blocks or "
+            "swap_space"
         ) from error
 
 

@@ -77,6 +77,10 @@ class RankGroup(Protocol):
         """
         ...
 
+    def watch(self, on_idle_loss: Callable[[], None]) -> None:
+        """Have a thread call this when a rank is gone that no step waits for: `check` knows why."""
+        ...
+
     def close(self, reason: str = "") -> None:
         """End all other ranks; with a reason, every further `check` raises it."""
         ...

@@ -65,22 +65,26 @@ class RefusedHead(Exception):
 class RequestParser(httptools.HttpRequestParser):
     """A parser that goes on where a request asks for another protocol.
 
-    llhttp stops after a head like that and takes the message as ended. The framing of the body is therefore
-    given to it once more, in a head that asks for nothing; its reader knows that the request is still open.
+    llhttp stops after a head like that and takes the message as ended; if it is the last of its connection,
+    what follows is thrown away. The framing of the body is therefore given to another parser, which takes
+    over, in a head that asks for nothing; their reader knows that the request is still open.
     """
 
     def __init__(self, reader: GuardedConnection) -> None:
         super().__init__(reader)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn does so too: pipelining
         self._reader = reader
 
     def feed_data(self, data: Any) -> None:
         """Parse some bytes."""
+        reader = self._reader
         while data:
             try:
-                super().feed_data(data)
+                httptools.HttpRequestParser.feed_data(reader.parser, data)
                 return
             except httptools.HttpParserUpgrade as stop:
-                super().feed_data(b"POST / HTTP/1.1\r\n" + self._reader.framing + b"\r\n")
+                reader.parser = RequestParser(reader)
+                reader.parser.feed_data(b"POST / HTTP/1.1\r\n" + reader.framing + b"\r\n")
                 data = memoryview(data)[stop.args[0] :]
 
 
@@ -94,7 +98,6 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = uvicorn_logger
         self.parser = RequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # uvicorn does so too: pipelining
         self._timer: asyncio.TimerHandle | None = None  # the time limit of a head, the lingering or a probe
         self._send_timer: asyncio.TimerHandle | None = None  # set while the transport holds part of an answer
         self._num_sent = 0  # bytes of answers that the transport was given
@@ -134,6 +137,8 @@ class GuardedConnection(HttpToolsProtocol):
             return
         self._stop_timer()
         self._check_head()
+        if self.parser.get_http_version() == "1.0":  # such a client would take `100 Continue` as its answer
+            self.expect_100_continue = False
         super().on_headers_complete()
         self._is_body_open = True
         self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
@@ -148,6 +153,8 @@ class GuardedConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # only its head is whole
             return
         self._is_open = self._is_body_open = False
+        if not self.parser.should_keep_alive():  # a trailer may say so
+            self.cycle.keep_alive = False
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -237,9 +244,10 @@ class GuardedConnection(HttpToolsProtocol):
 
     @property
     def framing(self) -> bytes:
-        """The headers that say where the body of the request being read ends."""
+        """The headers that say where the body of the request being read ends, and whether it is the last."""
         fields = (b"content-length", b"transfer-encoding")
-        return b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in fields)
+        close = b"" if self.cycle.keep_alive else b"connection: close\r\n"
+        return close + b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in fields)
 
     def _check_head(self) -> None:
         """Refuse a head that no inner layer could answer."""
@@ -248,6 +256,8 @@ class GuardedConnection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
         if size + len("GET  HTTP/1.1\r\n\r\n") > MAX_HEAD_BYTES:
             self._refusal = (431, TOO_LARGE)
+        elif self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._refusal = (505, "this server speaks HTTP/1.1; let the client use it")
         elif names.count(b"host") > 1:
             self._refusal = (400, "there is more than one host header; send one")
         elif b"host" not in names and self.parser.get_http_version() != "1.0":

@@ -314,6 +314,52 @@ def test_the_wish_for_another_protocol_is_ignored(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_last_request_that_asks_for_another_protocol_is_answered(
+    version: bytes, framing: str, size: int
+) -> None:
+    fields, body = FRAMINGS[framing]
+    close = b"close, " if version == b"1.1" else b""
+    sent = (
+        b"POST /a HTTP/%b\r\nhost: x\r\nconnection: %bupgrade\r\nupgrade: b\r\n" % (version, close)
+        + fields
+        + b"\r\n"
+        + body
+    )
+
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        for begin in range(0, len(sent), size):
+            await peer.send(sent[begin : begin + size])
+        assert peer.answer.startswith(b"HTTP/1.1 200")
+        assert peer.answer.endswith(b"[POST /a %b]" % (BODY if body else b"")) and peer.transport.is_closed
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
+def test_a_client_of_http_1_0_gets_no_second_head() -> None:
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        await peer.send(b"POST /a HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\nb")
+        assert peer.answer.startswith(b"HTTP/1.1 200") and peer.answer.endswith(b"[POST /a b]")
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
+def test_a_trailer_that_ends_the_connection_swallows_no_request() -> None:
+    async def go() -> None:
+        peer = Peer(tell_what_came)
+        await peer.send(CHUNKED + b"0\r\nconnection: close\r\n\r\n" + HEALTH)
+        assert peer.answer.count(b"HTTP/1.1 200") == 2 or peer.transport.is_closed
+        peer.connection.connection_lost(None)
+
+    asyncio.run(go())
+
+
 def test_a_body_behind_the_wish_for_another_protocol_is_no_request() -> None:
     async def go() -> None:
         peer = Peer(tell_what_came)
@@ -349,6 +395,8 @@ def test_thousands_of_wishes_in_one_packet_are_answered() -> None:
     [
         (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\nhello", 501, "CONNECT"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/1.1"),
+        (b"GET / HTTP/2.0\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
+        (b"GET / HTTP/0.9\r\nhost: x\r\n\r\n", 505, "HTTP/1.1"),
         (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\n\r\n", 400, "host header"),
         (b"GET / HTTP/1.1\r\n\r\n", 400, "no host header"),
         (b"GET / HTTP/1.1\r\naccept: */*\r\n\r\n", 400, "no host header"),

@@ -24,8 +24,13 @@
 
 #if defined(INFER_PORTABLE)
 #define VARIANT "portable"
-#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__)
 #define VARIANT "avx512-vnni"
+#define HAVE_VNNI 1
+#else
+#define VARIANT "avx512"
+#endif
 #define HAVE_AVX512 1
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -227,6 +232,14 @@ static inline float half_to_float(uint16_t h) {
     return value;
 #endif
 }
+
+#if defined(HAVE_AVX512)
+ALWAYS_INLINE vr load_halves_vr(const uint16_t *p) {
+    return (vr)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#elif defined(HAVE_AVX2)
+ALWAYS_INLINE vr load_halves_vr(const uint16_t *p) { return (vr)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+#endif
 
 /* 16 halves as floats: the scales of one group for the rows of a tile. */
 static inline vf load_halves(const uint16_t *p) {
