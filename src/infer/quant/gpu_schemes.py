@@ -19,11 +19,13 @@ from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch_add, launch_of_sum
 from infer.kernels.moe.biased import biased_experts_mlp, coded_products
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
-from infer.kernels.moe.coded_grouped import coded_experts_mlp
+from infer.kernels.moe.coded_grouped import coded_expert_rows
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.kernels.runtime.profiles import device_profile
+from infer.quant.chosen import SumOfChoices
 from infer.quant.coded import CodedRows
-from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
+from infer.quant.projection import Choices, Neighbours, PendingProduct, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
@@ -215,6 +217,7 @@ class GPUWeights(Projection):
                 stack.form, rows // 2 if activation else rows, self.spec.size, activation
             )
             compiled.use(self.grouped)
+            self.many = ManyRows.of(compiled, rows, self.spec.size, activation)
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """The projection of one expert from its matrix."""
@@ -222,7 +225,7 @@ class GPUWeights(Projection):
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | PendingProduct:
         """Send each token through its experts, all of them in a few launches where there are kernels."""
         both = self.stack, down.stack if isinstance(down, GPUWeights) else None
         if not use_triton(x_TD) or both[0] is None or both[1] is None:
@@ -230,11 +233,12 @@ class GPUWeights(Projection):
         if self.bias is not None and down.bias is not None:
             products = coded_products(both[0], both[1], invariant=self.batch_invariant)
             return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
-        return coded_experts_mlp(
+        outputs_TCD = coded_expert_rows(
             x_TD, *choices, both[0], both[1], activation=activation,
             compiled=(self.grouped, down.grouped if isinstance(down, GPUWeights) else None),
-            invariant=self.batch_invariant,
+            invariant=self.batch_invariant, many=(self.many, down.many),
         )  # fmt: skip
+        return SumOfChoices.pending(outputs_TCD, down)
 
 
 class InvariantGPUWeights(GPUWeights):

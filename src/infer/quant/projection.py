@@ -31,6 +31,7 @@ import torch
 from infer.kernels.elementwise.gated_activation import activate, gated_activation
 from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import seconds_between
 from infer.quant.memory import WeightMemory
 from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
@@ -127,6 +128,7 @@ class Projection:
     scheme = ""  # its name in the registry
     can_add = False  # `add_to` does more than multiply: the layer returns a `PendingProduct`
     batch_invariant = False  # a row's bits do not depend on the other rows (`deterministic`)
+    many: ManyRows | None = None  # kernel of experts with many rows
 
     def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.spec = spec
@@ -290,8 +292,11 @@ class Projection:
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
-        """Send each token through its experts, this projection being gate and up; expert by expert."""
+    ) -> torch.Tensor | PendingProduct:
+        """Send each token through its experts, this projection being gate and up; expert by expert.
+
+        A kernel may leave the sum of a token's experts to the residual stream, which it is added to.
+        """
 
         def one_expert(number: int, x_MD: torch.Tensor) -> torch.Tensor:
             return down.expert(number).project(self.expert(number).project(x_MD, activation))
