@@ -24,7 +24,10 @@ TOGGLES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "gpt_neox", "opt", "granitemoe", "gpt_oss", "gemma2"])
+FAMILIES = ["starcoder2", "gpt_neox", "opt", "granitemoe", "gpt_oss", "gemma2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_makes_the_tokens_of_transformers(checkpoints: Any, family: str) -> None:
     path, _, greedy = checkpoints(family)
     for knobs in TOGGLES:

@@ -34,6 +34,11 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }  # fmt: skip
 GROUPED = COMMON | {"num_key_value_heads": 2}
+LATENT: dict[str, Any] = {  # values are narrower than keys
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": GROUPED | {"sliding_window": 7},  # a window in all layers
     "phi": GROUPED,  # a parallel block, part of each head turned
@@ -45,6 +50,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": GROUPED | {"head_dim": 16},
     "gpt_oss": GROUPED
     | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    "afmoe": GROUPED  # the mask by its name, a gate behind attention
+    | {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "sliding_window": 7,
+    },
+    "deepseek_v3": COMMON | LATENT,
+    "glm4_moe_lite": COMMON | LATENT,
     "gemma2": GROUPED | {"head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 2.0},
 }
 KNOBS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_batch_size": 4}
@@ -200,6 +215,7 @@ def test_what_needs_layers_of_ours_is_refused_by_name(
         ),
         (GROUPED | {"model_type": "starcoder2", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         (GROUPED | {"model_type": "starcoder2", "is_causal": False}, "not causal"),
+        (GROUPED | {"model_type": "doge", "head_dim": 16}, "it computes with the attention mask"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(

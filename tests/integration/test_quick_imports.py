@@ -55,6 +55,18 @@ def test_random_weights_can_be_made_where_pytorch_was_imported_quickly() -> None
     assert done.returncode == 0, done.stderr
 
 
+def test_nothing_of_pytorch_is_left_where_it_was_not_imported() -> None:
+    code = """
+import sys
+from infer.client.imports import quick_imports
+with quick_imports():
+    import json
+assert not [name for name in sys.modules if name.startswith("torch")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_import_that_fails_late_says_so_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails_late.py").write_text("raise RuntimeError('broken')")
     monkeypatch.syspath_prepend(str(tmp_path))

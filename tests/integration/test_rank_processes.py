@@ -147,7 +147,7 @@ def test_a_rank_that_others_wait_for_is_silent_if_nothing_moves(
             group.lost = "the test has ended"
         return [RankLine(7, each, 0.0, 0.0, 0.0) for each in waiting]
 
-    group = rank_group._Group(lambda: None, lines, lambda: None)
+    group = rank_group._Group(lambda: None, lines)
     group.is_waited_for = True
     rank_group._watch(group)
     wanted = "the test has ended" if silent is None else f"rank {silent} has not answered for 0 s"
@@ -159,7 +159,7 @@ def test_a_step_of_gpus_that_never_ends_ends_the_group(monkeypatch: pytest.Monke
     monkeypatch.setattr(rank_group, "LOOK_S", 0.001)
     monkeypatch.setattr(rank_group, "SILENT_S", 0.01)
     idle = [RankLine(7, 0, 0.0, 0.0, 0.0)]
-    group = rank_group._Group(lambda: None, lambda: idle, lambda: None)
+    group = rank_group._Group(lambda: None, lambda: idle)
     group.is_waited_for, group.expected_since = True, time.monotonic()
     rank_group._watch(group)
     assert group.lost == "a step of the ranks has not ended for 0 s"
@@ -272,6 +272,9 @@ def test_a_server_starts_its_engine_again_when_a_rank_is_killed(
         (rank,) = rank_pids(engine)
         os.kill(rank, signal.SIGKILL)  # while the engine is idle
         wait_for(lambda: server.children() not in ([engine], []))
+        assert "engine down reason='the engine process died: rank 1 ended with signal 9" in (
+            server.log.read_text()
+        )
         wait_for(lambda: ask() == 200)
         (engine,) = server.children()
         (rank,) = rank_pids(engine)

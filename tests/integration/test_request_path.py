@@ -1,4 +1,4 @@
-"""The table of docs/architecture.md that follows a chat request, held against the code and a real run."""
+"""The tables of docs/architecture.md that follow a chat request, held against the code and real runs."""
 
 from __future__ import annotations
 
@@ -81,9 +81,35 @@ def test_a_real_request_runs_through_these_files_and_no_others(checkpoint: str) 
     )
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "a", "schema": SCHEMA | {"additionalProperties": False}},
+}
+OTHER_REQUESTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {  # fields of the body, knobs
+    "constrained": ({"response_format": FORMAT, "ignore_eos": False, "max_tokens": 40}, {}),
+    "speculated": ({"temperature": 0, "max_tokens": 32}, {"speculative_method": "ngram"}),
+    "over two ranks": ({}, {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("request_kind", OTHER_REQUESTS)
+def test_other_requests_add_the_files_of_their_table(checkpoint: str, request_kind: str) -> None:
+    fields, knobs = OTHER_REQUESTS[request_kind]
+    ran = files_of_one_chat_request(checkpoint, fields, knobs)
+    plain = {*way(), *helpers()}
+    folders = tuple(name for name in plain if name.endswith("/"))
+    table = rows("What three other requests add")
+    written = {FILE.findall(row[1])[0] for row in table if row[0] == request_kind}
+    assert {row[0] for row in table} == set(OTHER_REQUESTS)
+    assert {name for name in ran if not name.startswith(folders)} - plain == written
+    assert not set(way()) - set(ran)
+
+
 def test_the_reading_order_is_complete_and_true() -> None:
     """Every file it names exists, and it names every file on the way."""
     named = set(re.findall(r"`([\w/]+\.(?:py|cu))`", (PAGE.parent / "reading-order.md").read_text("utf-8")))
     named = {name for name in named if not name.startswith("tests/")}
     assert not [name for name in sorted(named) if not (PACKAGE / name).exists()]
-    assert not set(way()) - named
+    added = {FILE.findall(row[1])[0] for row in rows("What three other requests add")}
+    assert not ({*way()} | added) - named

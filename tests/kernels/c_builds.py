@@ -21,7 +21,13 @@ from tests.support.made_once import made_once, one_at_a_time
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 NATIVE = "-march=native" if IS_X86 else "-mcpu=native"
-FLAGS = {"native": (), "portable": ("-DINFER_PORTABLE",)} | ({"avx2": ("-mno-avx512f",)} if IS_X86 else {})
+HAS_VNNI = "avx512_vnni" in build.cpu_flags().split()
+FLAGS = {
+    "native": (),
+    "portable": ("-DINFER_PORTABLE",),
+    **({"avx2": ("-mno-avx512f",)} if IS_X86 else {}),
+    **({"avx512": ("-mno-avx512vnni",)} if HAS_VNNI else {}),
+}
 BUILDS = tuple(FLAGS)
 
 # gcc: multiplications and additions fuse at -O1 all the same, and slower code is compiled faster

@@ -1,4 +1,4 @@
-/* AMX in plain C, for a processor with AVX-512 alone: given to the compiler before linear.c, with -D__AMX_INT8__.
+/* AMX and VNNI in C, for a processor with AVX-512 alone: given to the compiler before linear.c, with -D__AMX_INT8__.
  *
  * Eight tiles of 16 rows of 64 bytes, as a tile_config describes them. What a processor refuses stops the program:
  * a tile that was not configured, or shapes that do not fit together. */
@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#undef __AVX512VNNI__ /* not before the compiler's own headers, which would use its instructions */
+#define __AVX512VNNI__ 1
 
 static uint8_t amx_tiles[8][16][64], amx_rows[8];
 static uint16_t amx_bytes[8];
@@ -44,4 +46,15 @@ static inline void amx_multiply(int c, int a, int b) {
 #define _tile_loadd(t, from, stride) amx_load(t, from, stride)
 #define _tile_stored(t, to, stride) amx_store(t, to, stride)
 #define _tile_dpbsud(c, a, b) amx_multiply(c, a, b)
+/* Four products of unsigned and signed bytes, in 16 bits by two, which 32 bits then have room for. */
+static inline __m512i vnni_add(__m512i sum, __m512i weights, const int8_t *four) {
+    int32_t bits;
+    memcpy(&bits, four, 4);
+    const __m512i x = _mm512_set1_epi32(bits);
+    const __m512i even = _mm512_and_si512(weights, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weights, 8);
+    const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), high = _mm512_srai_epi16(x, 8);
+    return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(even, low), _mm512_madd_epi16(odd, high)));
+}
+#define ADD_PRODUCTS(sum, weights, four) (sum = (vri)vnni_add((__m512i)(sum), (__m512i)(weights), four))
+
 #define syscall(...) 0 /* the system allows it */

@@ -73,6 +73,20 @@ def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     assert "\n" not in str(caught.value) and list((tmp_path / "made").iterdir()) == []
 
 
+def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, child = tmp_path / "cc", tmp_path / "child"
+    fake.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\nsleep 60 & echo $! >{child}\nwait\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(build, "TIMEOUT", 1.0)
+    with pytest.raises(CBuildError, match="did not finish within 1 s"):
+        build_library(directory=tmp_path / "made")
+    state = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "the child goes on"
+
+
 def test_without_a_library_the_reason_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,8 +1,8 @@
 """Products of packed weights against their definition, bit for bit, in every build of the C kernels.
 
 `c_products.c` has the definition, number by number, and is linked with the kernels: for this processor, for
-lesser ones, for ARM under an emulator, for AMX with its instructions in C, and with the sanitizers of each
-compiler that is here. Where other tests need a build too, it is linked with their library.
+lesser ones, for ARM under an emulator, for VNNI and AMX with their instructions in C, and with the
+sanitizers of each compiler that is here. Where other tests need a build too, it is linked with their library.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tests.kernels.c_builds import (
     ARM,
     ARM_COMPILER,
     FLAGS,
+    HAS_VNNI,
     IS_X86,
     NATIVE,
     QUICK,
@@ -58,7 +59,7 @@ class Build(NamedTuple):
     library: Callable[[], Path] | None = None  # that has these flags; without one the sources are compiled
 
 
-BEST = "avx512-vnni" if "avx512_vnni" in CPU else "avx2" if IS_X86 else ""
+BEST = "avx512-vnni" if HAS_VNNI else "avx512" if "avx512bw" in CPU else "avx2" if IS_X86 else ""
 SANITIZED = (*QUICK, *SANITIZE)
 PORTABLE = "-DINFER_PORTABLE"
 
@@ -78,11 +79,12 @@ BUILDS = {
     "native": on_this("native", BEST),
     "portable": on_this("portable", "portable"),
     **({"avx2": on_this("avx2", "avx2", "avx2")} if IS_X86 else {}),
+    **({"avx512": on_this("avx512", "avx512", "avx512bw")} if HAS_VNNI else {}),
     "amx": Build(
         GCC,
         ("-O2", NATIVE, "-D__AMX_INT8__", "-include", str(EMULATED_AMX)),
         "avx512-vnni",
-        "avx512_vnni",
+        "avx512bw",
     ),
     "sanitized": Build(
         build.find_compiler(), (NATIVE, *SANITIZED), BEST, library=lambda: sanitized_library()

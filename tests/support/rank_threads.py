@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 from infer.client.load import load_part, rank_of
 from infer.config.settings import EngineConfig
@@ -20,7 +21,7 @@ from tests.support.rank_nodes import open_nodes
 class RankThreads:
     """Stands in for `RankProcesses` (client/rank_group.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int, on_idle_loss: object) -> None:
+    def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
         self._changed, self._num_done, self._num_parts = threading.Condition(), [0] * size, 0
         self._reason = "a rank is gone"
         self._error: BaseException | None = None
@@ -66,6 +67,9 @@ class RankThreads:
     def check(self, *, is_idle: bool = True) -> None:
         if self._links[0].communicator.is_aborted:
             raise DeviceLost(self._reason) from self._error
+
+    def watch(self, on_idle_loss: Callable[[], None]) -> None:
+        pass
 
     def close(self, reason: str = "the engine was closed") -> None:
         self._reason = reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from infer.config.settings import EngineConfig, ServerConfig
 from infer.server.app import create_app
 
 PREFIX = f"{Path(infer.__file__).parent}/"
-BODY = {
+BODY: Mapping[str, object] = {
     "messages": [{"role": "user", "content": "Say something short."}],
     "max_tokens": 8,
     "temperature": 0.8,
@@ -31,6 +31,8 @@ BODY = {
     "ignore_eos": True,
     "stream": True,
 }
+KNOBS: Mapping[str, object] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 256}
+NOTHING: Mapping[str, object] = {}
 
 
 class CallWatch:
@@ -58,10 +60,15 @@ class CallWatch:
             self.files.setdefault(code.co_filename.removeprefix(PREFIX))
 
 
-def files_of_one_chat_request(checkpoint: str) -> list[str]:
-    """Every file that a streamed chat request of eight tokens runs through, relative to the package."""
-    knobs = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 256}
-    config = EngineConfig.from_knobs(model=checkpoint, **knobs)
+def files_of_one_chat_request(
+    checkpoint: str, fields: Mapping[str, object] = NOTHING, knobs: Mapping[str, object] = NOTHING
+) -> list[str]:
+    """Every file that a streamed chat request runs through, relative to the package.
+
+    `fields` are added to its body, and `knobs` to those of the engine.
+    """
+    body = {**BODY, **fields}
+    config = EngineConfig.from_knobs(model=checkpoint, **{**KNOBS, **knobs})
     app = create_app(config, ServerConfig(in_process=True, served_model_name="tiny"))
 
     watch = CallWatch()
@@ -77,10 +84,10 @@ def files_of_one_chat_request(checkpoint: str) -> list[str]:
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://site") as client,
         ):
-            await client.post("/v1/chat/completions", json=BODY)
+            await client.post("/v1/chat/completions", json=body)
             await until_idle()
             watch.is_on = True
-            answer = await client.post("/v1/chat/completions", json=BODY)
+            answer = await client.post("/v1/chat/completions", json=body)
             await until_idle()
             watch.is_on = False
             assert answer.status_code == 200, answer.text

@@ -1,4 +1,7 @@
-"""Sentences 1 and 5 of docs/architecture.md as tests; test_layering.py holds the second."""
+"""Sentences 1, 3 and 5 of docs/architecture.md as tests.
+
+The second is held by test_layering.py, the fourth by kernels/test_references.py and test_device_questions.py.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,46 @@ def test_only_constraints_see_the_bytes_of_the_vocabulary() -> None:
     assert readers == ["token_bytes.py"]
 
 
+# -- 3. models are single-device code ----------------------------------------------------------------
+
+PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
+DEVICES = {"cuda", "cpu", "distributed", "all_reduce", "is_cuda", "device_count"}
+
+
+def foreign_to_models(source: str) -> set[str]:
+    """The products, attentions and questions about devices that a model computes or asks by itself."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            found.add("@")
+        if isinstance(node, ast.Attribute | ast.Name):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return found & {"@", *PRODUCTS, *DEVICES}
+
+
+@pytest.mark.parametrize("file", sorted((PACKAGE / "models").glob("*.py")), ids=lambda file: str(file.stem))
+def test_models_leave_products_attention_and_devices_to_others(file: Path) -> None:
+    """`Linear` multiplies, `step.attend` attends, and what runs where is decided outside."""
+    assert not foreign_to_models(file.read_text(encoding="utf-8"))
+    assert not {name for name in imported_files(file) if name.startswith("kernels/runtime/")} - {
+        "kernels/runtime/communicator.py"  # the type of what stands between two stages
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("y = x @ self.weight.T", "@"),
+        ("y = F.linear(x, w)", "linear"),
+        ("y = F.scaled_dot_product_attention(q, k, v)", "scaled_dot_product_attention"),
+        ("torch.distributed.all_reduce(y)", "all_reduce"),
+        ("y = x.cuda()", "cuda"),
+    ],
+)
+def test_what_a_model_must_leave_to_others_is_found(code: str, name: str) -> None:
+    assert name in foreign_to_models(code)
+
+
 # -- 5. one composition root, no global state --------------------------------------------------------
 
 
@@ -61,12 +104,15 @@ def test_one_file_puts_the_engine_together() -> None:
 
 def state_of(file: Path) -> Iterator[str]:
     """The names of a module that its functions rebind or mutate."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    source = file.read_text(encoding="utf-8")
+    tree = ast.parse(source)
     containers: set[str] = set()
     for statement in tree.body:
         targets = [getattr(statement, "target", None), *getattr(statement, "targets", ())]
         if is_container(getattr(statement, "value", None)):
             containers.update(target.id for target in targets if isinstance(target, ast.Name))
+    if not containers and "global " not in source:  # most files; walking through functions takes long
+        return
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for node in ast.walk(function):

@@ -79,6 +79,10 @@ SERVE_HOW: Flags = {
     "--slo LIMITS": (str, "what counts as good, in seconds", "ttft=1,tpot=0.1"),
     "--warmup N": (natural, "requests before the first that counts", 4),
     "--temperature X": (zero_or_more, "of every request", 0.6),
+    "--num-speculative-tokens N": (
+        natural,
+        "drafts of a step for each request; 0: none; default: the server's",
+    ),
     "--vocab-size N": (positive, "token ids stay below; default: 10000 if it takes those"),
     "--timeout S": (above_zero, "seconds for one request", 600.0),
     "--duration S": (above_zero, "a soak: ask for so long, judge errors, memory and p99 latency"),
@@ -171,6 +175,8 @@ def _serve(args: argparse.Namespace) -> int:
     extra = {"temperature": args.temperature, "seed": args.seed}
     if args.ignore_eos:
         extra["ignore_eos"] = True
+    if args.num_speculative_tokens is not None:
+        extra["num_speculative_tokens"] = args.num_speculative_tokens
     endpoint = Endpoint(
         url=_server_url(args), model=args.model, api_key=args.api_key, timeout_s=args.timeout, extra=extra
     )

@@ -25,23 +25,28 @@ from infer import __version__
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import models_dir
 
+PUT_OFF = "torch._meta_registrations"
+
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Put off the parts of PyTorch that no engine needs, and keep the collector away from the imports.
 
-    Where PyTorch is imported already there is nothing to gain, and there may be garbage to collect.
+    Where PyTorch is imported already there is nothing to gain, and there may be garbage to collect. Where it
+    has not come at all, nothing of it is left.
     """
     if "torch" in sys.modules:
         yield
         return
-    put_off("torch._meta_registrations")
+    put_off(PUT_OFF)
     gc.disable()
     try:
         yield
         gc.freeze()
     finally:
         gc.enable()
+        if "torch" not in sys.modules:
+            sys.modules.pop(PUT_OFF, None)
 
 
 def put_off(name: str) -> None:

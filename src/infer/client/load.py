@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
@@ -28,17 +27,10 @@ logger = logging.getLogger(__name__)
 _is_forked = False  # a process that was forked after its parent had loaded a model
 
 
-def load_weights(
-    config: EngineConfig,
-    headers: ModelHeaders,
-    *,
-    show_progress: bool = False,
-    on_idle_loss: Callable[[], None] = lambda: None,
-) -> LoadedModel:
+def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
     """Load the model of a config, which has these headers, and start its other ranks, if it has any.
 
-    Settings that no engine could be built with are refused before a weight is read. `on_idle_loss` is called
-    when a rank is gone while there is no step that would say so.
+    Settings that no engine could be built with are refused before a weight is read.
     """
     load, size = config.load, config.load.num_ranks
     _notice_forks()
@@ -50,13 +42,13 @@ def load_weights(
         raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
     num_threads = max(1, torch.get_num_threads() // load.num_local_ranks)
-    ranks = RankProcesses(config, size, num_threads, on_idle_loss)
+    ranks = RankProcesses(config, size, num_threads)
     try:
         use_threads(num_threads)
         loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
         ranks.wait()
-    except BaseException:
-        ranks.close()
+    except BaseException as error:
+        ranks.close(f"rank 0 could not start: {str(error) or type(error).__name__}")
         raise
     return replace(loaded, ranks=ranks)
 
@@ -67,12 +59,12 @@ def load_part(
     """Load one rank's part of the model of a config; the first rank checks the settings of all."""
     load = config.load
     device = choose_device(rank_device(load.device, rank))
-    if rank.world_size > 1 and device.index is not None:
+    if not rank.is_alone and device.index is not None:
         torch.cuda.set_device(device)
     return load_model(
         headers.source,
         dtype=load.dtype,
-        device=load.device if rank.world_size == 1 else str(device),
+        device=load.device if rank.is_alone else str(device),
         quantization=load.quantization,
         max_seq_len=load.max_seq_len,
         show_progress=show_progress,
@@ -91,15 +83,9 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
     size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
-    device = node_device(config)
-    if num_stages > 1 and has_gpu_kernels(device):
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} works on CPUs only so far, and the model would be on "
-            f"{device}; leave it out, or set device=cpu"
-        )
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size,
-        stage=num_stages - 1, num_stages=num_stages,
+        headers, quantization=load.quantization, dtype=load.dtype, device=node_device(config), rank=0,
+        world_size=size, stage=num_stages - 1, num_stages=num_stages,
     ).check_cuts()  # fmt: skip
 
 
@@ -111,7 +97,7 @@ def node_device(config: EngineConfig) -> torch.device:
             f"nnodes={load.nnodes} works on CPUs only so far: ranks on GPUs exchange through the memory of "
             f"one machine, and the model would be on {device}; leave it out, or set device=cpu"
         )
-    return choose_device(rank_device(load.device, Rank(0, load.tensor_parallel_size)))
+    return choose_device(rank_device(load.device, rank_of(config, 0)))
 
 
 def use_threads(number: int) -> None:

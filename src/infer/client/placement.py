@@ -24,6 +24,12 @@ from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 
 
+def is_on_gpu(config: EngineConfig) -> bool:
+    """Return True if a model will be on a GPU, as far as can be told without importing torch."""
+    has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return config.load.device.startswith("cuda") or (config.load.device == "auto" and has_gpu)
+
+
 def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
     """Return the config with the device, memory and threads of one replica, and bind this process to them.
 

@@ -2,12 +2,17 @@
 
 The plan needs PyTorch, which a server's own process never imports, so a process of its own makes it
 (tools/memory_plan.py): knobs on its standard input, the bytes or an error on its standard output, as JSON.
+
+On a CPU a cache whose size was not given takes a share of what is free when it is made. So a plan also says
+how many blocks it has counted: a model that is loaded later, while others take more memory or less, then has
+these, and not more than its server counts. On a GPU it is `device_memory` that says how much a model takes.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import msgspec
 
@@ -17,12 +22,26 @@ from infer.config.settings import EngineConfig
 from infer.errors import EngineError, InferError
 
 
-def planned_bytes(config: EngineConfig) -> int:
-    """The bytes of weights, KV cache and steps of an engine with these settings, of all its ranks."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The memory that a model will take."""
+
+    num_bytes: int  # bytes of weights, KV cache and steps, of all its ranks on this machine
+    num_blocks: int | None = None  # blocks of the cache that is counted; None: the settings say it
+
+    def fix(self, config: EngineConfig) -> EngineConfig:
+        """The settings with the cache that was counted."""
+        if self.num_blocks is None:
+            return config
+        return replace(config, cache=replace(config.cache, num_blocks=self.num_blocks))
+
+
+def plan_model(config: EngineConfig) -> Planned:
+    """Plan an engine with these settings."""
     process = spawn("infer.client.planned")
     output = process.communicate(msgspec.json.encode(config.knobs()))[0]
     try:
-        found = msgspec.json.decode(output.splitlines()[-1], type=int | Failure)
+        found = msgspec.json.decode(output.splitlines()[-1], type=Planned | Failure)
     except (IndexError, msgspec.DecodeError):
         told = output.decode(errors="replace")
         raise EngineError(f"the memory of the model could not be planned:\n{told}") from None
@@ -31,22 +50,25 @@ def planned_bytes(config: EngineConfig) -> int:
     return found
 
 
-def _plan(knobs: dict[str, Any]) -> int:
+def _plan(knobs: dict[str, Any]) -> Planned:
     from infer.tools.memory_plan import find_headers, find_machine, plan_memory
 
     config = EngineConfig.from_knobs(**knobs)
-    load = config.load
-    machine = find_machine(load.device, None, config.cache.device_memory)
+    load, cache = config.load, config.cache
+    machine = find_machine(load.device, None, cache.device_memory)
     headers = find_headers(
         load.model, revision=load.revision, show_progress=False, model_impl=load.model_impl
     )
-    return plan_memory(config, headers, machine).total * load.num_local_ranks
+    plan = plan_memory(config, headers, machine)
+    is_sized = cache.num_blocks is not None or cache.kv_cache_memory is not None or machine.kind == "gpu"
+    num_blocks = None if is_sized else plan.knobs()["num_blocks"]
+    return Planned(plan.total * load.num_local_ranks, cast("int | None", num_blocks))
 
 
 def main() -> None:
     """Answer one question."""
     try:
-        found: int | Failure = _plan(msgspec.json.decode(sys.stdin.buffer.read()))
+        found: Planned | Failure = _plan(msgspec.json.decode(sys.stdin.buffer.read()))
     except InferError as error:
         found = to_failure(error)
     print(msgspec.json.encode(found).decode())

@@ -85,6 +85,7 @@ class SleepingEngine:
     """The place of an engine that was let go of; its weights are in host memory if they fit there."""
 
     has_work = False
+    ranks = None
 
     def __init__(self, engine: Engine) -> None:
         if engine.remake is None or engine.has_work:
@@ -152,6 +153,8 @@ class EngineServer:
         self._subscribers: Subscribers[Address] = Subscribers(engine)
         self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no further use
         engine.compile_aside(partial(_ring, self._ringer))
+        if engine.ranks is not None:
+            engine.ranks.watch(partial(_ring, self._ringer))
 
     def run(self) -> None:
         """Serve until told to stop."""
@@ -176,6 +179,8 @@ class EngineServer:
                 if self._is_overdue():
                     self._report()
                 self._keep(self._subscribers.step())
+            elif self._engine.ranks is not None:
+                self._engine.ranks.check(is_idle=True)
             self._report()
 
     def _receive(self) -> list[tuple[Link, bytes]]:
@@ -365,7 +370,7 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
     with phases("load weights"):
         given = config, token_bytes
         threading.Thread(target=wake_libraries, args=given, name="infer-wake", daemon=True).start()
-        loaded = load_weights(config, headers, on_idle_loss=lambda: os._exit(EXIT_FAILED))
+        loaded = load_weights(config, headers)
     engine = build_engine(config, loaded, observer=observer, phases=phases, token_bytes=token_bytes)
     if loaded.ranks is None and not config.adapters.is_on:
         engine.remake = partial(build_engine, config, loaded, observer=observer, token_bytes=token_bytes)

@@ -26,14 +26,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
 from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
-from infer.client.spawn import give_orders, spawn
+from infer.client.spawn import give_orders, is_stopped, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
@@ -56,7 +55,7 @@ class _Group:
 
     abort: Any  # ends all waits in shared memory
     lines: Any  # the state of each rank
-    on_idle_loss: Callable[[], None]  # called when a rank that no step waits for is gone
+    on_idle_loss: Callable[[], None] = lambda: None  # called when a rank that no step waits for is gone
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     num_done: dict[int, int] = field(default_factory=dict)  # finished parts of a start, by rank
@@ -96,14 +95,8 @@ class _Group:
 class RankProcesses:
     """Ranks 1 and up, from their start to their end; a `RankGroup` (loader/load.py)."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        size: int,
-        num_threads: int,
-        on_idle_loss: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Start them; a thread calls `on_idle_loss` when a rank ends while no step waits for it."""
+    def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
+        """Start them."""
         load, gate = config.load, _Gate(config) if config.load.nnodes > 1 else None
         handle = make_memory(size)
         try:
@@ -111,7 +104,7 @@ class RankProcesses:
             self.communicator: Communicator = self._link.communicator
             self.pipe: Pipe | None = self._link.pipe
             self.lines = self._link.lines
-            self._group = group = _Group(self._link.communicator.abort, self.lines, on_idle_loss)
+            self._group = group = _Group(self._link.communicator.abort, self.lines)
             self._num_parts = 0  # parts of a start that have been asked for
             self._num_open = 0  # messages that no `check` or `wait` has followed
             group.is_waited_for = True
@@ -165,6 +158,13 @@ class RankProcesses:
                 raise DeviceLost(self._group.lost or "a rank of the model is gone, or did not come to a sum")
         self._num_open = int(not is_idle) if is_idle is not None else max(self._num_open - 1, 0)
         self._group.is_waited_for = self._num_open > 0
+
+    def watch(self, on_idle_loss: Callable[[], None]) -> None:
+        """Have a thread call this when a rank is gone that no step waits for: `check` knows why."""
+        with self._group.changed:
+            self._group.on_idle_loss, is_lost = on_idle_loss, self._group.lost is not None
+        if is_lost:
+            on_idle_loss()
 
     def close(self, reason: str = "the engine was closed") -> None:
         """End all other ranks, and wait for their end."""
@@ -234,7 +234,7 @@ def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: in
     handle = make_memory(size)
     try:
         link = open_link(handle, own[0], size, load.pipeline_parallel_size)
-        group = _Group(link.communicator.abort, list, lambda: None)  # node 0 looks who is silent
+        group = _Group(link.communicator.abort, list)  # node 0 looks who is silent
         group.is_waited_for = True
         mirror = group.mirror = _mirror(group, link, load)
         mirror.add(0, connection, HEAD_SILENT_S)
@@ -334,7 +334,7 @@ def _watch(group: _Group) -> None:
             stopped_since, seen_at = {}, now
             continue
         for rank, process in list(group.processes.items()):
-            if not _is_stopped(process.pid):
+            if not is_stopped(process.pid):
                 stopped_since.pop(rank, None)
             elif now - stopped_since.setdefault(rank, now) >= STOPPED_S:
                 group.lose(f"rank {rank} was stopped by a signal")
@@ -348,11 +348,3 @@ def _watch(group: _Group) -> None:
         elif now - seen_at > SILENT_S:
             silent = next((rank for rank, line in enumerate(lines) if not line.waiting), 0)
             group.lose(f"rank {silent} has not answered for {SILENT_S:.0f} s")
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if a signal has stopped a process; False where the system does not say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False

@@ -16,23 +16,27 @@ from typing import NoReturn
 
 import torch
 
-from infer.client.load import node_device
+from infer.client.load import check_ranks, node_device
 from infer.client.messages import NodeLaunch
 from infer.client.rank_greeting import TOKEN, facts_of, join, read_token
 from infer.client.rank_group import serve_ranks
 from infer.client.spawn import take_orders
 from infer.config.settings import EngineConfig
 from infer.errors import InferError
+from infer.loader.find.source import resolve_model
+from infer.loader.headers import read_headers
 from infer.log import setup_logging
 
 logger = logging.getLogger(__name__)
 
 
 def serve_node(config: EngineConfig) -> NoReturn:
-    """Serve one group after the other; raises `ConfigError` if node 0 refuses this node."""
+    """Serve one group after the other; raises `ConfigError` if node 0 refuses this node, or the model."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     load = config.load
     token, facts = read_token(load), facts_of(config, node_device(config).type)
+    source = resolve_model(load.model, revision=load.revision, show_progress=False)
+    check_ranks(config, read_headers(source, load.model_impl))  # as node 0 does, which then never listens
     num_threads = max(1, (load.num_threads or torch.get_num_threads()) // load.num_local_ranks)
     while True:
         connection = join(load, token, facts)

@@ -4,7 +4,7 @@
 
 Keys are neither on a command line nor in a file. When standard input closes, whoever started this process is
 gone or wants its end: it drains and leaves, as at SIGTERM. Standard output gets one line once requests are
-welcome.
+welcome, and goes to the pipe that the log goes to: one thread reads it to its end, or it would fill up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import orjson
@@ -64,11 +65,13 @@ class ReplicaProcess:
         server = orders.get("server", {})
         self._drain_s = float(server.get("drain_timeout", ServerConfig().drain_timeout))
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._url = ""
+        self._is_told = threading.Event()  # it serves, or has ended
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             start_new_session=True,  # a signal to the actor's group is not for it
         )
@@ -79,12 +82,11 @@ class ReplicaProcess:
 
     def wait_ready(self) -> str:
         """Return the URL once the model is loaded; raise `RuntimeError` with the reason if it ends before."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode()
-        if not line.startswith(READY):
+        self._is_told.wait()
+        if not self._url:
             self._process.wait()
             raise RuntimeError("a replica could not start:\n" + "\n".join(self._last))
-        return line.removeprefix(READY).strip()
+        return self._url
 
     def wait_end(self) -> str:
         """Wait until the process ends; returns how."""
@@ -113,11 +115,20 @@ class ReplicaProcess:
         return self._process.pid
 
     def _pass_log_on(self) -> None:
-        assert self._process.stderr is not None
-        for raw in self._process.stderr:
-            line = raw.decode(errors="replace").rstrip()
-            self._last.append(line)
-            print(line, file=sys.stderr, flush=True)
+        assert self._process.stdout is not None and self._process.stdin is not None
+        with self._process.stdout as lines:
+            for raw in lines:
+                line = raw.decode(errors="replace").rstrip()
+                if line.startswith(READY) and not self._url:
+                    self._url = line.removeprefix(READY)
+                    self._is_told.set()
+                    continue
+                self._last.append(line)
+                print(line, file=sys.stderr, flush=True)
+        self._is_told.set()
+        self._process.wait()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 if __name__ == "__main__":

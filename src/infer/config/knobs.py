@@ -164,7 +164,7 @@ def own_names(
             names = [name, *(str(key).replace("-", "_") for key in given)]
             other = next((n for n in names if n in row.spellings), name)
             raise ConfigError(f"{row.name} is given twice, once as {other}; give it once")
-        if says_own_name and name != row.name:
+        if says_own_name and name != row.name and len(name) > SHORT:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
             # turning off an opposite demands nothing: what can be left open stays open
@@ -234,6 +234,7 @@ def _say_own_name(given: str, own: str, *, is_old: bool) -> None:
         logger.info("knob has another name here given=%s own=%s", given, own)
 
 
+SHORT = 2  # letters of an abbreviation such as -tp: it is no other engine's name
 LEAST_BARE = 2**20  # bytes that may be written without their unit
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}

@@ -116,7 +116,7 @@ class LoadConfig:
     pipeline_parallel_size: int = knob(
         1,
         "stages of layers that follow each other, each computed by a process (or by tensor_parallel_size of "
-        "them), which has the weights and the KV cache of these layers; on CPUs only so far "
+        "them), which has the weights and the KV cache of these layers "
         "(docs/features/pipeline-parallelism.md)",
         aliases=("pp", "pp_size"),
     )
@@ -515,6 +515,13 @@ MIN_MODEL_MEMORY = 2**20
 MIN_RECORD_BYTES = 1 << 20
 
 
+def check_room_for_models(name: str, size: str) -> None:
+    """Refuse a size that cannot be read, or that no model fits into."""
+    if parse_bytes(size, name) < MIN_MODEL_MEMORY:
+        least = f"{MIN_MODEL_MEMORY >> 20}MiB"
+        raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The server's address, its clients, and the amount of work that it takes."""
@@ -643,11 +650,6 @@ class ServerConfig:
     headless: bool = knob(False, "serve no HTTP, only ranks for node 0: what node_rank above 0 means anyway")
 
     def _check_model_memory(self, size: str) -> None:
-        if parse_bytes(size) < MIN_MODEL_MEMORY:
-            least = f"{MIN_MODEL_MEMORY >> 20}MiB"
-            raise ConfigError(
-                f"model_memory must be at least {least}, got {size}, which no model's weights fit into"
-            )
         if not self.on_demand:
             raise ConfigError("model_memory is for models on demand; set on_demand")
         for name in ("in_process", "record"):
@@ -704,10 +706,11 @@ class ServerConfig:
             if getattr(self, name) and not self.on_demand:
                 raise ConfigError(f"{name} is for models on demand; set on_demand")
         if self.loaded_memory is not None:
-            parse_bytes(self.loaded_memory, "loaded_memory")
+            check_room_for_models("loaded_memory", self.loaded_memory)
         if self.model_memory is not None:
             object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
         if self.model_memory is not None:
+            check_room_for_models("model_memory", self.model_memory)
             self._check_model_memory(self.model_memory)
         check_choice(self, "cluster")
         for name in ("target_queue_time", "scale_down_after"):

@@ -37,6 +37,7 @@ from infer.engine.cache_fit import (
     NO_DRAFT,
     compute_step,
     fit_to_device,
+    for_each,
     graph_tokens,
     kept_as,
     kv_layout,
@@ -138,7 +139,8 @@ def build_engine(
         if draft is not None:
             width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
             beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
-        size = fit_to_device(config, loaded, step=step, draft=beside)
+        shortage = communicator.shortage if isinstance(communicator, GpuCommunicator) else 0
+        size = fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
@@ -252,6 +254,7 @@ def build_engine(
         adapters=None if bank is None else _load_adapters(settings, loaded, bank, communicator),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
+    engine.ranks = ranks
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
@@ -266,11 +269,12 @@ def _bind(
     pipe: Pipe | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
+        pipe = communicator if communicator.num_stages > 1 else None
     loaded.model.pipe = pipe
     if communicator is not None and communicator.size == 1:  # the only rank of its stage
         communicator = None
-    if isinstance(communicator, GpuCommunicator):
-        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,
@@ -463,8 +467,9 @@ def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, la
     except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
         raise ConfigError(
             f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
-            f"memory could not be allocated ({str(error).splitlines()[0]}); ask for less with "
-            "kv_cache_memory, num_blocks, swap_blocks or swap_space"
+            f"memory could not be allocated{for_each(config.settings.load.num_ranks)} "
+            f"({str(error).splitlines()[0]}); ask for less with kv_cache_memory, num_blocks, swap_blocks or "
+            "swap_space"
         ) from error
 
 
@@ -574,6 +579,7 @@ def make_device(
         adapters=adapters,
         ranks=loaded.ranks,
         communicator=cast("GpuCommunicator | None", communicator),
+        pipe=loaded.model.pipe,
     )
 
 

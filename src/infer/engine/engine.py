@@ -78,7 +78,8 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
-    from infer.engine.adapters import Adapters  # it imports torch, which a server does without
+    from infer.engine.adapters import Adapters  # these import torch, which a server does without
+    from infer.loader.load import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class Engine:
         self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
         # at most this many; 0: each step is read before the next is planned, as it must be without a cache
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
+        self.ranks: RankGroup | None = None  # the other ranks of its model
         self.remake: Callable[[], Engine] | None = None  # builds it anew on the same weights; None: cannot
         self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first

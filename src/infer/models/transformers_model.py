@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from infer.errors import CheckpointError, ConfigError
 from infer.kernels.elementwise.heads import write_slots
@@ -76,6 +77,12 @@ class Seen(NamedTuple):
     """Stands for a mask while a network is probed: how far back it lets tokens see."""
 
     window: int | None
+
+    def __getattr__(self, name: str) -> object:
+        """Refuse a network that changes its mask."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError("it computes with the attention mask, which belongs to the engine here")
 
 
 class ForwardPass:
@@ -400,27 +407,32 @@ def _register(transformers: Any) -> None:
 
 
 def _attend(
-    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, *,
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: object, *,
     scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attend as the step does: q [1, N, T, H], k and v [1, G, T, H], the result [1, T, N, H]."""
+    """Attend as the step does: q [1, N, T, H], k and v [1, G, T, H], the result [1, T, N, H].
+
+    Where values are narrower than keys (latent attention), zeros widen them, since the cache has one size.
+    """
     forward: ForwardPass = module.infer_forward
-    assert mask is None and forward.step is not None, "attention outside of a step, or with a mask"
+    assert attention_mask is None and forward.step is not None, "attention outside of a step, or with a mask"
     _refuse_unknown(others)
     layer = forward.layers[module.layer_idx]
     forward.num_calls += 1
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    width = v.shape[-1]
+    v = functional.pad(v, (0, k.shape[-1] - width))
     q_TNH, k_TGH, v_TGH = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
     if (cache := forward.step.slots(module.layer_idx)) is not None:
         write_slots(k_TGH, v_TGH, cache)
     sinks_N = None if s_aux is None else s_aux.detach().float()
     asked = AttentionLayer(module.layer_idx, scale, layer.window, softcap, sinks_N)
-    return forward.step.attend(asked, q_TNH, k_TGH, v_TGH)[None], None
+    return forward.step.attend(asked, q_TNH, k_TGH, v_TGH)[None, ..., :width].contiguous(), None
 
 
 def _record(
-    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, *,
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: object, *,
     scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -431,17 +443,17 @@ def _record(
     number = getattr(module, "layer_idx", None)
     if type(number) is not int or number in forward.layers:
         raise ConfigError(f"{type(module).__name__} does not say which layer it is")
-    if not isinstance(mask, Seen):
+    if not isinstance(attention_mask, Seen):
         raise ConfigError(f"{type(module).__name__} masks scores in a way of its own")
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"{type(module).__name__} has keys and values of different sizes")
+    if k.shape[:-1] != v.shape[:-1] or not q.shape[-1] == k.shape[-1] >= v.shape[-1]:
+        raise ConfigError(f"{type(module).__name__} has queries, keys and values whose sizes do not match")
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if s_aux is not None and s_aux.shape != q.shape[1:2]:
         raise ConfigError(f"{type(module).__name__} has sinks of the shape {list(s_aux.shape)}")
     forward.layers[number] = Layer(
-        q.shape[1], k.shape[1], q.shape[3], scale, mask.window, softcap or None, s_aux is not None
+        q.shape[1], k.shape[1], q.shape[3], scale, attention_mask.window, softcap or None, s_aux is not None
     )
-    return torch.empty_like(q).transpose(1, 2), None
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])), None
 
 
 def _refuse_unknown(given: Mapping[str, object]) -> None:

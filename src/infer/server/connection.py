@@ -65,9 +65,9 @@ class RefusedHead(Exception):
 class RequestParser(httptools.HttpRequestParser):
     """A parser that goes on where a request asks for another protocol.
 
-    llhttp stops after a head like that and takes the message as ended; one that is the last of its connection
-    makes it throw away what follows. The framing of the body is therefore given to another parser, which
-    takes over, in a head that asks for nothing; their reader knows that the request is still open.
+    llhttp stops after a head like that and takes the message as ended; if it is the last of its connection,
+    what follows is thrown away. The framing of the body is therefore given to another parser, which takes
+    over, in a head that asks for nothing; their reader knows that the request is still open.
     """
 
     def __init__(self, reader: GuardedConnection) -> None:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
+from infer.client.placement import is_on_gpu
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
 from infer.config.settings import EngineConfig, ServerConfig
@@ -97,13 +98,6 @@ class _CountedConnection(GuardedConnection):
         super().connection_lost(exc)
 
 
-def _is_on_gpu(models: Mapping[str, EngineConfig]) -> bool:
-    """Return True if every model is on a GPU, as far as can be told without importing torch."""
-    has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    devices = [str(engine.load.device) for engine in models.values()]
-    return all(device.startswith("cuda") or (device == "auto" and has_gpu) for device in devices)
-
-
 async def serve(
     models: Mapping[str, EngineConfig],
     config: ServerConfig,
@@ -115,7 +109,7 @@ async def serve(
 
     `spares` are engine processes that have been started already.
     """
-    number = num_processes(config, on_gpu=_is_on_gpu(models))
+    number = num_processes(config, on_gpu=all(map(is_on_gpu, models.values())))
     state = ServerState(config=config, board=Board(number))
     state.board.is_starting = True
     workers = Workers(config, state.board)

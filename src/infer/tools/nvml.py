@@ -81,6 +81,20 @@ def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
     )
 
 
+def total_memory(nvml: Any = None) -> int | None:
+    """Return the bytes of all GPUs together; None: none says."""
+    nvml = nvml or library()
+    count, device, memory, total = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), 0
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            continue
+        if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+            total += memory.total
+    return total or None
+
+
 def held_by(pids: Collection[int], nvml: Any = None) -> int | None:
     """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed.
 

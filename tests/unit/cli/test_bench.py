@@ -218,6 +218,13 @@ def test_a_server_is_named_as_other_benchmarks_do(
     assert "random" not in asked[0][1].workloads
 
 
+def test_one_server_is_measured_with_and_without_drafts(infer: Infer, asked: list[tuple[Any, Any]]) -> None:
+    for more in (), ("--num-speculative-tokens", "0"), ("--num-speculative-tokens", "3"):
+        assert infer("bench", "serve", "--port", "1", *more).code == 0
+    found = [endpoint.extra.get("num_speculative_tokens") for endpoint, _ in asked]
+    assert found == [None, 0, 3]
+
+
 @pytest.mark.parametrize("prefix", ["--", "--random-"])
 def test_a_load_is_described_as_other_benchmarks_do(
     infer: Infer, asked: list[tuple[Any, Any]], prefix: str

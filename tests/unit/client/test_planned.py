@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from infer.client import planned
+from infer.client.planned import Planned
 from infer.config.settings import EngineConfig
 from infer.errors import CheckpointError, EngineError
 
@@ -18,7 +19,18 @@ def test_a_plan_counts_the_cache(checkpoint: str) -> None:
     few, many = (
         EngineConfig.from_knobs(model=checkpoint, device="cpu", num_blocks=number) for number in (64, 4096)
     )
-    assert 0 < planned._plan(few.knobs()) < planned._plan(many.knobs()) == planned.planned_bytes(many)
+    plans = [planned._plan(config.knobs()) for config in (few, many)]
+    assert 0 < plans[0].num_bytes < plans[1].num_bytes and plans[1] == planned.plan_model(many)
+    assert plans[1].fix(many) is many
+
+
+def test_a_plan_fixes_a_cache_that_takes_what_is_free(checkpoint: str) -> None:
+    config = EngineConfig.from_knobs(model=checkpoint, device="cpu", max_batch_size=2)
+    plan = planned._plan(config.knobs())
+    fixed = plan.fix(config)
+    assert fixed.cache.num_blocks == plan.num_blocks and planned._plan(fixed.knobs()) == Planned(
+        plan.num_bytes
+    )
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, output: bytes) -> None:
@@ -35,10 +47,10 @@ def test_the_error_of_a_plan_is_that_of_a_load(
     planned.main()
     answered(monkeypatch, b"a line of a log\n" + capsys.readouterr().out.encode())
     with pytest.raises(CheckpointError):
-        planned.planned_bytes(config)
+        planned.plan_model(config)
 
 
 def test_a_plan_that_dies_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     answered(monkeypatch, b"Killed\n")
     with pytest.raises(EngineError, match="could not be planned:\nKilled"):
-        planned.planned_bytes(EngineConfig())
+        planned.plan_model(EngineConfig())

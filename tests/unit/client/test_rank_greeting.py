@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from infer.client import rank_greeting
 from infer.client.rank_greeting import facts_of, gather_nodes, join, listen, read_token
+from infer.client.rank_node import serve_node
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.errors import ConfigError
 
@@ -187,3 +189,15 @@ def test_silent_strangers_do_not_hold_the_port(monkeypatch: pytest.MonkeyPatch) 
         for connection in (*strangers, *admitted.values(), *joined):
             connection.close()
         gate.join(30)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_by_every_node(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 refuses it before it listens, so the others would wait for good."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    config = EngineConfig.from_knobs(
+        model=checkpoint, device="cpu", tensor_parallel_size=6, nnodes=2, node_rank=1, master_port=free_port()
+    )
+    with pytest.raises(ConfigError, match="tensor_parallel_size=6"):
+        serve_node(config)

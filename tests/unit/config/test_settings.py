@@ -120,7 +120,7 @@ def test_the_own_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     knobs._say_own_name.cache_clear()
     caplog.set_level(logging.INFO, logger="infer")
     for _ in range(2):
-        EngineConfig.from_knobs(max_model_len=128, max_waiting=3)
+        EngineConfig.from_knobs(max_model_len=128, max_waiting=3, tp=2, pp=2)  # these two are abbreviations
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "knob has another name here given=max_model_len own=max_seq_len"),
         ("WARNING", "knob was renamed; the next release refuses the old name old=max_waiting new=max_queue"),

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from infer.client.client import EngineClient
+from infer.client.planned import Planned
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped, NameTaken, NoRoom
 from infer.frontend.llm import LLM
@@ -620,11 +621,31 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             ServerConfig(**knobs)
     with pytest.raises(ConfigError, match="loaded_memory must be a size"):
         ServerConfig(on_demand=True, loaded_memory="much")
+    with pytest.raises(ConfigError, match="loaded_memory must be at least 1MiB, got 1KiB"):
+        ServerConfig(on_demand=True, loaded_memory="1KiB")
     with pytest.raises(ConfigError, match="max_loaded_models"):
         ServerConfig(on_demand=True, max_loaded_models=0)
     fleet = Fleet(ServerState(config=ServerConfig(on_demand=True)), ServerMetrics("infer"))
     with pytest.raises(ConfigError, match="on_demand needs a name"):
         asyncio.run(fleet.start({"": EngineConfig()}))
+
+
+def test_a_budget_that_no_machine_here_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(
+        ServerState(config=ServerConfig(on_demand=True, loaded_memory="999GiB")), ServerMetrics("infer")
+    )
+    monkeypatch.setattr("infer.tools.host_memory.free_host_bytes", lambda: 20 << 30)
+    monkeypatch.setattr("infer.tools.nvml.total_memory", lambda: 80 << 30)
+    here, gpu = (EngineConfig.from_knobs(model="m", device=device) for device in ("cpu", "cuda"))
+    for models, there in (
+        ({"a": here}, "models: 20.0 GiB of free host memory; set it to less, such as 15360MiB"),
+        ({"a": gpu}, "models: 80.0 GiB of GPUs; set"),
+        ({"a": gpu, "b": here}, "models: 80.0 GiB of GPUs and 20.0 GiB of free host memory; set"),
+    ):
+        with pytest.raises(ConfigError, match=f"loaded_memory=999GiB is more than there is for {there}"):
+            fleet.check(models)
+    monkeypatch.setattr("infer.tools.nvml.total_memory", lambda: None)
+    fleet.check({"a": gpu})  # it does not say
 
 
 def test_adapters_shadow_no_model_and_come_back_with_theirs(
@@ -673,10 +694,12 @@ def test_one_name_is_not_given_to_two_adapters_at_a_time(
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
-    def planned(config: EngineConfig) -> int:
-        return sizes[str(config.load.model)]
+    """Let plans say that models take these sizes, in MiB."""
 
-    monkeypatch.setattr("infer.server.fleet.fleet.planned_bytes", planned)
+    def plan(config: EngineConfig) -> Planned:
+        return Planned(sizes[str(config.load.model)] << 20)
+
+    monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
 
 
 def test_bytes_are_a_budget_in_which_the_least_recently_used_makes_room(
@@ -695,7 +718,7 @@ def test_bytes_are_a_budget_in_which_the_least_recently_used_makes_room(
         assert stage.loaded == ["b"]
         assert stage.starts == {"a": 1, "b": 2, "c": 1}
 
-    play(monkeypatch, oracle, scene, loaded_memory="100B")
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB")
 
 
 def test_a_number_of_models_holds_within_a_budget_of_bytes(
@@ -708,13 +731,13 @@ def test_a_number_of_models_holds_within_a_budget_of_bytes(
             await stage.ok(name)
         assert stage.loaded == ["b", "c"]
 
-    play(monkeypatch, oracle, scene, loaded_memory="100B", max_loaded_models=2)
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB", max_loaded_models=2)
 
 
 def test_a_model_larger_than_the_budget_is_refused_and_no_other_leaves(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measure(monkeypatch, {"a": 1 << 20, "b": 3 << 20, "c": 1})
+    measure(monkeypatch, {"a": 1, "b": 3, "c": 1})
 
     async def scene(stage: Stage) -> None:
         await stage.ok("a")
@@ -732,17 +755,45 @@ def test_a_plan_that_finds_no_room_is_made_again_when_others_have_left(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:
     async def scene(stage: Stage) -> None:
-        def planned(config: EngineConfig) -> int:
+        def plan(config: EngineConfig) -> Planned:
             if stage.state.models or stage.fleet._leaving:
                 raise NoRoom("the others have it")
-            return 1
+            return Planned(1)
 
-        monkeypatch.setattr("infer.server.fleet.fleet.planned_bytes", planned)
+        monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
         await stage.ok("a")
         await stage.ok("b")
         assert stage.loaded == ["b"]
 
-    play(monkeypatch, oracle, scene, loaded_memory="100B")
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB")
+
+
+def test_a_model_is_loaded_with_the_cache_that_was_counted_until_a_load_fails(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    """What is free at the load decides nothing: it was counted when the plan was made."""
+    free = [7]
+    monkeypatch.setattr("infer.server.fleet.fleet.plan_model", lambda config: Planned(60 << 20, free[-1]))
+
+    async def scene(stage: Stage) -> None:
+        def loaded(name: str) -> int | None:
+            config = stage.state.models[name].config
+            return None if config is None else config.cache.num_blocks
+
+        await stage.ok("a")
+        assert loaded("a") == 7
+        free.append(9)
+        await stage.ok("b")
+        await stage.ok("a")
+        assert loaded("a") == 7 and stage.starts["a"] == 2
+        await stage.ok("b")
+        stage.failures["a"] = ConfigError("7 blocks are more than there is")
+        assert (await stage.ask("a")).status_code == 500
+        del stage.failures["a"]
+        await stage.ok("a")
+        assert loaded("a") == 9
+
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB")
 
 
 def test_a_model_that_replaces_another_is_counted_next_to_it(
@@ -757,6 +808,6 @@ def test_a_model_that_replaces_another_is_counted_next_to_it(
         knobs = {"name": "b", "model": "new", "replace": True}
         answer = await stage.client.post("/admin/models/load", json=knobs)  # 30 + 60 + 20 are too many
         assert answer.status_code == 200, answer.text
-        assert stage.loaded == ["b"] and [m.planned_bytes for m in stage.state.models.values()] == [20]
+        assert stage.loaded == ["b"] and [m.planned_bytes for m in stage.state.models.values()] == [20 << 20]
 
-    play(monkeypatch, oracle, scene, loaded_memory="100B")
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB")

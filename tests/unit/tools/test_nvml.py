@@ -33,6 +33,12 @@ class FakeNvml:
                     return 6
                 ctypes.cast(arguments[1], ctypes.POINTER(ctypes.c_void_p))[0] = 1234
                 return 0
+            if name == "nvmlDeviceGetCount_v2":
+                ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_uint))[0] = 2
+                return 0
+            if name == "nvmlDeviceGetHandleByIndex_v2":
+                ctypes.cast(arguments[1], ctypes.POINTER(ctypes.c_void_p))[0] = 1234
+                return 0
             assert arguments[0].value == 1234, "every question is about the GPU that was found"
             numbers = {
                 "nvmlDeviceGetMemoryInfo": (ctypes.c_ulonglong, (80 << 30, 50 << 30, 30 << 30)),
@@ -52,6 +58,11 @@ class FakeNvml:
 def test_a_gpu_is_read_by_its_name() -> None:
     assert read_gpu(NAME, FakeNvml()) == GpuReading(80 << 30, 30 << 30, 0.75, 0.4, 512.5, 61.0)
     assert read_gpu("GPU-other", FakeNvml()) is None
+
+
+def test_the_memory_of_all_gpus_is_added_up() -> None:
+    assert nvml.total_memory(FakeNvml()) == 2 * (80 << 30)
+    assert nvml.total_memory(FakeNvml("nvmlDeviceGetMemoryInfo")) is None
 
 
 def test_what_a_gpu_does_not_say_is_left_out() -> None:

@@ -16,12 +16,13 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
-TIMEOUT = 120.0  # seconds for the compiler
+TIMEOUT = 300.0  # seconds for the compiler
 
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-fno-math-errno")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -97,20 +98,28 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:24]
 
 
+def _run(command: list[str]) -> tuple[int, str]:
+    """The exit code of a command and what it said; one that takes too long is ended with its children."""
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=TIMEOUT)
+        finally:
+            if process.poll() is None:  # `cc` alone would leave the compiler that it calls at work
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, said
+
+
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / "library.so"
-            answer = subprocess.run(
-                [compiler, *flags, *sources, "-o", str(made), "-lm"],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-            if answer.returncode != 0:
-                lines, words = answer.stderr.splitlines(), (os.strerror(errno.ENOSPC), "error")
+            status, said = _run([compiler, *flags, *sources, "-o", str(made), "-lm"])
+            if status != 0:
+                lines, words = said.splitlines(), (os.strerror(errno.ENOSPC), "error")
                 first = next((line for word in words for line in lines if word in line), "it said nothing")
                 raise CBuildError(f"{compiler} failed: {first.strip()}")
             os.replace(made, path)

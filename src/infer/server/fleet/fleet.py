@@ -31,8 +31,8 @@ from typing import Any
 
 from infer.client.client import EngineClient, InProcessClient
 from infer.client.messages import Ready, RecordOrders, Replica
-from infer.client.placement import share_threads
-from infer.client.planned import planned_bytes
+from infer.client.placement import is_on_gpu, share_threads
+from infer.client.planned import Planned, plan_model
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
@@ -68,7 +68,7 @@ from infer.server.metrics import ServerMetrics
 from infer.server.processes.workers import Workers
 from infer.server.state import ModelUse, ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
-from infer.tools.host_memory import check_host_memory
+from infer.tools.host_memory import check_host_memory, check_loaded_memory
 from infer.tools.record_files import RecordPaths
 
 logger = logging.getLogger(__name__)
@@ -108,13 +108,16 @@ class Fleet:
         if state.config.on_demand:
             self._on_demand = OnDemand(
                 state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving,
-                size=self._planned_bytes,
+                plan=self._plan,
             )  # fmt: skip
 
     def check(self, models: Mapping[str, EngineConfig]) -> None:
         """Refuse what this machine cannot do; make the files that the runs of the first models go to."""
         if (budget := self.state.config.model_memory) is not None:
             check_host_memory(budget, "model_memory")
+        if (budget := self.state.config.loaded_memory) is not None:
+            places = set(map(is_on_gpu, models.values()))
+            check_loaded_memory(budget, on_gpu=True in places, on_cpu=False in places)
         for name, config in models.items():
             self._order_records(name, config)
 
@@ -165,8 +168,8 @@ class Fleet:
                 "name",
                 param="name",
             )
-        async with self._on_demand.room(name, config):
-            model = await self._bring_up(name, config, replaces=replaces)
+        async with self._on_demand.room(name, config) as fixed:
+            model = await self._bring_up(name, fixed, replaces=replaces)
             catalog[model.name] = config
             self._note_loadable()
         return model
@@ -339,9 +342,10 @@ class Fleet:
             return None
         return model.encoder, clients
 
-    async def _planned_bytes(self, config: EngineConfig) -> int:
-        """The bytes that the engines of a model on demand will take."""
-        return await asyncio.to_thread(planned_bytes, config) * self.state.config.replicas
+    async def _plan(self, config: EngineConfig) -> Planned:
+        """The memory that the engines of a model on demand will take."""
+        plan = await asyncio.to_thread(plan_model, config)
+        return replace(plan, num_bytes=plan.num_bytes * self.state.config.replicas)
 
     async def _uses(self) -> dict[str, ModelUse]:
         """The use of every loaded model, in all API processes together."""

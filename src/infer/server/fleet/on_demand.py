@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from time import monotonic
 
+from infer.client.planned import Planned
 from infer.client.subscribers import SHUTTING_DOWN
 from infer.config.knobs import parse_bytes
 from infer.config.settings import EngineConfig
@@ -43,14 +44,14 @@ class OnDemand:
         retire: Callable[[ServedModel], Awaitable[None]],
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
         leaving: Mapping[asyncio.Task[None], ServedModel],
-        size: Callable[[EngineConfig], Awaitable[int]],
+        plan: Callable[[EngineConfig], Awaitable[Planned]],
     ) -> None:
         self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
-        self._size = size  # gives the bytes that a model will take
-        self._sizes: dict[str, tuple[EngineConfig, int]] = {}  # the last that were found, by name
+        self._plan = plan  # finds the memory that a model will take
+        self._plans: dict[str, tuple[EngineConfig, Planned]] = {}  # the last that were made, by name
         self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
         self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -72,42 +73,46 @@ class OnDemand:
             raise
 
     @asynccontextmanager
-    async def room(self, name: str, config: EngineConfig) -> AsyncIterator[None]:
-        """The turn to load a model, with room for it.
+    async def room(self, name: str, config: EngineConfig) -> AsyncIterator[EngineConfig]:
+        """The turn to load a model, with room for it, and the settings that take no more than this room.
 
         A number of models has room for one that replaces another; an amount of memory must hold both.
         """
         async with self._turn:
-            needed = await self._measure(name, config)
-            while not self._has_room(name, needed):
+            plan = await self._measure(name, config)
+            while not self._has_room(name, plan.num_bytes):
                 await self._make_room()
-            yield
+            try:
+                yield plan.fix(config)
+            except BaseException:
+                self._plans.pop(name, None)  # there may be less memory now than when it was made
+                raise
             for model in self._state.models.values():  # only the new one has no size yet
-                model.planned_bytes = model.planned_bytes or needed
+                model.planned_bytes = model.planned_bytes or plan.num_bytes
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
 
-    async def _measure(self, name: str, config: EngineConfig) -> int:
-        """The bytes that a model will take; one that alone takes too many is refused."""
+    async def _measure(self, name: str, config: EngineConfig) -> Planned:
+        """The memory that a model will take; one that alone takes too much is refused."""
         budget = self._state.config.loaded_memory
         if budget is None:
-            return 0
-        if (known := self._sizes.get(name)) is None or known[0] != config:
+            return Planned(0)
+        if (known := self._plans.get(name)) is None or known[0] != config:
             while True:
                 try:
-                    self._sizes[name] = config, await self._size(config)
+                    self._plans[name] = config, await self._plan(config)
                     break
                 except NoRoom:  # others have the memory still
                     if not self._state.models and not self._leaving:
                         raise
                     await self._make_room()
-        needed = self._sizes[name][1]
-        if needed > parse_bytes(budget):
+        plan = self._plans[name][1]
+        if plan.num_bytes > parse_bytes(budget):
             raise ConfigError(
-                f"model {name!r} takes {needed / 2**20:,.1f}MiB with its KV cache, and loaded_memory is "
-                f"{budget}; set a larger one, or make the cache smaller (kv_cache_memory, device_memory)"
+                f"model {name!r} takes {plan.num_bytes / 2**20:,.1f}MiB with its KV cache, and loaded_memory "
+                f"is {budget}; set a larger one, or make the cache smaller (kv_cache_memory, device_memory)"
             )
-        return needed
+        return plan
 
     def _has_room(self, name: str, needed: int) -> bool:
         server, models = self._state.config, self._state.models
@@ -131,9 +136,9 @@ class OnDemand:
             return
         config = self.catalog[name]
         try:
-            async with self.room(name, config):
+            async with self.room(name, config) as fixed:
                 if self.catalog.get(name) is config and name not in self._state.models:  # no one was faster
-                    await self._load(name, config)
+                    await self._load(name, fixed)
         except EngineStopped:  # killed, unloaded, or at shutdown
             raise
         except Exception as error:

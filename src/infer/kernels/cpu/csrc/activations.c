@@ -24,6 +24,8 @@ static inline float float_of(uint32_t bits) {
 }
 
 #if defined(HAVE_AVX512) || defined(HAVE_AVX2)
+typedef int16_t words16 __attribute__((vector_size(32)));
+
 #if defined(HAVE_AVX512)
 static inline int32_t sum_of_ints(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
 static inline int32_t largest_of_ints(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
@@ -45,16 +47,25 @@ ALWAYS_INLINE float peak_of(const float *x) {
     return float_of((uint32_t)largest_of_ints((a & is_a) | (b & ~is_a)));
 }
 
-ALWAYS_INLINE void put_digits(vi whole, int8_t *q, const int digits) {
+/* 16 integers of a group, from number k on. */
+ALWAYS_INLINE void put_digits(vi whole, int8_t *q, const int k, const int digits) {
+#if defined(HAVE_WORDS)
+    if (digits == 2) {
+        const __m256i words = (__m256i)__builtin_convertvector(whole, words16);
+        const __m256i low = _mm256_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0));
+        _mm256_storeu_si256((__m256i *)(q + 2 * k), _mm256_shufflehi_epi16(low, _MM_SHUFFLE(3, 1, 2, 0)));
+        return;
+    }
+#endif
     vi high = digits == 2 ? (whole + 64) >> 7 : whole;
-    *(bytes16 *)q = __builtin_convertvector(high, bytes16);
-    if (digits == 2) *(bytes16 *)(q + GROUP) = __builtin_convertvector(whole - (high << 7), bytes16);
+    *(bytes16 *)(q + k) = __builtin_convertvector(high, bytes16);
+    if (digits == 2) *(bytes16 *)(q + GROUP + k) = __builtin_convertvector(whole - (high << 7), bytes16);
 }
 
 ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const int digits) {
     vi low = ((vi)(load(x) * inverse + MAGIC) << 16) >> 16, high = ((vi)(load(x + 16) * inverse + MAGIC) << 16) >> 16;
-    put_digits(low, q, digits);
-    put_digits(high, q + 16, digits);
+    put_digits(low, q, 0, digits);
+    put_digits(high, q, 16, digits);
     return sum_of_ints(low + high);
 }
 
@@ -129,6 +140,10 @@ ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const 
 /* The sum of the first 16 integers of a group. */
 ALWAYS_INLINE int32_t sum_first_half(const int8_t *q, const int digits) {
     int32_t high = 0, low = 0;
+#if defined(HAVE_WORDS)
+    for (int k = 0; digits == 2 && k < GROUP; k += 2) low += (int16_t)((uint8_t)q[k] | q[k + 1] * 256);
+    if (digits == 2) return low;
+#endif
     for (int k = 0; k < GROUP / 2; k++) high += q[k], low += digits == 2 ? q[GROUP + k] : 0;
     return digits == 2 ? high * 128 + low : high;
 }

@@ -10,9 +10,12 @@
  * many rows are computed with it, nor on the instruction set's way of adding integers. The sum of a group's
  * activations is the same for all rows of the matrix and was taken when they were quantised (activations.c).
  *
- * AVX-512's instruction multiplies unsigned by signed. Weights in int4 are unsigned; those in int8 become unsigned by
- * adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
+ * VNNI's instruction multiplies unsigned by signed bytes. Weights in int4 are unsigned; those in int8 become unsigned
+ * by adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
  * at  -c sum q_x. Those in int6 are kept with c = 32 added, whatever the processor.
+ *
+ * x86 without VNNI multiplies integers of 16 bits: two digits of an activation at once, and the weights unpacked once
+ * for all rows of a pass. With one digit it multiplies bytes, and adds in 16 bits for as long as that is exact.
  *
  * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
  * layout; the integer sums are the same, so the results are, too.
@@ -23,7 +26,7 @@
 #define _GNU_SOURCE
 #include "linear.h"
 
-#if defined(HAVE_AVX512) && defined(__AMX_INT8__) && defined(__linux__)
+#if defined(HAVE_VNNI) && defined(__AMX_INT8__) && defined(__linux__)
 #define HAVE_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -33,9 +36,9 @@
 #include "linear_neon.h"
 #elif defined(HAVE_AVX512) || defined(HAVE_AVX2)
 
-/* The factors of a group of weights, for the 16 rows of a tile. */
+/* The factors of a group of weights, for the rows of a tile that a register has. */
 typedef struct {
-    vf scale, minimum; /* int8 has no minimum; in int6 it is the scale of the second half */
+    vr scale, minimum; /* int8 has no minimum; in int6 it is the scale of the second half */
 } group_scales;
 
 ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, const int bits) {
@@ -54,12 +57,12 @@ ALWAYS_INLINE void prefetch_next(const uint8_t *w, const uint16_t *tile_scales, 
     __builtin_prefetch(scales + DISTANCE / group_bytes * scale_bytes);
 }
 
-/* total + a * b, rounded once where the processor can, and in the same way in every function here. */
-static inline vf multiply_add(vf a, vf b, vf total) {
+/* total + a * b, rounded once, and in the same way in every function here. */
+ALWAYS_INLINE vr multiply_add(vr a, vr b, vr total) {
 #if defined(HAVE_AVX512)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
+    return (vr)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
 #else
-    return total + a * b;
+    return (vr)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
 #endif
 }
 
@@ -67,10 +70,10 @@ static inline vf multiply_add(vf a, vf b, vf total) {
 #define PARTS_OF(kind) ((kind) == 6 ? 2 : 1)
 
 /* Add one more group, or a part of it, of row `at` of the activations. */
-ALWAYS_INLINE vf add_group(vf total, vi sum, group_scales w, const activations *act, int64_t at, const int bits,
+ALWAYS_INLINE vr add_group(vr total, vri sum, group_scales w, const activations *act, int64_t at, const int bits,
                            const int part) {
-    total = multiply_add(__builtin_convertvector(sum, vf), (part ? w.minimum : w.scale) * act->scales[at], total);
-    return bits < 6 ? multiply_add(w.minimum, splat(act->sums[at]), total) : total;
+    total = multiply_add(__builtin_convertvector(sum, vr), (part ? w.minimum : w.scale) * act->scales[at], total);
+    return bits < 6 ? multiply_add(w.minimum, splat_vr(act->sums[at]), total) : total;
 }
 
 /* The sum of the last digit of row `at` starts with this. */
@@ -93,15 +96,6 @@ static inline void finish_row(const linear_args *a, int64_t tile, int64_t m, vf 
         store_some(y, a->bias ? total + load_some(a->bias + n, count) : total, count);
     }
 }
-
-#if defined(HAVE_AVX512)
-/* Add four products of bytes to every lane's sum: 16 rows of weights times four neighbours of an activation. gcc
- * would load those by a separate instruction, and instructions are what limits a batch. */
-ALWAYS_INLINE vi add_products(vi sum, __m512i weights, const int8_t *four) {
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const int32_t(*)[1])four));
-    return sum;
-}
-#endif
 
 #if defined(HAVE_AVX512)
 typedef __m512i raw_vector; /* weights of a vector, or of half of one */
@@ -132,72 +126,128 @@ ALWAYS_INLINE raw_vector load_vector(const uint8_t *w, const int v, const int ki
     return q;
 }
 
+#if defined(HAVE_VNNI)
+/* Add four products of bytes to every lane's sum: 16 rows of weights times four neighbours of an activation. gcc
+ * would load those by a separate instruction, and instructions are what limits a batch. */
+#ifndef ADD_PRODUCTS /* tests have it in C, for processors without it */
+#define ADD_PRODUCTS(sum, weights, four) \
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const int32_t(*)[1])(four)))
+#endif
+
+/* Add a part of a group of weights times the same of `rows` activations. */
+ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, const int part, const int rows,
+                            const int kind, const int digits) {
+    const int lines = rows * digits, vectors = 8 / PARTS_OF(kind);
+    vri sums[LINES];
+#pragma GCC unroll 32
+    for (int i = 0; i < lines; i++) sums[i] = i % digits == digits - 1 ? totals[i / digits] : (vri){0};
+#pragma GCC unroll 8
+    for (int turn = 0; turn < vectors; turn++) {
+        const int v = vector_of(turn, part, kind);
+        const raw_vector weights = load_vector(w, v, kind);
+#pragma GCC unroll 32
+        for (int i = 0; i < lines; i++) ADD_PRODUCTS(sums[i], weights, q + i * GROUP + v * 4);
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < rows; i++) totals[i] = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
+}
+#else
+typedef int16_t words __attribute__((vector_size(sizeof(raw_vector)), may_alias));
+#if defined(HAVE_AVX512)
+#define ADD_NEIGHBOURS(a, b) (vri) _mm512_madd_epi16((raw_vector)(a), (raw_vector)(b)) /* of 16 bits */
+#define ADD_BYTES(a, b) (words) _mm512_maddubs_epi16(a, b)
+#define ABSOLUTE(w) _mm512_abs_epi8(w)
+#define WITH_SIGN_OF(w, x) _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x)
+#else
+#define ADD_NEIGHBOURS(a, b) (vri) _mm256_madd_epi16((raw_vector)(a), (raw_vector)(b))
+#define ADD_BYTES(a, b) (words) _mm256_maddubs_epi16(a, b)
+#define ABSOLUTE(w) _mm256_abs_epi8(w)
+#define WITH_SIGN_OF(w, x) _mm256_sign_epi8(x, w)
+#endif
+
+/* The same four bytes in every lane. */
+ALWAYS_INLINE raw_vector splat_four(const int8_t *four) {
+    int32_t bits;
+    memcpy(&bits, four, 4);
+    return (raw_vector)((vri){0} + bits);
+}
+
+/* A sum that is added up here and now. gcc would make all products first, which do not fit into the registers. */
+ALWAYS_INLINE vri now(vri sum) {
+    __asm__("" : "+v"(sum));
+    return sum;
+}
+
+/* Add a part of a group of weights times the same of `rows` activations. The weights are unpacked once for all rows.
+ *
+ * Two digits: both are one integer of 16 bits, so weights become integers of 16 bits, too. One digit: products of
+ * bytes are added in 16 bits for as long as they fit. */
+ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, const int part, const int rows,
+                            const int kind, const int digits) {
+    const int vectors = 8 / PARTS_OF(kind);
+    /* sums of pairs are below 15, 31, 24, 63 or 127 times 127 * 2: as many of them fit into 16 bits */
+    const int fitting = kind == 4 ? 8 : kind == 6 ? 2 : kind == 8 ? 1 : 4;
+    words pairs[LINES];
+#pragma GCC unroll 8
+    for (int turn = 0; turn < vectors; turn++) {
+        const int v = vector_of(turn, part, kind);
+        const raw_vector weights = load_vector(w, v, kind);
+        if (digits == 2) {
+            const words both = (words)weights, odd = both >> 8;
+            words even = both & 255;
+            if (kind == 8) even = both << 8 >> 8;
+#pragma GCC unroll 32
+            for (int i = 0; i < rows; i++) {
+                const int8_t *four = q + i * 2 * GROUP + v * 8;
+                totals[i] = now(totals[i] + ADD_NEIGHBOURS(even, splat_four(four)));
+                totals[i] = now(totals[i] + ADD_NEIGHBOURS(odd, splat_four(four + 4)));
+            }
+            continue;
+        }
+#pragma GCC unroll 32
+        for (int i = 0; i < rows; i++) {
+            const raw_vector x = splat_four(q + i * GROUP + v * 4);
+            words sums = kind == 8 ? ADD_BYTES(ABSOLUTE(weights), WITH_SIGN_OF(weights, x)) : ADD_BYTES(weights, x);
+            if (turn % fitting) sums += pairs[i];
+            pairs[i] = (words)now((vri)sums);
+            if (turn % fitting == fitting - 1) totals[i] += ADD_NEIGHBOURS(pairs[i], (words){0} + 1);
+        }
+    }
+}
+#endif
+
 /* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants wherever this
- * is inlined, so the loops over them disappear. */
+ * is inlined, so the loops over them disappear: sums that are found by an index which is no constant are in memory. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                  const int rows, const int kind, const int digits) {
-    const int lines = rows * digits, bits = BITS_OF(kind), parts = PARTS_OF(kind), vectors = 8 / parts;
+    const int bits = BITS_OF(kind), parts = PARTS_OF(kind);
     const int64_t groups = act->groups;
     const uint8_t *w = a->data + tile * groups * bits * 64;
     const uint16_t *w_scales = a->scales + tile * groups * (bits == 8 ? 1 : 2) * LANES;
-    vf total[LINES];
-    for (int i = 0; i < rows; i++) total[i] = (vf){0};
+    vr total[LINES][PARTS];
+#pragma GCC unroll 32
+    for (int i = 0; i < rows * PARTS; i++) total[i / PARTS][i % PARTS] = (vr){0};
     int64_t place = place_of(act, m);
     for (int64_t g = 0; g < groups; g++, w += bits * 64, place += block_rows(digits)) {
         const int8_t *q = act->q + place * digits * GROUP;
         prefetch_next(w, w_scales, g, bits);
-        group_scales scales = load_scales(w_scales, g, bits);
+#pragma GCC unroll 1
+        for (int n = 0; n < PARTS; n++) {
+            group_scales scales = load_scales(w_scales + n * WIDTH, g, bits);
 #pragma GCC unroll 2
-        for (int part = 0; part < parts; part++) {
-            vi sums[LINES];
-            for (int i = 0; i < lines; i++)
-                sums[i] = (vi){0} + (i % digits == digits - 1 ? start_of(act, place + i / digits, bits, part) : 0);
-#if defined(HAVE_AVX512)
-#pragma GCC unroll 8
-            for (int turn = 0; turn < vectors; turn++) {
-                const int v = vector_of(turn, part, kind);
-                const __m512i weights = load_vector(w, v, kind);
-                for (int i = 0; i < lines; i++) sums[i] = add_products(sums[i], weights, q + i * GROUP + v * 4);
-            }
-#elif defined(HAVE_AVX2)
-            const __m256i ones = _mm256_set1_epi16(1);
-            /* sums of pairs are below 15, 31, 24 or 63 times 127 * 2: as many of them fit into 16 bits */
-            const int fitting = kind == 4 ? 8 : kind == 6 ? 2 : 4;
-            for (int i = 0; i < lines; i++) {
-                union { vi all; __m256i half[2]; } sum = {sums[i]};
-                for (int h = 0; h < 2; h++) {
-                    __m256i s = sum.half[h], pairs = _mm256_setzero_si256();
-#pragma GCC unroll 8
-                    for (int turn = 0; turn < vectors; turn++) {
-                        const int v = vector_of(turn, part, kind);
-                        const __m256i weights = load_vector(w + h * 32, v, kind);
-                        int32_t four;
-                        memcpy(&four, q + i * GROUP + v * 4, 4);
-                        __m256i xs = _mm256_set1_epi32(four);
-                        if (kind == 8) { /* |w| times sign(w) x: no product of two bytes can overflow 16 bits */
-                            __m256i p = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(xs, weights));
-                            s = _mm256_add_epi32(s, _mm256_madd_epi16(p, ones));
-                            continue;
-                        }
-                        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(weights, xs));
-                        if (turn % fitting == fitting - 1) {
-                            s = _mm256_add_epi32(s, _mm256_madd_epi16(pairs, ones));
-                            pairs = _mm256_setzero_si256();
-                        }
-                    }
-                    sum.half[h] = s;
-                }
-                sums[i] = sum.all;
-            }
-#endif
-            for (int i = 0; i < rows; i++) {
-                vi sum = digits == 2 ? (sums[2 * i] << 7) + sums[2 * i + 1] : sums[i];
-                total[i] = add_group(total[i], sum, scales, act, place + i, bits, part);
+            for (int part = 0; part < parts; part++) {
+                vri sums[LINES];
+#pragma GCC unroll 32
+                for (int i = 0; i < rows; i++) sums[i] = (vri){0} + start_of(act, place + i, bits, part);
+                add_part(sums, w + n * WIDTH * 4, q, part, rows, kind, digits);
+#pragma GCC unroll 32
+                for (int i = 0; i < rows; i++)
+                    total[i][n] = add_group(total[i][n], sums[i], scales, act, place + i, bits, part);
             }
         }
     }
 #pragma GCC unroll 32
-    for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, total[i]);
+    for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, load((const float *)total[i]));
 }
 
 #if defined(HAVE_AMX)

@@ -22,7 +22,11 @@
  * Activations are brought to a similar form when they arrive: 32 of them share a scale, max|x| over the
  * largest integer, and an integer has two *digits*, each an int8:  128 * q0 + q1,  up to 16256. Or it has one, up to
  * 127, where that was asked for: half of the arithmetic, but small channels next to a very loud one lose most digits.
- * A row's number of digits never depends on how many rows there are. */
+ * A row's number of digits never depends on how many rows there are.
+ *
+ * x86 without VNNI has no sum of four products of bytes, but one of two products of 16 bits. It keeps two digits as
+ * the integer itself, in the same place, and four neighbours k in the order k, k+2, k+1, k+3: those that the lower and
+ * the upper bytes of 16 bits of weights belong to. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
@@ -35,7 +39,11 @@
 #define MXFP4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 #define LINES 16
 
-#if defined(HAVE_AVX512)
+#if (defined(HAVE_AVX512) || defined(HAVE_AVX2)) && !defined(HAVE_VNNI)
+#define HAVE_WORDS 1 /* two digits of an activation are kept as one integer of 16 bits */
+#endif
+
+#if defined(HAVE_VNNI)
 #define INT8_OFFSET 128 /* what is added to an int8 weight to make it unsigned */
 #else
 #define INT8_OFFSET 0

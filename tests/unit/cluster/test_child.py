@@ -1,0 +1,28 @@
+"""A replica's process, as the one that has started it sees it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from infer.cluster.child import ReplicaProcess
+
+PATIENCE_S = 60.0
+
+
+def test_a_process_that_prints_much_is_not_kept_waiting(capfd: pytest.CaptureFixture[str]) -> None:
+    process = ReplicaProcess({}, "tests.support.chatty_replica")
+    assert process.wait_ready() == "http://127.0.0.1:1"
+    ends: list[str] = []
+    waiter = threading.Thread(target=lambda: ends.append(process.wait_end()), daemon=True)
+    waiter.start()
+    waiter.join(PATIENCE_S)
+    assert ends and ends[0].startswith("its process ended with code 7"), ends
+    assert "a line of a package" in capfd.readouterr().err
+
+
+def test_a_process_that_ends_before_it_serves_says_why() -> None:
+    process = ReplicaProcess({"models": {}, "server": {}, "log_level": "wrong"})
+    with pytest.raises(RuntimeError, match=r"a replica could not start:\n(.*\n)*.*wrong"):
+        process.wait_ready()
