@@ -35,7 +35,7 @@ MAX_EBNF_RULES = 200  # rules of a grammar in EBNF, whose translation takes more
 MAX_EBNF_LEN = 16_384  # characters
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
-OPTIONAL_SIZE = 40  # characters that a part counts for which may be left out: 500 in a row take 0.1 s to compile
+OPTIONAL_SIZE = 40  # characters that an optional part counts for: 500 in a row take 0.1 s to compile
 MAX_PATTERNS_SIZE = 1_000_000  # characters of all the expressions of a grammar
 
 _ANY_OF = "list the cases with anyOf"
