@@ -9,9 +9,9 @@ from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.cuda import is_for
 from infer.kernels.moe.coded_cuda import GroupedLinear
-from infer.kernels.moe.coded_grouped import coded_experts_mlp, expand_stack
+from infer.kernels.moe.coded_grouped import coded_expert_rows, expand_stack
 from infer.kernels.moe.few import ExpertShape, FewExperts
-from infer.kernels.moe.grouped import route
+from infer.kernels.moe.grouped import route, sum_choices
 from infer.kernels.runtime.profiles import gpu_of
 from infer.quant.rounding import round_rows
 from tests.gpu.graphs import capture
@@ -96,5 +96,5 @@ def test_coded_rows_in_order_and_unpacked(form: CodedForm) -> None:
     for num_tokens in (9, 33, 100, 250, 400):  # the last with all matrices unpacked
         x, logits = (torch.randn(num_tokens, n, device="cuda").bfloat16() for n in (D, E))
         routed = route(logits, C, normalized=True)
-        y = coded_experts_mlp(x, *routed, gate_up, down, activation="silu", compiled=both)
+        y = sum_choices(coded_expert_rows(x, *routed, gate_up, down, activation="silu", compiled=both))
         assert_near(y, expected_of(x, logits, plain[0], plain[1]))

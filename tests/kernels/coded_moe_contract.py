@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from infer.kernels.elementwise.gated_activation import CLAMPED, gated_activation_reference
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.moe.biased import biased_experts_mlp, coded_products, dense_products
-from infer.kernels.moe.coded_grouped import coded_experts_mlp
-from infer.kernels.moe.grouped import by_expert, experts_mlp_reference
+from infer.kernels.moe.coded_grouped import coded_expert_rows
+from infer.kernels.moe.grouped import by_expert, experts_mlp_reference, sum_choices
 
 FORMS = {
     "fp8": CodedForm("fp8"),
@@ -77,7 +77,10 @@ class CodedMoeContract:
         experts = torch.stack([torch.randperm(4)[:2] for _ in range(num_tokens)]).int().to(self.device)
         shares = torch.rand(num_tokens, 2).to(self.device)
         for invariant in (False, True):
-            y = coded_experts_mlp(x, experts, shares, gate_up, down, activation="silu", invariant=invariant)
+            rows = coded_expert_rows(
+                x, experts, shares, gate_up, down, activation="silu", invariant=invariant
+            )
+            y = sum_choices(rows)
             numbers = self.numbers(gate_up).double(), self.numbers(down).double()
             expected = experts_mlp_reference(x.double(), experts, shares.double(), *numbers, "silu")
             error = (y.double() - expected).abs().max() / expected.abs().max()
@@ -112,5 +115,5 @@ class CodedMoeContract:
         stacks = self.stack(FORMS["fp8"], 4, 2 * SIZE, D), self.stack(FORMS["fp8"], 4, D, SIZE)
         experts, shares = torch.empty((0, 2), dtype=torch.int32), torch.empty((0, 2))
         x = torch.empty((0, D), device=self.device)
-        y = coded_experts_mlp(x, experts.to(self.device), shares.to(self.device), *stacks, activation="silu")
-        assert y.shape == (0, D)
+        y = coded_expert_rows(x, experts.to(self.device), shares.to(self.device), *stacks, activation="silu")
+        assert y.shape == (0, 2, D) and sum_choices(y).shape == (0, D)

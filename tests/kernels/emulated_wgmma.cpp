@@ -1,4 +1,4 @@
-/* A GPU in one thread for `linear/wgmma.cu`: TMA and a matrix unit that work behind the threads' backs.
+/* A GPU in one thread for `linear/wgmma.cu` and `linear/grouped.cu` (GATHER): TMA and a matrix unit that work behind the threads' backs.
 
    Both are as slow as they may be. A box that is asked for leaves noise in its place and lands later, the last one
    first; a product is computed when a thread waits for it, by each warp later than by the one before it. A book is
@@ -12,6 +12,9 @@
    rule that was broken, or nothing. From then on no thread waits any more. */
 
 #define STACK_BYTES (32 << 10)
+#ifdef GATHER
+#define SPLIT 1
+#endif
 #include "emulated.hpp"
 
 #define __shared__
@@ -62,6 +65,11 @@ constexpr u32 BEGIN = 1024 + 16;  // of what a kernel may use: at no address tha
 constexpr u32 SIZE = 256 << 10, LINE = 1024, NUM_LINES = SIZE / LINE;
 alignas(LINE) static char memories[SPLIT][SIZE], brought[SPLIT][SIZE];
 
+#ifdef GATHER  // warpgroups of padding read nothing: a stage that is overwritten too early shows in the sums
+constexpr bool COUNTS_READS = false;
+#else
+constexpr bool COUNTS_READS = true;
+#endif
 struct Line {
     int num_copies, num_reads;  // under way; owed
 };
@@ -81,7 +89,7 @@ struct Matrix {
 };
 static Matrix matrix_of(const void* map) { Matrix matrix; std::memcpy(&matrix, map, sizeof matrix); return matrix; }
 
-static bool is_waited[MAX_THREADS], has_let_in[SPLIT];
+static bool is_waited[MAX_THREADS], has_let_in[SPLIT], is_shown[MAX_THREADS];
 static const char *tokens_at, *h_at, *residual_at, *residual_end;
 
 static void let_next_kernel_start() { has_let_in[own_block()] = true; }
@@ -186,14 +194,45 @@ static void land(const Copy& copy) {
     num_idle = 0;
 }
 
+// Pieces that a thread copied by itself, and the barrier at which it arrives when they have come.
+struct Pieces {
+    std::vector<std::pair<char*, const char*>> places;
+    Barrier* barrier;
+};
+static Pieces own_pieces[MAX_THREADS];
+static std::vector<Pieces> pieces_under_way;
+
+static void copy_piece(u32 to, const char* from) {
+    require(is_waited[current], "pieces are copied before the wait");
+    require(!lines[own_block()][to / LINE].num_copies, "a piece is copied to where a box is under way");
+    char* at = memories[own_block()] + to;
+    std::memset(at, 0xff, 16);
+    own_pieces[current].places.push_back({at, from});
+}
+static void arrive_with_pieces(u64* barrier) {
+    own_pieces[current].barrier = &as_public(barrier);
+    pieces_under_way.push_back(std::exchange(own_pieces[current], Pieces{}));
+}
+static void show_to_matrix_unit() { is_shown[current] = true; }
+
 static void wait_until(u64* at, u32 parity) {
     Barrier& barrier = as_public(at);
     is_alone[current] = true;
+    is_shown[current] = false;
     wait_while([&] {
         if (++num_polls % 61 == 0 && !copies.empty()) {
             const Copy last = copies.back();
             copies.pop_back();
             land(last);
+        }
+        if (num_polls % 7 == 0 && !pieces_under_way.empty()) {
+            const Pieces last = std::move(pieces_under_way.back());
+            pieces_under_way.pop_back();
+            for (const auto& [to, from] : last.places) std::memcpy(to, from, 16);
+            require(last.barrier->num_missing > 0, "more have arrived than a barrier expects");
+            --last.barrier->num_missing;
+            last.barrier->settle();
+            num_idle = 0;
         }
         return barrier.phase == parity;
     });
@@ -213,7 +252,7 @@ static void copy_box(char* to, const TensorMap& map, int row, int column, u64* b
     for (u32 line = at / LINE; line < at / LINE + from.box_rows / 8; ++line) {
         Line& book = lines[own_block()][line];
         require(!book.num_copies && !book.num_reads, "a stage is overwritten that is still to be read");
-        book = Line{1, int(4 * num_reading)};
+        book = Line{1, COUNTS_READS ? int(4 * num_reading) : 0};
     }
     std::memset(to, 0xff, from.box_rows * 128);
     copies.push_back(Copy{own_block(), at, from, row, column, &as_public(barrier)});
@@ -247,8 +286,9 @@ struct Operand {  // what its 64 bits say
     void check(int num_rows, bool is_read) const {
         for (u32 line = begin / LINE; line < begin / LINE + num_rows / 8; ++line) {
             Line& book = lines[own_block()][line];
-            require(!book.num_copies && book.num_reads > 0, "a stage is multiplied before its bytes have come");
-            if (!is_read) continue;
+            require(!book.num_copies && (!COUNTS_READS || book.num_reads > 0),
+                    "a stage is multiplied before its bytes have come");
+            if (!is_read || !COUNTS_READS) continue;
             --book.num_reads;
             if (current % WARP_SIZE == 0)
                 require(!std::memcmp(memories[own_block()] + line * LINE, brought[own_block()] + line * LINE, LINE),
@@ -264,6 +304,9 @@ template <int NUM_TOKENS>
 static void add_product(float* sums, u64 w, u64 x) {
     Unit& unit = units[current];
     require(unit.is_begun, "a product without a fence before it");
+#ifdef GATHER
+    require(!GATHER || is_shown[current], "pieces are multiplied that the matrix unit may not see");
+#endif
     Operand(w).check(64, false);
     Operand(x).check(NUM_TOKENS, false);
     unit.told.push_back(Product{sums, w, x, NUM_TOKENS});
@@ -347,6 +390,24 @@ static float2 load_from(const float* at, int rank) {
     return value;
 }
 
+#ifdef GATHER
+static Index gridDim;
+template <int COUNT> static void take_registers() {}
+template <int COUNT> static void leave_registers() {}
+static void hold(float*) {}
+template <typename T> static T load(const T* at) {
+    require(is_waited[current], "results of the previous kernel are read before the wait");
+    return *at;
+}
+static int load_int(const int* at) { return load(at); }
+static float load_float(const float* at) { return load(at); }
+static void add_tall_product(float* sums, u64 x, u64 w) { add_product<256>(sums, x, w); }
+template <typename T> static void store_piece(char* to, const T& piece) {
+    require((unsigned long)to % 16 == 0, "a piece is stored between multiples of 16 bytes");
+    std::memcpy(to, piece.r, 16);
+}
+#endif
+
 // ---- a launch --------------------------------------------------------------------------------------
 
 #include KERNEL_SOURCE
@@ -368,10 +429,11 @@ static void run_cluster(u32 first_block, u32 shared_bytes) {
         has_left[block] = has_let_in[block] = false, written_after[block] = 0;
     cluster = Meeting{};
     copies.clear();
+    pieces_under_way.clear();
     num_idle = num_polls = 0;
     run_blocks(first_block, SPLIT);
     check_units(num_all);
-    require(copies.empty(), "a block leaves while copies are under way");
+    require(copies.empty() && pieces_under_way.empty(), "a block leaves while copies are under way");
     for (u32 block = 0; block < SPLIT; ++block) {
         require(has_let_in[block], "the next kernel is not let in");
         for (u32 at = 0; at < SIZE; ++at)
@@ -390,6 +452,15 @@ extern "C" const char* emulate(u32 num_blocks, u32 threads_of_block, u32 shared_
     for (int i = 0; i < 4; ++i) arguments[16 + i] = std::memcpy(added[i], arguments[16 + i], 128);
     h_at = matrix_of(added[3]).at;
 #endif
+#ifdef GATHER
+    gridDim.x = num_blocks;
+    if (GATHER) tokens_at = nullptr;  // the map is not used
+    residual_at = residual_end = nullptr;
+    body = [](void** given) {
+        memory_of[0] = memories[own_block()] + BEGIN;
+        call(grouped_wgmma, given);
+    };
+#else
     residual_at = residual_end = *(const char**)arguments[4];
     if (ADDS) residual_end += *(long long*)arguments[8] * *(int*)arguments[9];
     body = [](void** given) {
@@ -397,6 +468,7 @@ extern "C" const char* emulate(u32 num_blocks, u32 threads_of_block, u32 shared_
         call(linear_wgmma, given);
         has_left[own_block()] = true;
     };
+#endif
     body_arguments = arguments;
     num_threads = threads_of_block;
     broken = nullptr;

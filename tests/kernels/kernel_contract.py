@@ -171,6 +171,23 @@ class KernelContract:
         residual.assert_untouched()
 
     @every_dtype
+    def test_add_rms_norm_of_a_mixture(self, dtype: torch.dtype) -> None:
+        """Parts of the stream's type: the same bits as when their sum is stored, then added."""
+        outputs = torch.randn(5, 8, 123, device=self.device).to(dtype)
+        residual, weight = torch.randn(5, 123, device=self.device).to(dtype), self.weight(123, dtype)
+        with nan_in_fresh_memory():
+            both = add_rms_norm(outputs.transpose(0, 1), residual, weight, eps=EPS)
+        total = torch.zeros(5, 123, device=self.device)
+        for choice in range(8):
+            total += outputs[:, choice]
+        for y, expected in zip(both, add_rms_norm(total.to(dtype), residual, weight, eps=EPS), strict=True):
+            assert_same(y, expected)
+            if (
+                dtype != torch.bfloat16 or self.device == "cuda"
+            ):  # which the interpreter rounds in its own way
+                assert torch.equal(y, expected)
+
+    @every_dtype
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 123), (2, 2 * 1536), (0, 2 * 8)], ids=str)
     def test_gated_activation(self, shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:

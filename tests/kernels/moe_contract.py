@@ -54,6 +54,7 @@ class MoeContract:
         """Tiles, groups and chunks so small that every loop goes round more than once."""
         monkeypatch.setattr(moe, "choose_tiles", lambda *_: (Tiles(16, 64, 64, num_warps=4),) * 2)
         monkeypatch.setattr(moe, "_CHUNK", 16)
+        monkeypatch.setattr(moe, "_PART_ROWS", 20)
         monkeypatch.setattr(moe, "_GROUP", 3)
         monkeypatch.setattr(moe, "_BLOCK_D", 64)
 

@@ -14,7 +14,7 @@ from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.moe import coded_grouped
 from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
-from infer.kernels.moe.coded_grouped import coded_experts_mlp
+from infer.kernels.moe.coded_grouped import coded_expert_rows
 from infer.kernels.moe.few import ExpertShape, FewExperts, cut_down, cut_gate_up
 from infer.kernels.moe.grouped import experts_mlp_reference, route_reference
 from infer.kernels.runtime import cuda_build
@@ -122,12 +122,11 @@ def test_coded_rows_in_order(form: CodedForm, num_tokens: int, monkeypatch: pyte
     logits[:, 4] = -9.0
     experts, weights = route_reference(logits, 2, True)
     monkeypatch.setattr(coded_grouped, "order_rows", order_rows_reference)
-    monkeypatch.setattr(coded_grouped, "sum_choices", lambda y, T, C: y.view(T, C, -1).float().sum(1))
-    y = coded_experts_mlp(
+    rows = coded_expert_rows(
         x, experts, weights, stacks[0][0], stacks[1][0], activation="silu", compiled=(both[0], both[1])
     )
     expected = (x.double(), experts, weights, stacks[0][1].double(), stacks[1][1].double())
-    assert_near(y.bfloat16(), experts_mlp_reference(*expected, "silu"))
+    assert_near(rows.float().sum(1).bfloat16(), experts_mlp_reference(*expected, "silu"))
     assert block_height(num_tokens * 2, 6) == {2: 8, 9: 8, 20: 16}[num_tokens]
 
 

@@ -122,7 +122,10 @@ class MixtureOfExperts(nn.Module):
             factors_TC = self.scale.weight[choices.experts_TC.long()].float()
             choices = choices._replace(weights_TC=choices.weights_TC * factors_TC)
         x_TD = as_tensor(x_TD)
-        y_TD = gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation)
+        mixed = gate_up.experts_mlp(x_TD, choices, down.unreduced, self.activation)
+        if not self.has_shared and down.unreduced is down:
+            return mixed
+        y_TD = as_tensor(mixed)
         if self.has_shared:  # both are shares of one sum where several ranks have parts of the experts
             gated_TF = self.shared.gate_up.gated(x_TD, self.activation)
             shared_TD = self.shared.down.projection.unreduced.project(gated_TF)

@@ -1,8 +1,9 @@
-"""The experts that the tokens of a step chose, as one product, for few tokens on a GPU (kernels/moe/few.py).
+"""The ends of a mixture of experts on a GPU that are left pending, until it is known who reads the stream.
 
-A mixture of experts is a product like any other once the router has chosen: from the gated results of a
-token's choices, [T, C F], to the residual stream, [T, D]. So it can be left pending, and be added to the
-stream by the kernel that computes it.
+With few tokens (kernels/moe/few.py) a mixture is a product like any other once the router has chosen: from
+the gated results of a token's choices, [T, C F], to the residual stream, [T, D]. So it is added to the stream
+by the kernel that computes it. With more, what is left is the sum of a token's choices: the norm that reads
+the stream adds them up as parts.
 
 Shapes:  T tokens, E experts, C choices per token, D hidden size, F intermediate size of one expert, H = C F.
 """
@@ -15,7 +16,8 @@ import torch
 
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.moe.few import FewExperts
-from infer.quant.projection import Projection
+from infer.kernels.moe.grouped import sum_choices
+from infer.quant.projection import PendingProduct, Projection
 from infer.quant.residual import NormedInput, ResidualNorm, as_tensor
 
 
@@ -57,3 +59,24 @@ class ChosenExperts(Projection):
         stack = self.down.stacked
         assert stack is not None
         return self.few.down(x_TH, self.logits_TE, stack, stream)
+
+
+class SumOfChoices(Projection):
+    """The sum of each token's results, [T, C, D], which the next norm takes as parts."""
+
+    can_add = True
+
+    @classmethod
+    def pending(cls, outputs_TCD: torch.Tensor, down: Projection) -> PendingProduct:
+        """The sum of what `down` left, not computed yet."""
+        return PendingProduct(cls(replace(down.spec, num_experts=None), {}), outputs_TCD)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums, [T, D]."""
+        return sum_choices(x)
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor:
+        """Return the parts, [C, T, D]."""
+        return x.transpose(0, 1)

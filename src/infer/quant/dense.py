@@ -22,9 +22,11 @@ from infer.kernels.linear.small import (
     writes_parts,
 )
 from infer.kernels.moe.biased import biased_experts_mlp, dense_products
-from infer.kernels.moe.grouped import experts_mlp
+from infer.kernels.moe.grouped import expert_rows
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import use_triton
-from infer.quant.projection import Choices, Neighbours, Projection, Source
+from infer.quant.chosen import SumOfChoices
+from infer.quant.projection import Choices, Neighbours, PendingProduct, Projection, Source
 from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
 
 
@@ -129,19 +131,25 @@ class Dense(Projection):
         weight = self.weight
         return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 else None
 
+    def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
+        """Ask for the kernel of many rows."""
+        if self.stacked is not None:
+            self.many = ManyRows.of(compiled, self.spec.num_rows, self.spec.size, activation)
+
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | PendingProduct:
         """Send each token through its experts, all of them in three launches where there are kernels."""
         if not (use_triton(x_TD) and isinstance(down, Dense)):
             return super().experts_mlp(x_TD, choices, down, activation)
         if self.bias is not None and down.bias is not None:
             products = dense_products(self.weight, down.weight, invariant=self.batch_invariant)
             return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
-        return experts_mlp(
+        outputs_TCD = expert_rows(
             x_TD, *choices, self.weight, down.weight,
-            activation=activation, invariant=self.batch_invariant,
+            activation=activation, invariant=self.batch_invariant, many=(self.many, down.many),
         )  # fmt: skip
+        return SumOfChoices.pending(outputs_TCD, down)
 
 
 class InvariantDense(Dense):
@@ -149,6 +157,7 @@ class InvariantDense(Dense):
 
     batch_invariant = True
     prepare, invariant = Projection.prepare, Projection.invariant
+    prepare_experts = Projection.prepare_experts
     project_rows, project_norm = Projection.project_rows, Projection.project_norm
     reads_sum = Projection.reads_sum
 

@@ -1,4 +1,4 @@
-"""fp8, int8 and int4 on a GPU: codes of the file where it has them, else rounded while they are loaded.
+"""Weights of 8 or 4 bits on a GPU: codes of the file where it has them, else rounded while they are loaded.
 
 A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
 So loading needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy. Layout and
@@ -19,11 +19,13 @@ from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch_add, launch_of_sum
 from infer.kernels.moe.biased import biased_experts_mlp, coded_products
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
-from infer.kernels.moe.coded_grouped import coded_experts_mlp
+from infer.kernels.moe.coded_grouped import coded_expert_rows
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import moment, use_triton
 from infer.kernels.runtime.profiles import device_profile
+from infer.quant.chosen import SumOfChoices
 from infer.quant.coded import CodedRows
-from infer.quant.projection import Choices, Neighbours, Projection, WeightSpec
+from infer.quant.projection import Choices, Neighbours, PendingProduct, Projection, WeightSpec
 from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
@@ -59,7 +61,8 @@ class GPUWeights(Projection):
         """Codes, scales and minima; matrices of experts are views of one stack, which one launch reads."""
         spec, count = self.spec, self.spec.num_experts
         if not self.matrices and count is None:
-            self.matrices = [CodedWeights.empty(spec.num_rows, spec.size, *self.form, device=spec.device)]
+            sizes = spec.num_rows, spec.size, *self.form, spec.num_outliers
+            self.matrices = [CodedWeights.empty(*sizes, device=spec.device)]
         if spec.has_order and self.order is None:
             self.order = torch.arange(spec.size, dtype=torch.int32, device=spec.device)
         if self.matrices or count is None:
@@ -85,9 +88,15 @@ class GPUWeights(Projection):
             rows, order = rows.in_order()
             self.order.copy_(order)
         fitted = fit_rows(rows, self.form) if isinstance(rows, CodedRows) else None
+        is_fitted = fitted is not None
         if fitted is None:
             fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
         self.matrices[expert].fill(first, *fitted)
+        if isinstance(rows, CodedRows) and rows.outliers is not None and is_fitted:
+            sparse, added = self.matrices[expert].outliers, rows.outliers
+            assert sparse is not None, self.spec
+            at = added.rows(), added.columns, added.values
+            sparse.fill(first, len(rows.codes), *at, self.spec.size)
         if not isinstance(rows, CodedRows):  # codes of a file need not be cached
             self._made.append((begin, moment(device)))
 
@@ -131,12 +140,12 @@ class GPUWeights(Projection):
         if spec.num_experts is not None:
             return
         self.compiled = compiled
-        self.can_add = writes and use_triton(self.weights.cells)
+        self.can_add = writes and use_triton(self.weights.cells) and self.weights.outliers is None
         if spec.dtype is torch.bfloat16:
-            has_bias = self.bias is not None
-            activation = "" if has_bias else activation
+            has_bias, has_outliers = self.bias is not None, self.weights.outliers is not None
+            activation = "" if has_bias or has_outliers else activation
             N, form = spec.num_rows // 2 if activation else spec.num_rows, self.weights.form
-            reads = reads and self.order is None
+            reads, writes = reads and self.order is None and not has_outliers, writes and not has_outliers
             compiled.want(Matrix(N, spec.size, activation, has_bias, reads, writes, form), is_head=is_head)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +176,9 @@ class GPUWeights(Projection):
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
         """Return True if this matrix's kernel can finish the norm of a sum for as many tokens as `x` has."""
-        if self.order is not None or (activation and self.bias is not None):
+        if self.order is not None or self.weights.outliers is not None:
+            return False
+        if activation and self.bias is not None:
             return False
         return plan_of(x, self.weights, gated=bool(activation), compiled=self.compiled) is not None
 
@@ -206,6 +217,7 @@ class GPUWeights(Projection):
                 stack.form, rows // 2 if activation else rows, self.spec.size, activation
             )
             compiled.use(self.grouped)
+            self.many = ManyRows.of(compiled, rows, self.spec.size, activation)
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
         """The projection of one expert from its matrix."""
@@ -213,7 +225,7 @@ class GPUWeights(Projection):
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | PendingProduct:
         """Send each token through its experts, all of them in a few launches where there are kernels."""
         both = self.stack, down.stack if isinstance(down, GPUWeights) else None
         if not use_triton(x_TD) or both[0] is None or both[1] is None:
@@ -221,11 +233,12 @@ class GPUWeights(Projection):
         if self.bias is not None and down.bias is not None:
             products = coded_products(both[0], both[1], invariant=self.batch_invariant)
             return biased_experts_mlp(x_TD, *choices, products, self.bias, down.bias, activation=activation)
-        return coded_experts_mlp(
+        outputs_TCD = coded_expert_rows(
             x_TD, *choices, both[0], both[1], activation=activation,
             compiled=(self.grouped, down.grouped if isinstance(down, GPUWeights) else None),
-            invariant=self.batch_invariant,
+            invariant=self.batch_invariant, many=(self.many, down.many),
         )  # fmt: skip
+        return SumOfChoices.pending(outputs_TCD, down)
 
 
 class InvariantGPUWeights(GPUWeights):

@@ -31,6 +31,7 @@ import torch
 from infer.kernels.elementwise.gated_activation import activate, gated_activation
 from infer.kernels.linear.residual import ResidualSum
 from infer.kernels.moe.grouped import by_expert
+from infer.kernels.moe.many import ManyRows
 from infer.kernels.runtime.dispatch import seconds_between
 from infer.quant.memory import WeightMemory
 from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
@@ -79,6 +80,8 @@ class WeightSpec:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
     has_order: bool = False  # columns are kept in the order of their groups: act-order
+    num_outliers: int = 0  # numbers that are added to single elements of codes on a GPU
+    runs: tuple[tuple[int, int], ...] = ()  # rows and bits, where a CPU keeps parts in bits of their own
 
     @property
     def row_counts(self) -> list[int]:
@@ -125,6 +128,7 @@ class Projection:
     scheme = ""  # its name in the registry
     can_add = False  # `add_to` does more than multiply: the layer returns a `PendingProduct`
     batch_invariant = False  # a row's bits do not depend on the other rows (`deterministic`)
+    many: ManyRows | None = None  # kernel of experts with many rows
 
     def __init__(self, spec: WeightSpec, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.spec = spec
@@ -172,6 +176,10 @@ class Projection:
     def num_bytes(self) -> int:
         """The memory of the weights, wherever they are; the bias is the layer's."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def bytes_by_scheme(self) -> dict[str, int]:
+        """`num_bytes` by the name of the scheme that keeps them, which may be several for a fused matrix."""
+        return {self.scheme: self.num_bytes()}
 
     def scratch_bytes(self, num_tokens: int) -> int:
         """The fixed scratch memory of a product of this many tokens: W unpacked, where a scheme does that."""
@@ -284,8 +292,11 @@ class Projection:
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
-    ) -> torch.Tensor:
-        """Send each token through its experts, this projection being gate and up; expert by expert."""
+    ) -> torch.Tensor | PendingProduct:
+        """Send each token through its experts, this projection being gate and up; expert by expert.
+
+        A kernel may leave the sum of a token's experts to the residual stream, which it is added to.
+        """
 
         def one_expert(number: int, x_MD: torch.Tensor) -> torch.Tensor:
             return down.expert(number).project(self.expert(number).project(x_MD, activation))

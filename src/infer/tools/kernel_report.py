@@ -117,6 +117,7 @@ def _experts(name: str, mixture: MixtureOfExperts) -> Operation:
         problem = ExpertsProblem(
             num_tokens, mixture.num_choices, mixture.gate_up.num_experts, len(coded) == 2,
             gate_up.bias is not None, False, has_bands, mixture.few, grouped,
+            (gate_up.many, down.many),
         )  # fmt: skip
         return explain(EXPERT_WAYS, problem)
 

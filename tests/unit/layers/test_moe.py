@@ -5,7 +5,8 @@ import torch.nn.functional as F
 
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
-from infer.quant.residual import ResidualStream
+from infer.quant.chosen import SumOfChoices
+from infer.quant.residual import ResidualStream, as_tensor
 
 
 def make_mixture(*, num_choices: int, normalized: bool) -> MixtureOfExperts:
@@ -53,6 +54,18 @@ def test_a_mixture_reads_the_norm_of_the_stream() -> None:
     y = mixture(norm(stream))
     torch.testing.assert_close(stream.settle(), x + residual)
     torch.testing.assert_close(y, mixture(norm(x + residual)))
+
+
+def test_the_norm_that_reads_the_stream_adds_up_the_choices_of_a_token() -> None:
+    mixture, norm = make_mixture(num_choices=2, normalized=True), RMSNorm(8, eps=1e-6)
+    norm.weight.data = torch.rand(8) + 0.5
+    outputs_TCD, residual = torch.randn(3, 2, 8), torch.randn(3, 8)
+    stream = ResidualStream(residual)
+    stream.add(SumOfChoices.pending(outputs_TCD, mixture.down.projection))
+    y = mixture.router(norm(stream))
+    total = residual + outputs_TCD.sum(1)
+    torch.testing.assert_close(stream.settle(), total)
+    torch.testing.assert_close(as_tensor(y), norm(total) @ mixture.router.weight.T)
 
 
 def test_a_mixture_is_printed_with_its_experts() -> None:

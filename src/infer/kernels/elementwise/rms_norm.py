@@ -6,7 +6,8 @@
 Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end.
 `offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for every other family.
 The sum r is rounded to the input type *before* it is normalised: fused or not, the numbers agree.
-x may come in parts, [P, T, D] in float32, whose sum it is (linear/split.py); that sum is not rounded.
+x may come in parts, [P, T, D], whose sum it is: in float32 (linear/split.py) that sum is not rounded, in the
+type of the residual (a mixture's choices) it is, as where it is computed by itself.
 
 Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
 (benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows:
@@ -39,7 +40,8 @@ def add_rms_norm_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification of the fused form: add, then normalise the rounded sum."""
     if x_TD.dim() == 3:
-        new_residual_TD = (x_TD.sum(0) + residual_TD.float()).to(residual_TD.dtype)
+        total_TD = x_TD.float().sum(0).to(x_TD.dtype)
+        new_residual_TD = (total_TD.float() + residual_TD.float()).to(residual_TD.dtype)
     else:
         new_residual_TD = x_TD + residual_TD
     return rms_norm_reference(new_residual_TD, weight_D, eps, offset), new_residual_TD
@@ -47,8 +49,8 @@ def add_rms_norm_reference(
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, residual_stride,
-    y_token_stride, num_rows, N, D, eps, offset,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, x_token_stride, x_head_stride, part_stride,
+    residual_stride, y_token_stride, num_rows, N, D, eps, offset,
     NUM_PARTS: tl.constexpr,  # parts of x, each with all rows, added to the residual; 0: no residual
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # next power of two >= D: whole rows in one block
@@ -68,7 +70,8 @@ def _rms_norm_kernel(
     x = tl.load(at, mask=in_tile, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
         for part in tl.static_range(1, NUM_PARTS):
-            x += tl.load(at + part * num_rows * x_token_stride, mask=in_tile, other=0.0)
+            x += tl.load(at + part * part_stride, mask=in_tile, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         residual_at = rows[:, None] * residual_stride + cols[None, :]
         residual = tl.load(residual_ptr + residual_at, mask=in_tile, other=0.0)
         total = (x + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
@@ -97,7 +100,7 @@ def rms_norm(
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     head_stride = 0 if x.dim() == 2 else x.stride(1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    strides = x.stride(0), head_stride, 0, y.stride(0)
+    strides = x.stride(0), head_stride, 0, 0, y.stride(0)
     _launch((x, x, weight_D, y, y), strides, T * N, N, D, eps, offset)
     return y
 
@@ -114,20 +117,21 @@ def add_rms_norm(
     num_parts = x_TD.shape[0] if x_TD.dim() == 3 else 1
     assert x_TD.shape[-2:] == residual_TD.shape, f"{x_TD.shape} cannot be added to {residual_TD.shape}"
     if x_TD.dim() == 3:
-        assert x_TD.dtype == torch.float32 and x_TD.is_contiguous(), f"parts in {x_TD.dtype}, or with gaps"
+        assert x_TD.dtype in (torch.float32, residual_TD.dtype), f"parts in {x_TD.dtype}"
     else:
         assert x_TD.dtype == residual_TD.dtype, f"{x_TD.dtype} cannot be added to {residual_TD.dtype}"
     assert x_TD.stride(-1) == residual_TD.stride(1) == 1, "columns must be contiguous"
     y_TD = torch.empty((T, D), dtype=residual_TD.dtype, device=x_TD.device)
     sum_TD = torch.empty_like(y_TD)
     tensors = x_TD, residual_TD, weight_D, y_TD, sum_TD
-    strides = x_TD.stride(-2), 0, residual_TD.stride(0), D
+    part_stride = x_TD.stride(0) if x_TD.dim() == 3 else 0
+    strides = x_TD.stride(-2), 0, part_stride, residual_TD.stride(0), D
     _launch(tensors, strides, T, 1, D, eps, offset, num_parts=num_parts)
     return y_TD, sum_TD
 
 
 def _launch(
-    tensors: tuple[torch.Tensor, ...], strides: tuple[int, int, int, int], num_rows: int, N: int, D: int,
+    tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], num_rows: int, N: int, D: int,
     eps: float, offset: float, *, num_parts: int = 0,
 ) -> None:  # fmt: skip
     """Launch programs that take one long row each, or as many short ones as make about 1024 elements."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
 from infer.kernels.moe.few import FewExperts
+from infer.kernels.moe.many import MIN_ROWS, ManyRows, is_for_many
 from infer.kernels.runtime.choice import Declined, Way
 
 
@@ -21,6 +22,7 @@ class ExpertsProblem(NamedTuple):
     has_bands: bool = True  # coded weights: both matrices have whole bands of rows
     few: FewExperts | None = None
     grouped: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None)  # gate and up; down
+    many: tuple[ManyRows | None, ManyRows | None] = (None, None)
 
 
 def _covers_few(problem: ExpertsProblem) -> str | Declined:
@@ -35,6 +37,17 @@ def _why_not_coded(problem: ExpertsProblem) -> str:
     if not problem.is_coded or problem.has_bias or problem.invariant:
         return "for coded weights without a bias, unless rows must not depend on each other"
     return ""
+
+
+def _covers_many(problem: ExpertsProblem) -> str | Declined:
+    if problem.invariant or problem.has_bias:
+        return Declined("without a bias, unless rows must not depend on each other")
+    if problem.is_coded and isinstance(unpacked := _covers_unpacked(problem), Declined):
+        return unpacked
+    if not is_for_many(problem.num_tokens * problem.num_choices, problem.num_experts, problem.many):
+        what = f"{MIN_ROWS} rows to each expert and sizes that it can cut"
+        return Declined(f"needs a whole Hopper, bfloat16, {what}")
+    return "many"
 
 
 def _covers_unpacked(problem: ExpertsProblem) -> str | Declined:
@@ -60,6 +73,7 @@ def _covers_tiles(problem: ExpertsProblem) -> str | Declined:
 
 EXPERT_WAYS: tuple[Way[ExpertsProblem, str], ...] = (
     Way("CUDA C++, each token by itself (pdl.cu)", _covers_few),
+    Way("CUDA C++, many rows (grouped.cu)", _covers_many),
     Way("Triton, grouped, after unpacking", _covers_unpacked),
     Way("CUDA C++, grouped (pdl.cu)", _covers_grouped),
     Way("Triton, grouped, unpacked tile by tile", _covers_tiles),

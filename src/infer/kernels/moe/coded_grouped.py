@@ -23,7 +23,13 @@ from infer.kernels.linear.coded_linear import expand, stored_parts, tile_constan
 from infer.kernels.linear.coded_triton import coded_tile
 from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
 from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
-from infer.kernels.moe.grouped import choose_tiles, multiply_rows, order_rows, sum_choices
+from infer.kernels.moe.grouped import (
+    ManyOfBoth,
+    Stack,
+    choose_tiles,
+    order_rows,
+    rows_in_order,
+)
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
 
@@ -64,53 +70,57 @@ def coded_grouped_kernel(
     tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(rows < num_rows)[None, :] & (outputs < N))
 
 
-def coded_experts_mlp(
+def coded_expert_rows(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: CodedWeights,
     down: CodedWeights, *, activation: str,
     compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None), invariant: bool = False,
+    many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """Send each token through its experts on a GPU; both matrices are those of all experts, [E, ...] each.
+    """The weighted results of each token's experts on a GPU, [T, C, D]; matrices are those of all experts.
 
-    `compiled`: the kernels in CUDA C++ of both, where there are some. `invariant`: blocks of one size,
-    however many tokens there are.
+    `compiled`: the kernels in CUDA C++ of both, where there are some; `many`: those for many rows of
+    unpacked matrices. `invariant`: blocks of one size, however many tokens there are.
     """
     (T, num_choices), num_experts = experts_TC.shape, len(gate_up.cells)
     num_rows = T * num_choices
+    shape = T, num_choices, down.num_rows
     if not T:
-        return torch.empty_like(x_TD)
+        return x_TD.new_empty(shape)
     has_bands = all(stack.num_rows % BAND == 0 for stack in (gate_up, down))
     way = choose(
         EXPERT_WAYS,
         ExpertsProblem(
-            T, num_choices, num_experts, True, invariant=invariant, has_bands=has_bands, grouped=compiled
+            T,
+            num_choices,
+            num_experts,
+            True,
+            invariant=invariant,
+            has_bands=has_bands,
+            grouped=compiled,
+            many=many,
         ),
     )
-    if way == "unpacked":
-        tiles, down_tiles = choose_tiles(num_rows, num_experts, x_TD.element_size())
-        order = order_rows(experts_TC, num_experts, tiles.block_t)
-        gated_RF = x_TD.new_empty((num_rows, gate_up.num_rows // 2))
-        stack = expand_stack(gate_up, x_TD.dtype)
-        multiply_rows(
-            x_TD, stack, gated_RF, *order, None, tiles, rows_per_input=num_choices, activation=activation
-        )
-        del stack  # before the next one is made: `scratch_bytes` counts one
-        outputs_RD = x_TD.new_empty((num_rows, down.num_rows))
-        multiply_rows(gated_RF, expand_stack(down, x_TD.dtype), outputs_RD, *order, weights_TC, down_tiles)
-        return sum_choices(outputs_RD, T, num_choices)
+    if way in ("many", "unpacked"):
+
+        def stack(weights: CodedWeights) -> Stack:
+            return lambda: expand_stack(weights, x_TD.dtype)
+
+        return rows_in_order(
+            x_TD, experts_TC, weights_TC, stack(gate_up), stack(down), num_experts, gate_up.num_rows // 2,
+            activation=activation, many=many,
+        )  # fmt: skip
     first, second = compiled
     if way == "cuda":
         assert first is not None and second is not None
         order = order_rows(experts_TC, num_experts, block_height(num_rows, num_experts))
         gated_RF = first.multiply(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
-        outputs_RD = second.multiply(gated_RF, down, num_rows, *order, weights_TC)
-        return sum_choices(outputs_RD, T, num_choices)
+        return second.multiply(gated_RF, down, num_rows, *order, weights_TC).view(shape)
     is_small = invariant or x_TD.element_size() == 4  # larger blocks of float32 take long to compile
     block_t = choose_tiles(1 if is_small else num_rows, num_experts, x_TD.element_size())[0].block_t
     order = order_rows(experts_TC, num_experts, block_t)
     both_RF = multiply_coded_rows(x_TD, gate_up, num_rows, *order, None, rows_per_input=num_choices)
     gated_RF = gated_activation(both_RF, activation=activation)
-    outputs_RD = multiply_coded_rows(gated_RF, down, num_rows, *order, weights_TC)
-    return sum_choices(outputs_RD, T, num_choices)
+    return multiply_coded_rows(gated_RF, down, num_rows, *order, weights_TC).view(shape)
 
 
 def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
@@ -127,10 +137,10 @@ def multiply_coded_rows(
 ) -> torch.Tensor:  # fmt: skip
     """The product of each row with the matrix of its expert, times its weight if there are weights."""
     y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
-    num_blocks = len(block_experts)
+    num_blocks, parts = len(block_experts), stored_parts(w)
     coded_grouped_kernel[(-(-w.num_rows // BAND), num_blocks)](
-        x, *stored_parts(w), y_RN, row_order, block_experts, weights_TC,
-        x.stride(0), w.cells.stride(0), w.scales.stride(0), w.minima.stride(0),
+        x, *parts, y_RN, row_order, block_experts, weights_TC,
+        x.stride(0), *(part.stride(0) for part in (w.cells, *parts[2:])),
         num_rows, w.num_rows, w.size, *tile_sizes(w),
         ROWS_PER_INPUT=rows_per_input, WEIGHTED=weights_TC is not None, **tile_constants(w),
         WIDEN=INTERPRETED, BLOCK_T=len(row_order) // num_blocks, num_warps=4,

@@ -36,11 +36,15 @@ from infer.kernels.moe.grouped_kernels import (
     route_kernel,
     sum_kernel,
 )
+from infer.kernels.moe.many import BLOCK_ROWS, ManyRows, is_for_many
 from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
+Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
+ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
 OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
 
 _CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
+_PART_ROWS, _MOST_PARTS = 2048, 16  # rows of a program; with more, this many share an expert's
 _GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
 _BLOCK_D = 1024
 
@@ -118,44 +122,72 @@ def route(
 
 def experts_mlp(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """Send each token through its experts and mix the results; see `experts_mlp_reference`.
-
-    `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
-    """
+    """Send each token through its experts and mix the results; see `experts_mlp_reference`."""
     if not use_triton(x_TD):
         return experts_mlp_reference(x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation)
+    return sum_choices(
+        expert_rows(
+            x_TD, experts_TC, weights_TC, gate_up_EFD, down_EDF, activation=activation, invariant=invariant,
+            many=many,
+        )
+    )  # fmt: skip
+
+
+def expert_rows(
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
+) -> torch.Tensor:  # fmt: skip
+    """The weighted results of each token's experts on a GPU, [T, C, D], whose sum over C is the mixture's.
+
+    `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
+    `many`: the kernels of both matrices for many rows of an expert, where they were compiled.
+    """
     find_activation(activation)
-    (T, D), num_choices, num_experts = x_TD.shape, experts_TC.shape[1], len(gate_up_EFD)
-    size = down_EDF.shape[2]
+    D, num_experts, size = x_TD.shape[1], len(gate_up_EFD), down_EDF.shape[2]
     assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)
     assert gate_up_EFD.is_contiguous() and down_EDF.is_contiguous(), "experts must be contiguous"
     assert experts_TC.is_contiguous() and weights_TC.is_contiguous() and x_TD.stride(1) == 1
-    if not T:
-        return torch.empty_like(x_TD)
-
-    num_rows = T * num_choices
-    tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
-    row_order, block_experts = order_rows(experts_TC, num_experts, tiles.block_t)
-
-    gated_RF = torch.empty((num_rows, size), dtype=x_TD.dtype, device=x_TD.device)
-    multiply_rows(
-        x_TD, gate_up_EFD, gated_RF, row_order, block_experts, None, tiles,
-        rows_per_input=num_choices, activation=activation,
+    return rows_in_order(
+        x_TD, experts_TC, weights_TC, lambda: gate_up_EFD, lambda: down_EDF, num_experts, size,
+        activation=activation, invariant=invariant, many=many,
     )  # fmt: skip
-    outputs_RD = torch.empty((num_rows, D), dtype=x_TD.dtype, device=x_TD.device)
-    multiply_rows(gated_RF, down_EDF, outputs_RD, row_order, block_experts, weights_TC, down_tiles)
-    return sum_choices(outputs_RD, T, num_choices)
 
 
-def sum_choices(outputs_RD: torch.Tensor, num_tokens: int, num_choices: int) -> torch.Tensor:
-    """Add up the rows of each token, which lie next to each other."""
-    size = outputs_RD.shape[1]
-    y_TD = outputs_RD.new_empty((num_tokens, size))
-    sum_kernel[(num_tokens, -(-size // _BLOCK_D))](
-        outputs_RD, y_TD, size, CHOICES=num_choices, BLOCK_D=_BLOCK_D
+def rows_in_order(
+    x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
+    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
+) -> torch.Tensor:  # fmt: skip
+    """`expert_rows` with matrices that are asked for one stack at a time, such as those that are unpacked."""
+    (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
+    num_rows = T * num_choices
+    if not T:
+        return x_TD.new_empty((T, num_choices, D))
+    if not invariant and is_for_many(num_rows, num_experts, many):
+        first, second = many
+        assert first is not None and second is not None
+        order = order_rows(experts_TC, num_experts, BLOCK_ROWS)
+        gated_PF = first.multiply(x_TD, gate_up(), num_rows, *order, None, rows_per_input=num_choices)
+        outputs_RD = second.multiply(gated_PF, down(), num_rows, *order, weights_TC)
+        return outputs_RD.view(T, num_choices, D)
+    tiles, down_tiles = choose_tiles(1 if invariant else num_rows, num_experts, x_TD.element_size())
+    order = order_rows(experts_TC, num_experts, tiles.block_t)
+    gated_RF = x_TD.new_empty((num_rows, size))
+    multiply_rows(
+        x_TD, gate_up(), gated_RF, *order, None, tiles, rows_per_input=num_choices, activation=activation
     )
+    outputs_RD = x_TD.new_empty((num_rows, D))
+    multiply_rows(gated_RF, down(), outputs_RD, *order, weights_TC, down_tiles)
+    return outputs_RD.view(T, num_choices, D)
+
+
+def sum_choices(outputs_TCD: torch.Tensor) -> torch.Tensor:
+    """Add up the results of each token, in order."""
+    T, num_choices, size = outputs_TCD.shape
+    y_TD = outputs_TCD.new_empty((T, size))
+    if T:
+        sum_kernel[(T, -(-size // _BLOCK_D))](outputs_TCD, y_TD, size, CHOICES=num_choices, BLOCK_D=_BLOCK_D)
     return y_TD
 
 
@@ -163,14 +195,16 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
     """Rows by expert in padded blocks, and the expert of each block; padding is `num_rows`, no expert -1."""
     num_rows, device = experts_TC.numel(), experts_TC.device
     num_blocks = max_blocks(num_rows, num_experts, block_t)
-    counts_E = torch.empty(num_experts, dtype=torch.int32, device=device)
-    chunk, num_warps = (_CHUNK, 4) if num_rows <= 16 * _CHUNK else (8 * _CHUNK, 16)
+    parts = 1 if num_rows <= _PART_ROWS else _MOST_PARTS
+    part_rows = -(-num_rows // parts)
+    counts_EP = torch.empty((num_experts, parts), dtype=torch.int32, device=device)
     row_order = torch.empty(num_blocks * block_t, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-    count_kernel[(num_experts,)](experts_TC, counts_E, num_rows, CHUNK=chunk, num_warps=num_warps)
-    order_kernel[(num_experts,)](
-        experts_TC, counts_E, row_order, block_experts, num_rows, num_experts, num_blocks,
-        BLOCK_T=block_t, BLOCK_E=next_power_of_two(num_experts), CHUNK=chunk, num_warps=num_warps,
+    grid = num_experts, parts
+    count_kernel[grid](experts_TC, counts_EP, num_rows, part_rows, PARTS=parts, CHUNK=_CHUNK, num_warps=4)
+    order_kernel[grid](
+        experts_TC, counts_EP, row_order, block_experts, num_rows, part_rows, num_experts, num_blocks,
+        BLOCK_T=block_t, PARTS=parts, BLOCK_E=next_power_of_two(num_experts), CHUNK=_CHUNK, num_warps=4,
     )  # fmt: skip
     return row_order, block_experts
 

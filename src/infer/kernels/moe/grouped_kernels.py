@@ -3,9 +3,9 @@
 **route_kernel**, one program per token, finds the C largest probabilities one after the other; C is at
 most eight or so, and a row of logits is at most a few hundred numbers.
 
-**count_kernel** and **order_kernel**, one program per expert each: the first counts the rows of its
-expert; the second, knowing all counts, knows where its own blocks begin, and writes its rows there in their
-order. Nothing is counted with atomics, so the order is the same every time.
+**count_kernel** and **order_kernel**, a program per expert and part of the rows: the first counts the rows
+of its expert in its part; the second, knowing all counts, knows where its own rows begin, and writes them
+there in their order. Nothing is counted with atomics, so the order is the same every time.
 
 **grouped_kernel** computes yT = W xT block by block, with the operands swapped as in `triton_kernels.py`:
 rows of W are many and go to the side of the matrix unit that wants 64 of them; rows of x may be few.
@@ -51,42 +51,51 @@ def route_kernel(
     tl.store(weights_ptr + token * CHOICES + places, weights / total, mask=places < CHOICES)
 
 
-@jit_for_any("num_rows")
-def count_kernel(experts_ptr, counts_ptr, num_rows, CHUNK: tl.constexpr):
-    expert = tl.program_id(0)
+@jit_for_any("num_rows", "part_rows")
+def count_kernel(experts_ptr, counts_ptr, num_rows, part_rows, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    expert, part = tl.program_id(0), tl.program_id(1)
     count = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, num_rows, CHUNK):
+    end = tl.minimum((part + 1) * part_rows, num_rows)
+    for start in range(part * part_rows, end, CHUNK):
         rows = start + tl.arange(0, CHUNK)
-        count += (tl.load(experts_ptr + rows, mask=rows < num_rows, other=-1) == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(count, axis=0))
+        count += (tl.load(experts_ptr + rows, mask=rows < end, other=-1) == expert).to(tl.int32)
+    tl.store(counts_ptr + expert * PARTS + part, tl.sum(count, axis=0))
 
 
-@jit_for_any("num_rows", "num_blocks")
+@jit_for_any("num_rows", "part_rows", "num_blocks")
 def order_kernel(
-    experts_ptr, counts_ptr, row_order_ptr, block_experts_ptr, num_rows, E, num_blocks, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    experts_ptr, counts_ptr, row_order_ptr, block_experts_ptr, num_rows, part_rows, E, num_blocks,
+    BLOCK_T: tl.constexpr, PARTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.program_id(0)
-    experts = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + experts, mask=experts < E, other=0)
+    expert, part = tl.program_id(0), tl.program_id(1)
+    experts, parts = tl.arange(0, BLOCK_E), tl.arange(0, PARTS)
+    of_parts = experts[:, None] * PARTS + parts[None, :]
+    counts_of_parts = tl.load(counts_ptr + of_parts, mask=(experts < E)[:, None], other=0)
+    is_before = (experts == expert)[:, None] & (parts < part)[None, :]
+    before = tl.sum(tl.sum(tl.where(is_before, counts_of_parts, 0), axis=1), axis=0)
+    counts = tl.sum(counts_of_parts, axis=1)
     blocks = (counts + BLOCK_T - 1) // BLOCK_T
     first_block = tl.sum(tl.where(experts < expert, blocks, 0), axis=0)
     my_blocks = tl.sum(tl.where(experts == expert, blocks, 0), axis=0)
     my_rows = tl.sum(tl.where(experts == expert, counts, 0), axis=0)
 
     lanes = tl.arange(0, CHUNK)
-    for start in range(0, my_blocks, CHUNK):
-        tl.store(block_experts_ptr + first_block + start + lanes, expert, mask=start + lanes < my_blocks)
-    if expert == E - 1:  # what is left belongs to no expert
-        for start in range(first_block + my_blocks, num_blocks, CHUNK):
-            tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
+    if part == 0:
+        for start in range(0, my_blocks, CHUNK):
+            to = block_experts_ptr + first_block + start + lanes
+            tl.store(to, expert, mask=start + lanes < my_blocks)
+        if expert == E - 1:  # what is left belongs to no expert
+            for start in range(first_block + my_blocks, num_blocks, CHUNK):
+                tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
+        padding = my_rows + tl.arange(0, BLOCK_T)
+        to = row_order_ptr + first_block * BLOCK_T + padding
+        tl.store(to, num_rows, mask=padding < my_blocks * BLOCK_T)
 
-    place = first_block * BLOCK_T
-    padding = my_rows + tl.arange(0, BLOCK_T)
-    tl.store(row_order_ptr + place + padding, num_rows, mask=padding < my_blocks * BLOCK_T)
-    for start in range(0, num_rows, CHUNK):
+    place = first_block * BLOCK_T + before
+    end = tl.minimum((part + 1) * part_rows, num_rows)
+    for start in range(part * part_rows, end, CHUNK):
         rows = start + lanes
-        is_mine = tl.load(experts_ptr + rows, mask=rows < num_rows, other=-1) == expert
+        is_mine = tl.load(experts_ptr + rows, mask=rows < end, other=-1) == expert
         rank = tl.cumsum(is_mine.to(tl.int32), axis=0)
         tl.store(row_order_ptr + place + rank - 1, rows, mask=is_mine)
         place += tl.sum(is_mine.to(tl.int32), axis=0)
