@@ -18,6 +18,7 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 	$$python $(IS_NEW_ENOUGH) 2> /dev/null && echo $$python && break; done)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE  # without kept bytecode, each process of pytest rewrites its plugins anew
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
@@ -38,8 +39,9 @@ test: $(VENV)/.tools  ## run every test that this machine can run, without the s
 	@$(BIN)/infer fetch > /dev/null || echo "the default model is not here: tests that need it are skipped" >&2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
-test-slow: $(VENV)/.tools  ## run the slow tests: long random runs, every combination, every compiler
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --ignore tests/clients
+test-slow: $(VENV)/.tools  ## run the slow tests: long random runs, every combination, every compiler, fresh examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or hypothesis" \
+		--hypothesis-profile=thorough --ignore tests/clients
 
 test-clients: $(VENV)/.tools  ## run real clients of other projects against a server; needs package registries
 	@$(BIN)/infer fetch > /dev/null

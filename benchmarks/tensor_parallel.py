@@ -1,13 +1,14 @@
 """What it costs that several ranks compute a model: milliseconds of a step, alone and as ranks on one GPU.
 
     nvidia-cuda-mps-control -d          without it, processes take turns on a GPU, milliseconds each
-    python -m benchmarks.tensor_parallel CFG_DIR [--ranks 1 2] [--rows 1] [--device cuda:0] [--out FILE]
+    python -m benchmarks.tensor_parallel CFG_DIR [--ranks 1 2] [--stages 1 2] [--rows 1 32] [--out FILE]
     echo quit | nvidia-cuda-mps-control
 
 CFG_DIR holds a `config.json`; weights are random, of that shape. On one GPU, ranks read together what one
-process reads, so what is more is the cost of the exchanges and of what they keep from being fused. With
-`--device cuda` each rank has a GPU of its own. `--profile` prints the kernels of rank 0; `exchange` is the
-one of all exchanges, and the time that it waits for the other ranks is part of it.
+process reads, so what is more is the cost of the exchanges and of what they keep from being fused; stages
+read one after the other what one process reads. With `--device cuda` each rank has a GPU of its own.
+`--profile` prints the kernels of rank 0; `exchange` is the one of sums, `hear` that of what stages pass on,
+and the time that they wait for the other ranks is part of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import dataclasses
 import os
 import statistics
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from benchmarks.adapters import speed
 from benchmarks.machine import parse, today, write
 from infer.bench.report import commit, machine, versions
 from infer.client import rank_group, rank_process
+from infer.client.load import rank_of
 from infer.client.messages import RankLaunch
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
@@ -53,9 +56,9 @@ def load(shape: str, config: EngineConfig, rank: Rank) -> LoadedModel:
 
 def serve(launch: RankLaunch) -> None:
     """Be a rank other than 0, with random weights."""
-    link = open_link(launch.memory, launch.rank, launch.size)
     config = EngineConfig.from_knobs(**launch.knobs)
-    loaded = load(os.environ[SHAPE], config, Rank(launch.rank, launch.size))
+    link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
+    loaded = load(os.environ[SHAPE], config, rank_of(config, launch.rank))
     serve_rank(loaded, link, lambda: rank_process._report_done(launch.report))
 
 
@@ -64,29 +67,34 @@ def step_ms(engine: Engine, num_rows: int, num_tokens: int, tag: str) -> float:
     return 1e3 * num_rows / speed(engine, num_rows, num_tokens, [], tag)
 
 
-def measure(args: argparse.Namespace, size: int) -> list[float]:
-    """Return the milliseconds of a step with this many ranks, once for each repeat."""
+def measure(args: argparse.Namespace, size: int, stages: int) -> dict[int, list[float]]:
+    """Return the milliseconds of a step by its rows, once for each repeat."""
     config = EngineConfig.from_knobs(
         model=str(args.config), device=args.device, dtype=args.dtype, quantization=args.quantization,
-        tensor_parallel_size=size, max_batch_size=args.rows, max_seq_len=1024, use_prefix_caching=False,
-        max_num_batched_tokens=1024, kv_cache_memory="256MiB",
+        tensor_parallel_size=size, pipeline_parallel_size=stages, max_batch_size=max(args.rows),
+        max_seq_len=1024, use_prefix_caching=False, max_num_batched_tokens=1024, kv_cache_memory="256MiB",
     )  # fmt: skip
-    ranks = rank_group.RankProcesses(config, size, 1) if size > 1 else None
+    ranks = rank_group.RankProcesses(config, size * stages, 1) if size * stages > 1 else None
     try:
-        loaded = load(str(args.config), config, Rank(0, size))
+        loaded = load(str(args.config), config, rank_of(config, 0))
         if ranks is not None:
             ranks.wait()
             loaded = dataclasses.replace(loaded, ranks=ranks)
         engine = build_engine(config, loaded)
         while engine.prepare():
             pass
-        found = [step_ms(engine, args.rows, args.tokens, f"{repeat}") for repeat in range(args.repeats + 1)]
+        found = {
+            rows: [
+                step_ms(engine, rows, args.tokens, f"{rows}-{repeat}") for repeat in range(args.repeats + 1)
+            ]
+            for rows in args.rows
+        }
         if args.profile:
-            print_profile(engine, args.rows)
+            print_profile(engine, args.rows[0])
     finally:
         if ranks is not None:
             ranks.close()
-    return found[1:]  # the first warms up
+    return {rows: times[1:] for rows, times in found.items()}  # the first warms up
 
 
 def print_profile(engine: Engine, num_rows: int) -> None:
@@ -104,7 +112,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda:0")
@@ -113,13 +122,16 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     args = parse(parser)
     os.environ[SHAPE], rank_group.RANK_MODULE = str(args.config), "benchmarks.tensor_parallel"
-    found = {size: measure(args, size) for size in args.ranks}
-    first = statistics.median(found[args.ranks[0]])
-    for size, times in found.items():
-        median, rounded = statistics.median(times), [round(time, 3) for time in times]
-        print(f"{size} ranks  {median:8.3f} ms a step   {median / first:5.2f}x   of {rounded}")
+    found = {each: measure(args, *each) for each in product(args.ranks, args.stages)}
+    first = {rows: statistics.median(times) for rows, times in next(iter(found.values())).items()}
+    for (size, stages), by_rows in found.items():
+        for rows, times in by_rows.items():
+            median, rounded = statistics.median(times), [round(time, 3) for time in times]
+            ratio = f"{median / first[rows]:5.2f}x   of {rounded}"
+            print(f"{size} ranks {stages} stages {rows:3} rows  {median:8.3f} ms a step   {ratio}")
     named = {name: value for name, value in vars(args).items() if name not in ("out", "allow_dirty")}
-    report = {"arguments": named | {"config": args.config.name}, "step_ms": found}
+    by_name = {f"{size} ranks, {stages} stages": times for (size, stages), times in found.items()}
+    report = {"arguments": named | {"config": args.config.name}, "step_ms": by_name}
     about = {"created": today(), "commit": commit(), "versions": versions(), "machine": machine()}
     write(about | report, args.out)
     return 0

@@ -5,9 +5,10 @@ collected. The registry is asked through pip, so that a mirror, a proxy or a cer
 user's own configuration counts.
 
 Property tests draw the same few examples in every run, so that a failure is of the change and not of the
-day; `pytest --hypothesis-profile=default` draws more of them, and fresh ones. PyTorch's random numbers begin
-anew with every test, and oneDNN, which a product can switch off on some processors, is on: which tests ran
-before in the same process changes nothing.
+day; the slow tests draw ten times as many, and fresh ones (`--hypothesis-profile=thorough`).
+
+PyTorch's random numbers begin anew with every test, and oneDNN, which a product can switch off on some
+processors, is on: which tests ran before in the same process changes nothing.
 
 Bytecode is kept, even where the environment says otherwise: without it, each worker rewrites every test file
 anew, and each process that a test starts compiles the package.
@@ -36,9 +37,9 @@ import pytest
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-hypothesis.settings.register_profile(
-    "fixed", derandomize=True, deadline=None, max_examples=40
-)  # timings are for benchmarks
+# no deadlines: timings are for benchmarks
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=20)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("fixed")
 
 

@@ -25,7 +25,7 @@ import torch
 from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.elementwise.rms_norm import add_rms_norm
 from infer.kernels.linear import pdl, wgmma
-from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.coded import FLOATS, FOUR_BITS, TABLED, CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import coded_linear
 from infer.kernels.linear.cuda import Matrix, Variant, compile_variants
 from infer.kernels.linear.pdl import PdlConfig
@@ -42,6 +42,9 @@ FORMS = {
     "int4": CodedForm("int4", 128),
     "int4-32": CodedForm("int4", 32),
     "int4-minima": CodedForm("int4", 32, has_minima=True),
+    "e5m2": CodedForm("e5m2"),
+    "nf4": CodedForm("nf4", 64),
+    "lut4": CodedForm("lut4"),
 }
 
 Weights = torch.Tensor | CodedWeights
@@ -81,12 +84,15 @@ def random_weights(num_rows: int, size: int, form: CodedForm | None) -> Weights:
         return torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") * 0.02
     w = CodedWeights.empty(num_rows, size, *form, device="cuda")
     codes = torch.randint(0, 16, (min(num_rows, 1024), size), dtype=torch.uint8, device="cuda")
-    if form.codes != "int4":
-        codes = codes.view(torch.int8) if form.codes == "int8" else codes.view(torch.float8_e4m3fn)
+    if form.codes not in FOUR_BITS:
+        codes = codes.view(FLOATS.get(form.codes, torch.int8))
+    tables = torch.randn(len(codes), 16, device="cuda") if form.codes in TABLED else None
     scales = torch.full((len(codes), -(-size // (w.form.group or size))), 1e-3, device="cuda")
     for first in range(0, num_rows, len(codes)):
         count = min(len(codes), num_rows - first)
-        w.fill(first, codes[:count], scales[:count], -scales[:count] if form.has_minima else None)
+        minima = -scales[:count] if form.has_minima else None
+        own = tables if tables is None else tables[: count if form.codes == "lut4" else 1]
+        w.fill(first, codes[:count], scales[:count], minima, tables=own)
     return w
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.linear import pdl
-from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.coded import TABLED, CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import coded_linear, plan_of
 from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.linear.cuda import Matrix, is_for
@@ -40,7 +40,7 @@ def form_of(name: str) -> CodedForm:
 def cuts_of(name: str) -> Iterator[tuple[int, WgmmaConfig | PdlConfig]]:
     """Numbers of tokens, each with another cut; the next form has them the other way round."""
     form, place = form_of(name), list(FORMS).index(name)
-    if not form.has_minima:
+    if not form.has_minima and form.codes not in TABLED:
         yield 5, PdlConfig(1 + place % 2, (1, 4, 8)[place % 3], 1 + place % 4, form)
         yield (1, PdlConfig(1, 8, 2, form, by_words=True)) if place % 2 else (13, PdlConfig(1, 8, 1, form))
     yield 40, WgmmaConfig(48, 64, 4, 1, 1, form, 128, teams=3)
@@ -120,7 +120,9 @@ def test_what_a_model_prepares(name: str) -> None:
     for num_tokens in (1, 33, 133, 233, 333, 633, 1033):
         x = random(num_tokens, 1024, scale=0.1)
         plan = plan_of(x, filled.weights, gated=False, compiled=compiled)
-        if num_tokens > 1 or not form.has_minima:  # one of those is not compiled here
+        if num_tokens > 1 or not (
+            form.has_minima or form.codes in TABLED
+        ):  # one of those is not compiled here
             assert (plan is not None) == (num_tokens <= most)
         y = coded_linear(x, filled.weights, compiled=compiled).float()
         rounds = num_tokens > most or has_fp8_tokens(num_tokens, 1024, form)  # tokens, too

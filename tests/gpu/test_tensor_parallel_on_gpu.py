@@ -214,7 +214,7 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_with_the_same_steps(
 ) -> None:
     make_checkpoint("llama", tmp_path / "llama", sizes=SIZES, seed=3, max_position_embeddings=32_768)
     case: dict[str, Any] = FEW | {"path": str(tmp_path / "llama"), "dtype": "float32", "fault": "capture"}
-    case |= {"max_num_batched_tokens": 2048}
+    case |= {"max_num_batched_tokens": 2048, "prepares": True, "longest": 700}
     alone, together = run_cases([case | {"size": 1}, case | {"size": 2}], env)
     assert together[0] == alone[0]
 

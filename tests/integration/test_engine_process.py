@@ -379,6 +379,21 @@ def test_a_stuck_engine_is_replaced() -> None:
     run(main())
 
 
+def test_an_engine_that_a_signal_stops_under_a_request_is_replaced_at_once() -> None:
+    async def main() -> None:
+        async with running(stuck_timeout=600.0) as client:
+            task = asyncio.create_task(collect(client, make_request(1, first=STUCK)))
+            await asyncio.sleep(0.5)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            with pytest.raises(EngineStopped, match="the engine was stopped by a signal and was ended"):
+                await task
+            await until(lambda: is_healthy(client))
+            assert await collect(client, make_request(2))
+
+    run(main())
+
+
 def test_an_engine_frozen_while_idle_is_noticed_and_replaced() -> None:
     async def main() -> None:
         async with running(stuck_timeout=0.4) as client:
@@ -386,7 +401,7 @@ def test_an_engine_frozen_while_idle_is_noticed_and_replaced() -> None:
             pid = client.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)  # no request is open: only a ping can tell
-            await until(lambda: "no progress" in reason_of(client))
+            await until(lambda: "stopped by a signal" in reason_of(client))
             await until(lambda: is_healthy(client))
             assert client.pid != pid
             assert await collect(client, make_request(2))

@@ -67,8 +67,10 @@ KEPT = {
     ),
     **dict.fromkeys(("gptq-8", "gptq-8-asym", "ct-w8a16", "ct-int8"), "int8"),
     **dict.fromkeys(("fp8-channel", "fp8-block", "fp8-tensor"), "fp8"),
-    "nf4": "none",
+    "nf4": "nf4",
+    "squeezellm": "lut4",
 }
+UNPACKED_EXPERTS = ("gptq-actorder", "squeezellm")
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +161,9 @@ def test_codes_of_a_file_stay_what_they_are(recipe: str, family: str, root: Path
     routers = {name: scheme for name, scheme in found.items() if name.endswith("router")}
     assert set(routers.values()) <= {"none"}
     own_order = {
-        name for name in found if ".mlp." in name and (family, recipe) == ("mixtral", "gptq-actorder")
+        name for name in found if ".mlp." in name and family == "mixtral" and recipe in UNPACKED_EXPERTS
     }
-    assert {found[name] for name in own_order} <= {"none"}  # experts have orders of their own
+    assert {found[name] for name in own_order} <= {"none"}  # experts have orders and outliers of their own
     left = found.keys() - routers.keys() - own_order
     assert {found[name] for name in left} == {KEPT[recipe]}
     expected = weights(plain)
@@ -344,8 +346,10 @@ def test_the_start_line_names_forms_bytes_and_cost(root: Path, caplog: Any) -> N
     assert f'weights="{parts}, KL 0.02 to 0.03 on SmolLM2-135M"' in rounded
     kept = start_line(load(quantized(root, "llama", "awq")), caplog)
     assert 'weights="awq:int4-g32 0.0MiB, kept as float32 0.3MiB + int4 0.1MiB"' in kept
-    unpacked = start_line(load(quantized(root, "llama", "nf4")), caplog)
-    assert 'weights="bitsandbytes:nf4-g64 ' in unpacked and ', unpacked to float32"' in unpacked
+    looked_up = start_line(load(quantized(root, "llama", "nf4")), caplog)
+    assert (
+        'weights="bitsandbytes:nf4-g64 ' in looked_up and ", kept as " in looked_up and " nf4 " in looked_up
+    )
     plain = start_line(load(dense(root, "llama")), caplog)
     assert " weights=float32 " in plain
 

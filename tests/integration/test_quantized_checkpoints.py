@@ -29,7 +29,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.weight_plan import kept_bytes
 from infer.quant.packed import Packed
-from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint
+from infer.tools.quantize import ALL_NAMES, SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.step import run_step
 from tests.support.thinned import thinned
@@ -368,7 +368,7 @@ def test_settings_in_a_file_of_their_own(root: Path, tmp_path: Path) -> None:
 
 def test_the_command_writes_what_is_read(root: Path, tmp_path: Path, capsys: Any) -> None:
     dense, out = str(dense_checkpoint(root, "llama")), tmp_path / "out"
-    assert SCHEMES == SCHEME_NAMES
+    assert SCHEMES == ALL_NAMES
     words = [
         "quantize",
         dense,

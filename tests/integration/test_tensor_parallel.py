@@ -7,11 +7,13 @@ Ranks are threads here (tests/support/rank_threads.py); test_rank_processes.py h
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -23,6 +25,9 @@ from infer.client import load
 from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
+from infer.execution.gpu import device as gpu_device
+from infer.execution.gpu.device import GpuDevice
+from infer.execution.order import StepOrder
 from infer.execution.rank_ring import RankMessage
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader import load as loader
@@ -106,32 +111,78 @@ def outputs(
 # -- the device half of a GPU, on the kernels' references ------------------------------------------------
 
 
-def _first(ranks: SharedCommunicator, x: torch.Tensor) -> None:
-    """`GpuCommunicator.first` for ids on a CPU."""
-    x.copy_(ranks.all_reduce(x.float() if ranks.rank == 0 else torch.zeros_like(x, dtype=torch.float32)))
+class ToldIds:
+    """`GpuCommunicator.first` on a CPU: rank 0 waits for no other rank."""
+
+    def __init__(self) -> None:
+        self._told: defaultdict[int, SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
+
+    def first(self, ranks: SharedCommunicator, x: torch.Tensor) -> None:
+        everyone = ranks.everyone()
+        if everyone.rank == 0:
+            for rank in range(1, everyone.size):
+                self._told[rank].put(x.clone())
+        else:
+            x.copy_(self._told[everyone.rank].get(timeout=60))
+
+    def clear(self) -> None:
+        self._told.clear()
 
 
 @pytest.fixture
 def gpu_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, start = ToldIds(), RankThreads.__init__
+
+    def begin(ranks: RankThreads, *args: Any) -> None:
+        told.clear()
+        start(ranks, *args)
+
+    monkeypatch.setattr(RankThreads, "__init__", begin)
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
-    monkeypatch.setattr(SharedCommunicator, "first", _first, raising=False)
+    monkeypatch.setattr(SharedCommunicator, "first", lambda ranks, x: told.first(ranks, x), raising=False)
     monkeypatch.setattr(SharedCommunicator, "alone", lambda ranks: nullcontext(), raising=False)
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {},
-        {"use_overlap": False},
-        {"prefill_chunk_size": 5, "max_batch_size": 2},
-        {"block_size": 4, "num_blocks": 32, "kv_cache_memory": None, "preemption": "swap", "swap_blocks": 40},
-        {"speculative_method": "ngram", "num_speculative_tokens": 3},
-    ],
-    ids=str,
-)
+GPU_KNOBS: list[dict[str, Any]] = [
+    {},
+    {"use_overlap": False},
+    {"prefill_chunk_size": 5, "max_batch_size": 2},
+    {"block_size": 4, "num_blocks": 32, "kv_cache_memory": None, "preemption": "swap", "swap_blocks": 40},
+    {"speculative_method": "ngram", "num_speculative_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("knobs", GPU_KNOBS, ids=str)
 def test_steps_that_run_ahead_answer_the_same(knobs: dict[str, Any], root: Path, gpu_half: None) -> None:
     path = checkpoint(root, "llama")
-    assert answers(path, 2, **knobs) == answers(path, 1, **knobs)
+    alone = answers(path, 1, **knobs)
+    for size in (2, (1, 3)):
+        assert answers(path, size, **knobs) == alone, size
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe", "qwen3_next"])
+def test_stages_on_gpus_answer_the_same(family: str, root: Path, gpu_half: None) -> None:
+    """Tied heads, windows and learned positions are where they should be, and so are states."""
+    path = checkpoint(root, family)
+    assert answers(path, (1, 2)) == answers(path, 1)
+
+
+@pytest.mark.parametrize("knobs", GPU_KNOBS, ids=str)
+def test_stages_on_gpus_compute_parts_at_the_same_time(
+    knobs: dict[str, Any], root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage launches the next part before it takes the ids of the last one."""
+    path, went_on = checkpoint(root, "llama"), list[int]()
+    alone, go_on = answers(path, 1, **knobs), GpuDevice._go_on
+
+    def watch(device: GpuDevice, order: StepOrder) -> None:
+        go_on(device, order)
+        went_on.append(len(device._awaited))
+
+    monkeypatch.setattr(gpu_device, "MIN_PART", 1)
+    monkeypatch.setattr(GpuDevice, "_go_on", watch)
+    assert answers(path, (1, 3), **knobs) == alone
+    assert max(went_on) == 2
 
 
 def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_half: None) -> None:
@@ -164,7 +215,9 @@ def test_weights_in_the_forms_of_a_gpu_are_cut_right(
 )
 def test_rank_0_alone_samples(params: SamplingParams, root: Path, gpu_half: None) -> None:
     path = checkpoint(root, "llama")
-    assert answers(path, 2, params) == answers(path, 1, params)
+    alone = answers(path, 1, params)
+    for size in (2, (1, 2)):
+        assert answers(path, size, params) == alone, size
 
 
 # -- families and formats ------------------------------------------------------------------------------
@@ -334,6 +387,20 @@ def test_settings_and_requests_answer_the_same_in_stages(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 @pytest.mark.parametrize("swap_blocks", [0, 20])
 def test_mixed_traffic_answers_the_same_in_stages(family: str, swap_blocks: int, root: Path) -> None:
+    check_mixed_traffic(family, swap_blocks, root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("min_part", [1, 8])
+def test_mixed_traffic_answers_the_same_in_stages_of_gpus(
+    family: str, min_part: int, root: Path, gpu_half: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_device, "MIN_PART", min_part)
+    check_mixed_traffic(family, 20, root)
+
+
+def check_mixed_traffic(family: str, swap_blocks: int, root: Path) -> None:
     """Requests of all kinds come and go while others are preempted."""
     path = checkpoint(root, family)
     knobs: dict[str, Any] = {"num_blocks": 64 if family == "qwen3_next" else 40, "swap_blocks": swap_blocks}
@@ -442,20 +509,15 @@ def test_sizes_that_do_not_divide_are_refused(
 
 def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for asked in ("auto", "cuda"):
-        assert [rank_device(asked, Rank(number, 2)) for number in range(2)] == ["cuda:0", "cuda:1"]
+    for asked, size in product(("auto", "cuda"), ((2, 1), (1, 2))):
+        assert [rank_device(asked, Rank.of(number, *size)) for number in range(2)] == ["cuda:0", "cuda:1"]
     assert [rank_device("cuda:1", Rank(number, 4)) for number in range(4)] == ["cuda:1"] * 4
     assert rank_device("cpu", Rank(1, 4)) == "cpu" and rank_device("auto", Rank(0, 1)) == "auto"
-    with pytest.raises(ConfigError, match=r"=4 needs as many GPUs, and this machine has 2; .*device=cuda:0"):
-        rank_device("auto", Rank(0, 4))
+    few = r"needs as many GPUs, 4 in all, and this machine has 2; .*device=cuda:0"
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and pipeline_parallel_size=2 " + few):
+        rank_device("auto", Rank.of(0, 2, 2))
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         rank_device("cuda:2", Rank(0, 2))
     monkeypatch.setattr(loader, "is_amd", lambda: True)
     with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
         rank_device("cuda:0", Rank(0, 2))
-
-
-def test_stages_on_gpus_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "has_gpu_kernels", lambda device: True)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 works on CPUs only so far"):
-        answers(checkpoint(root, "llama"), (2, 2))

@@ -55,7 +55,8 @@ def rows_in_turns(
 
 
 def make_world(row: dict[str, Any], **changes: Any) -> OracleWorld:
-    knobs = engine_knobs(row) | {"context_len": CONTEXT_LEN, "cost": SWAPPING_IS_CHEAP} | changes
+    knobs = engine_knobs(row) | {"context_len": CONTEXT_LEN, "cost": SWAPPING_IS_CHEAP}
+    knobs |= {"audit_every": 3} | changes  # the slow runs audit every step
     del knobs["attention_backend"]  # an oracle does not attend
     knobs["num_host_blocks"] = knobs.pop("swap_blocks")
     return OracleWorld(eos_ids=EOS_IDS, **knobs)
@@ -337,7 +338,7 @@ def test_thousands_of_requests_get_their_own_tokens(number: int) -> None:
     """Runs five times as long as those above, every second one squeezed, with blocks that lie elsewhere."""
     for seed in range(number, number + NUM_LONG):
         squeeze = SQUEEZED if seed % 2 else {}
-        world = make_world(pairwise_rows()[number] | squeeze, placement_seed=seed)
+        world = make_world(pairwise_rows()[number] | squeeze, placement_seed=seed, audit_every=1)
         Traffic(world, f"long {number} {seed}", num_requests=300).run()
         world.verify()
         world.check_idle()

@@ -57,7 +57,7 @@ Work = Callable[[GpuCommunicator, RankLink, int], Any]  # a communicator, its li
 
 
 def run_ranks(
-    work: Work, size: int, env: dict[str, str], dtype: torch.dtype, wait_s: float = 60.0
+    work: Work, size: int, env: dict[str, str], dtype: torch.dtype, wait_s: float = 60.0, num_stages: int = 1
 ) -> list[Any]:
     """Run a function of a module on every rank, and return what each gave."""
     context, before = multiprocessing.get_context("spawn"), dict(os.environ)
@@ -68,7 +68,7 @@ def run_ranks(
             queue: Any = context.Queue()
             ranks: list[Any] = []
             for rank in range(size):
-                args = work, file.name, rank, size, dtype, wait_s, queue
+                args = work, file.name, rank, size, num_stages, dtype, wait_s, queue
                 ranks.append(context.Process(target=_run, args=args))
                 ranks[-1].start()
             found = dict(queue.get(timeout=240) for _ in range(size))
@@ -82,17 +82,28 @@ def run_ranks(
     return [found[rank] for rank in range(size)]
 
 
-def _run(work: Work, path: str, rank: int, size: int, dtype: torch.dtype, wait_s: float, queue: Any) -> None:
+def _run(
+    work: Work,
+    path: str,
+    rank: int,
+    size: int,
+    num_stages: int,
+    dtype: torch.dtype,
+    wait_s: float,
+    queue: Any,
+) -> None:
     try:
         c = library()
         assert c is not None, "ranks need the C kernels"
         with Path(path).open("r+b") as file:
-            link = RankLink(c, mmap.mmap(file.fileno(), link_bytes(size)), rank, size)
+            link = RankLink(c, mmap.mmap(file.fileno(), link_bytes(size)), rank, size, num_stages)
         communicator = GpuCommunicator(link.communicator, torch.device("cuda", 0), dtype, wait_s)
         result = work(communicator, link, rank)
         torch.cuda.synchronize()
         queue.put((rank, result))
-        link.communicator.all_reduce(torch.zeros(1))  # no rank ends while another may write to its memory
+        link.communicator.everyone().all_reduce(
+            torch.zeros(1)
+        )  # no rank ends while another may write to its memory
     except BaseException:
         queue.put((rank, traceback.format_exc()))
 
@@ -101,7 +112,7 @@ def _run(work: Work, path: str, rank: int, size: int, dtype: torch.dtype, wait_s
 
 
 def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
-    """What models answer, one after the other; a case is its knobs, `path`, `size` and `lose`, a signal."""
+    """What models answer, one after the other; a case is knobs and arguments of `_answer`."""
     command = [sys.executable, "-m", "tests.support.gpu_ranks", json.dumps(cases)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -111,12 +122,14 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
 
 
 def _answer(
-    path: str, size: int, lose: int = 0, fault: str = "", adapter: str = "", **knobs: Any
-) -> list[Any]:
+    path: str, size: int = 1, stages: int = 1, lose: int = 0, fault: str = "", adapter: str = "",
+    prepares: bool = False, longest: int = 0, **knobs: Any,
+) -> list[Any]:  # fmt: skip
     """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal.
 
-    `fault`: that of the other ranks (faulty_gpu_rank.py); `poke` gives the error and the seconds, too, and
-    `capture` prepares all steps first and has a longer prompt. `adapter` is the name of one.
+    `fault`: that of the other ranks (faulty_gpu_rank.py); `poke` gives the error and the seconds, too.
+    `adapter` is the name of one. If it `prepares`, all steps are prepared first. `longest`: the tokens of one
+    more prompt.
     """
     from infer import LLM, SamplingParams
     from infer.client import rank_group
@@ -130,10 +143,11 @@ def _answer(
     defaults: dict[str, Any] = {"quantization": "none", "kv_cache_memory": "64MiB", "max_batch_size": 8,
                                 "max_num_batched_tokens": 1024, "device": "cuda:0"}  # fmt: skip
     prompts = [list(range(5, 45)), [7, 8, 9, 7, 8, 9], [100, 200]]
-    if fault == "capture":
-        prompts.append([3 + i * i % 200 for i in range(700)])
-    with LLM(path, tensor_parallel_size=size, **(defaults | knobs)) as llm:
-        while fault == "capture" and llm.engine.prepare():
+    if longest:
+        prompts.append([3 + i * i % 200 for i in range(longest)])
+    ranks = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    with LLM(path, **(defaults | ranks | knobs)) as llm:
+        while prepares and llm.engine.prepare():
             pass
         made = llm.generate(prompts, params, adapter=adapter)
         params = replace(params, max_tokens=10, prompt_logprobs=None)

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "tools": {
         "engine", "scheduling", "execution", "cache", "kernels", "layers", "loader", "models", "quant",
-        "sampling", "constraints", "speculative",
+        "sampling", "constraints", "speculative", "tokenizer",
     },
     "client": {"engine", "scheduling", "loader", "tools"},
     "frontend": {"client", "engine", "scheduling", "loader", "sampling", "tokenizer", "dialects", "tools"},

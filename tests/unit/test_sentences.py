@@ -58,6 +58,8 @@ def broken_rules(source: str) -> Iterator[tuple[int, str]]:
                 if text.split()[0] in NO_FIRST_WORDS:
                     yield line, f"a docstring begins with a verb or its noun: {text.splitlines()[0]}"
                 yield from detours(text, line)
+    if not any(map(may_break_a_rule, lines)):  # most files; reading one as tokens takes long
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             comment = token.string.lstrip("#: ").strip()
@@ -65,6 +67,14 @@ def broken_rules(source: str) -> Iterator[tuple[int, str]]:
             if is_trailing and PREPOSITION.match(comment):
                 yield token.start[0], f"a trailing comment contains its noun: {comment}"
             yield from detours(comment, token.start[0])
+
+
+def may_break_a_rule(line: str) -> bool:
+    """True if a comment of this line would break a rule, wherever it begins."""
+    _, *comments = line.split("#")
+    return any(PREPOSITION.match(comment.lstrip(": ")) for comment in comments) or (
+        bool(comments) and any(detours(line[line.index("#") :].lstrip("#: "), 1))
+    )
 
 
 def detours(text: str, first_line: int) -> Iterator[tuple[int, str]]:

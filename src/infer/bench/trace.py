@@ -4,7 +4,7 @@
     client  | server                        | engine                 | server           | what is left
 
 The server reports its stages in the `server-timing` header of its answer to a request that has the header
-`x-infer-trace`. The first request is the cold one: if the server has just started, its first of all. Every
+`x-infer-trace`. The first request is the cold one, the very first if the server has just started. Every
 prompt is new and of the same length, so none is found in a prefix cache.
 """
 
@@ -37,7 +37,7 @@ STAGES = {
     "network": "the rest: wire and client",
 }
 FIRST_TOKEN = "first token"
-IDS = (20, 99)  # token ids that every vocabulary has, and none of them special
+IDS = (20, 99)  # ordinary token ids that every vocabulary has
 _STAGE = re.compile(r"(\w+);dur=([0-9.]+)")
 
 

@@ -96,11 +96,6 @@ def run(args: argparse.Namespace) -> int:
             raise
         elsewhere = "plan for a GPU elsewhere with --gpu-memory 24GiB instead of --device"
         raise ConfigError(f"{error}, or {elsewhere}") from None
-    if load.pipeline_parallel_size > 1 and machine.kind == "gpu":
-        raise ConfigError(
-            f"pipeline_parallel_size={load.pipeline_parallel_size} works on CPUs only so far; leave it out, "
-            "or plan for a CPU with --device cpu"
-        )
     headers = find_headers(load.model, revision=load.revision, show_progress=True, model_impl=load.model_impl)
     plan: MemoryPlan | NoRoom
     try:
@@ -201,7 +196,7 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     cache, num_planes = plan.cache, plan.layout.num_planes
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rank = plan.choice.plan.rank
-    if (num_ranks := rank.world_size * rank.num_stages) > 1:
+    if (num_ranks := rank.num_ranks) > 1:
         where = (
             f"{where}, each of {num_ranks} ranks"
             if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device

@@ -10,37 +10,42 @@ from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.errors import ConfigError
 
-HELP = "write a checkpoint in GPTQ, AWQ, compressed-tensors, FP8 or NF4"
+HELP = "write a checkpoint in GPTQ, AWQ, compressed-tensors, FP8, NF4, SqueezeLLM or GGUF"
 DESCRIPTION = (
     "Write a checkpoint in a published quantized format: each weight of the layers is rounded to\n"
     "the nearest step, which needs no data and no GPU. Embeddings, norms, routers and the head stay\n"
-    "as they are. Next to nothing is lost at 8 bits; at 4 bits smaller groups lose less."
+    "as they are, or have 8 bits in a GGUF file. Next to nothing is lost at 8 bits; at 4 bits smaller\n"
+    "groups lose less."
 )
 USAGE = "MODEL OUT --scheme NAME [options]"
 EXAMPLES = """\
 examples:
   infer quantize ./model ./model-fp8 --scheme fp8-block
   infer quantize org/name ./name-w4 --scheme gptq --bits 4 --group-size 128
+  infer quantize ./model ./model.gguf --scheme gguf-q4_k
   infer serve --model ./model-fp8
 """
 SCHEMES = (
-    "gptq", "awq", "ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel", "fp8-block", "fp8-tensor", "nf4"
+    "gptq", "awq", "ct-w4a16", "ct-w8a16", "ct-int8", "fp8-channel", "fp8-block", "fp8-tensor", "nf4",
+    "squeezellm", "gguf-q8_0", "gguf-q4_0", "gguf-q4_1", "gguf-q4_k",
 )  # fmt: skip
 OPTIONS = {  # options, and the schemes that have them
-    "bits": ("gptq",),
+    "bits": ("gptq", "squeezellm"),
     "group_size": ("gptq", "awq", "ct-w4a16"),
     "asymmetric": ("gptq", "ct-w4a16"),
     "act_order": ("gptq",),
+    "outliers": ("squeezellm",),
 }
 FILES: flags.Rows = {
     "model MODEL": (str, "model directory or hub id of plain safetensors"),
-    "out OUT": (Path, "directory to write; new, or empty"),
+    "out OUT": (Path, "directory to write, new or empty; of gguf-... a new file, NAME.gguf"),
 }
 FLAGS: flags.Rows = {
-    "--bits N": (int, "2, 3, 4 or 8, of gptq; default: 4"),
+    "--bits N": (int, "2, 3, 4 or 8, of gptq; 3 or 4, of squeezellm; default: 4"),
     "--group-size N": (int, "columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128"),
     "--asymmetric": (bool, "a zero for each group, of gptq and ct-w4a16; awq has them"),
     "--act-order": (bool, "sort the columns by their size before they are grouped, of gptq"),
+    "--outliers PERCENT": (float, "the largest weights, kept apart, of squeezellm; default: 0.45; 0: none"),
     "--revision TEXT": (str, "branch, tag or commit of a hub id"),
 }
 

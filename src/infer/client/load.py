@@ -59,12 +59,12 @@ def load_part(
     """Load one rank's part of the model of a config; the first rank checks the settings of all."""
     load = config.load
     device = choose_device(rank_device(load.device, rank))
-    if rank.world_size > 1 and device.index is not None:
+    if not rank.is_alone and device.index is not None:
         torch.cuda.set_device(device)
     return load_model(
         headers.source,
         dtype=load.dtype,
-        device=load.device if rank.world_size == 1 else str(device),
+        device=load.device if rank.is_alone else str(device),
         quantization=load.quantization,
         max_seq_len=load.max_seq_len,
         show_progress=show_progress,
@@ -83,15 +83,9 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
     load = config.load
     size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
-    device = node_device(config)
-    if num_stages > 1 and has_gpu_kernels(device):
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} works on CPUs only so far, and the model would be on "
-            f"{device}; leave it out, or set device=cpu"
-        )
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=0, world_size=size,
-        stage=num_stages - 1, num_stages=num_stages,
+        headers, quantization=load.quantization, dtype=load.dtype, device=node_device(config), rank=0,
+        world_size=size, stage=num_stages - 1, num_stages=num_stages,
     ).check_cuts()  # fmt: skip
 
 
@@ -103,7 +97,7 @@ def node_device(config: EngineConfig) -> torch.device:
             f"nnodes={load.nnodes} works on CPUs only so far: ranks on GPUs exchange through the memory of "
             f"one machine, and the model would be on {device}; leave it out, or set device=cpu"
         )
-    return choose_device(rank_device(load.device, Rank(0, load.tensor_parallel_size)))
+    return choose_device(rank_device(load.device, rank_of(config, 0)))
 
 
 def use_threads(number: int) -> None:

@@ -36,6 +36,7 @@ from typing import Any
 from infer.client import messages
 from infer.client.link import EngineLink
 from infer.client.messages import Answer
+from infer.client.spawn import is_stopped
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
@@ -306,17 +307,18 @@ class ProcessClient:
 
     async def _watch(self) -> str:
         """Wait for the end of the process and return the reason; one that is stuck is ended here."""
-        interval = min(CHECK_INTERVAL, (self._options.stuck_timeout or math.inf) / 4)
+        interval, has_stopped = min(CHECK_INTERVAL, (self._options.stuck_timeout or math.inf) / 4), False
         while not self._process.exited.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await self._process.exited.wait()
             self._ping_if_idle()
-            if self._start_again is not None and self._is_stuck():
-                silent_s = self.silent_s
+            had_stopped, has_stopped = has_stopped, self._is_stopped()
+            if self._start_again is not None and (self._is_stuck() or (had_stopped and has_stopped)):
+                silent = f"made no progress for {self.silent_s:.0f} s"
                 self._process.kill()
                 await self._process.exited.wait()
-                return f"the engine made no progress for {silent_s:.0f} s and was ended"
+                return f"the engine {'was stopped by a signal' if has_stopped else silent} and was ended"
         return self._process.exit_reason
 
     def _ping_if_idle(self) -> None:
@@ -353,6 +355,11 @@ class ProcessClient:
         """True if a report must come: commands are on their way, or sequences are being served."""
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
+
+    def _is_stopped(self) -> bool:
+        """True if a signal has stopped the process while it owes an answer, and it may be ended for that."""
+        pid = self._process.pid
+        return pid is not None and self._owes_us and self._options.stuck_timeout > 0 and is_stopped(pid)
 
     def _is_stuck(self) -> bool:
         if self._is_turning_over or not 0 < self._options.stuck_timeout < self.silent_s:

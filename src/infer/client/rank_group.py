@@ -26,14 +26,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
 from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
-from infer.client.spawn import give_orders, spawn
+from infer.client.spawn import give_orders, is_stopped, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
@@ -335,7 +334,7 @@ def _watch(group: _Group) -> None:
             stopped_since, seen_at = {}, now
             continue
         for rank, process in list(group.processes.items()):
-            if not _is_stopped(process.pid):
+            if not is_stopped(process.pid):
                 stopped_since.pop(rank, None)
             elif now - stopped_since.setdefault(rank, now) >= STOPPED_S:
                 group.lose(f"rank {rank} was stopped by a signal")
@@ -349,11 +348,3 @@ def _watch(group: _Group) -> None:
         elif now - seen_at > SILENT_S:
             silent = next((rank for rank, line in enumerate(lines) if not line.waiting), 0)
             group.lose(f"rank {silent} has not answered for {SILENT_S:.0f} s")
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if a signal has stopped a process; False where the system does not say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False

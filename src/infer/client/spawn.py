@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -80,6 +81,15 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
 
     threading.Thread(target=wait_for_the_end, name="infer-lifeline", daemon=True).start()
     return orders
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a signal has stopped a process, and no debugger has; False where the system does not say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return stat.rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):

@@ -116,7 +116,7 @@ class LoadConfig:
     pipeline_parallel_size: int = knob(
         1,
         "stages of layers that follow each other, each computed by a process (or by tensor_parallel_size of "
-        "them), which has the weights and the KV cache of these layers; on CPUs only so far "
+        "them), which has the weights and the KV cache of these layers "
         "(docs/features/pipeline-parallelism.md)",
         aliases=("pp", "pp_size"),
     )

@@ -139,7 +139,8 @@ def build_engine(
         if draft is not None:
             width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
             beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
-        size = fit_to_device(config, loaded, step=step, draft=beside)
+        shortage = communicator.shortage if isinstance(communicator, GpuCommunicator) else 0
+        size = fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
         store = _make_store(config, loaded, size, layout)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
@@ -268,11 +269,12 @@ def _bind(
     pipe: Pipe | None,
     adapters: AdapterBank | None = None,
 ) -> Callable[[], bool]:
+    if isinstance(communicator, GpuCommunicator):
+        communicator.uses_nccl = not config.deterministic
+        pipe = communicator if communicator.num_stages > 1 else None
     loaded.model.pipe = pipe
     if communicator is not None and communicator.size == 1:  # the only rank of its stage
         communicator = None
-    if isinstance(communicator, GpuCommunicator):
-        communicator.uses_nccl = not config.deterministic
     return bind(
         loaded.model,
         loaded.device,
@@ -577,6 +579,7 @@ def make_device(
         adapters=adapters,
         ranks=loaded.ranks,
         communicator=cast("GpuCommunicator | None", communicator),
+        pipe=loaded.model.pipe,
     )
 
 

@@ -68,9 +68,9 @@ def fit_to_device(
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
-    `weight_bytes` are those of weights still to be loaded: they are taken off what is free. `step` is what
-    steps were measured to take; without it, it is computed, with this `scratch` of a model not loaded yet.
-    `draft` is what another model that drafts takes.
+    `weight_bytes` are taken off what is free: those of weights still to be loaded, or what another rank has
+    less of. `step` is what steps were measured to take; without it, it is computed, with this `scratch` of a
+    model not loaded yet. `draft` is what another model that drafts takes.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)

@@ -84,19 +84,10 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
         found["gpu"] = torch.cuda.get_device_name(config.device).replace(" ", "_")
     else:
         found["threads"] = torch.get_num_threads()
-    if load.tensor_parallel_size > 1:
-        found["ranks"] = _ranks(config)
-    if load.pipeline_parallel_size > 1:
-        found["stages"] = load.pipeline_parallel_size
+    for name, number in (("ranks", load.tensor_parallel_size), ("stages", load.pipeline_parallel_size)):
+        if number > 1:
+            found[name] = f'"{number}, which share {load.device}"' if ":" in load.device else number
     return found
-
-
-def _ranks(config: ResolvedConfig) -> str:
-    """The number of ranks of a stage, and the GPU that they share, if they do."""
-    load = config.settings.load
-    if ":" in load.device:
-        return f'"{load.tensor_parallel_size}, which share {load.device}"'
-    return str(load.tensor_parallel_size)
 
 
 def _host_tier(size: CacheSize) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""A device half's book on the host about the rows of its state.
+"""Facts about each row of a device half's state, kept on the host.
 
-A row is described once, in the order with which it begins (`order.py`): how it is sampled, what else is read
-of it, and lists of ids where it has any. A GPU keeps the numbers that its sampler needs on the device
-(gpu/rows.py); this book has the same facts for whatever the host does itself: sampling, logprobs of prompts,
-pooling.
+A row is described once, in the order with which it begins (`order.py`): how it is sampled, which other
+results are read from it, and its lists of ids, if it has any. A GPU keeps the numbers that its sampler needs
+on the device (gpu/rows.py); this book has the same facts for the work of the host itself: sampling, logprobs
+of prompts, pooling.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
-MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py)
+MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py, gpu_way.py)
 SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
 
 

@@ -11,6 +11,7 @@ w + d2t[w] of the model. `t2d` has a flag for each token of the model, and must 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,10 +38,18 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
     token_ids_W = _read_token_ids(directory, config, tensors)
     block = replace(config.block, context_len=target.max_seq_len + num_drafts)
     packs = any(isinstance(each.stored, Packed) for each in _matrices(target.model))
-    head = _make(replace(config, block=block), target.dtype, target.device, layer=layer, packs=packs)
-    sources = find_sources(tensors, WEIGHT_MAP)
+    make = partial(_make, replace(config, block=block), target.dtype, layer=layer, packs=packs)
+    match = partial(
+        match_tensors,
+        tensors=find_sources(tensors, WEIGHT_MAP),
+        weight_map=WEIGHT_MAP,
+        name=directory.name,
+        is_tied=False,
+    )
+    match(make(torch.device("meta")))  # else sizes of the config would take memory that no tensor needs
+    head = make(target.device)
     with torch.no_grad():
-        for move in match_tensors(head, sources, WEIGHT_MAP, name=directory.name, is_tied=False):
+        for move in match(head):
             move.run(head)
         head.token_ids_W.copy_(token_ids_W)
     head.share(target.model)

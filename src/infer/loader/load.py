@@ -257,20 +257,20 @@ def choose_device(device: str) -> torch.device:
 
 def rank_device(device: str, rank: Rank) -> str:
     """The device of one of several ranks: a GPU for each, unless one was named, which then all share."""
-    if rank.world_size == 1 or choose_device(device).index is None:
+    if rank.is_alone or choose_device(device).index is None:
         return device
+    sizes = {"tensor_parallel_size": rank.world_size, "pipeline_parallel_size": rank.num_stages}
+    asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if is_amd():
-        raise ConfigError(
-            "tensor_parallel_size above 1 needs GPUs of NVIDIA; leave it out, or use device=cpu"
-        )
+        raise ConfigError(f"{asked} needs GPUs of NVIDIA; leave it out, or use device=cpu")
     if ":" in device:
         return device
-    if (num_gpus := torch.cuda.device_count()) < rank.world_size:
+    if (num_gpus := torch.cuda.device_count()) < rank.num_ranks:
         raise ConfigError(
-            f"tensor_parallel_size={rank.world_size} needs as many GPUs, and this machine has {num_gpus}; "
+            f"{asked} needs as many GPUs, {rank.num_ranks} in all, and this machine has {num_gpus}; "
             "ask for fewer, let all ranks share one GPU with device=cuda:0, or use device=cpu"
         )
-    return f"cuda:{rank.number}"
+    return f"cuda:{rank.number_of_all}"
 
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:

@@ -64,7 +64,7 @@ def load_random(
         quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"
     plan = plan_weights(
         headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
-        world_size=rank.world_size,
+        world_size=rank.world_size, stage=rank.stage, num_stages=rank.num_stages,
     )  # fmt: skip
     plan.check_cuts()
     settle_products(plan.rule.dtype, chosen_device)

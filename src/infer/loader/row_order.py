@@ -95,9 +95,14 @@ class ReorderedTensor(DerivedTensor):
 
 
 def _pick(held: CodedRows | torch.Tensor, rows: torch.Tensor) -> CodedRows | torch.Tensor:
-    """Some rows, each with its codes, scales, zeros and minima."""
+    """Some rows, each with its codes, scales, zeros, minima, table and outliers."""
     if isinstance(held, torch.Tensor):
         return held[rows]
     zeros = held.zeros[rows] if isinstance(held.zeros, torch.Tensor) else held.zeros
     minima = None if held.minima is None else held.minima[rows]
-    return held._replace(codes=held.codes[rows], scales=held.scales[rows], zeros=zeros, minima=minima)
+    table = held.table if held.table is None or len(held.table) == 1 else held.table[rows]
+    outliers = None if held.outliers is None else held.outliers.pick(rows)
+    return held._replace(
+        codes=held.codes[rows], scales=held.scales[rows], zeros=zeros, minima=minima, table=table,
+        outliers=outliers,
+    )  # fmt: skip

@@ -53,9 +53,19 @@ class Rank(NamedTuple):
         return cls(number % world_size, world_size, num_stages - 1 - number // world_size, num_stages)
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks in all stages."""
+        return self.world_size * self.num_stages
+
+    @property
+    def number_of_all(self) -> int:
+        """The number among them, as `of` takes it."""
+        return (self.num_stages - 1 - self.stage) * self.world_size + self.number
+
+    @property
     def is_alone(self) -> bool:
         """True if it has all of the model."""
-        return self.world_size == self.num_stages == 1
+        return self.num_ranks == 1
 
 
 ALONE = Rank()

@@ -30,6 +30,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -74,6 +76,8 @@ class Kept:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens are meant to be rounded to 8 bits, too
     has_order: bool = False  # its columns are kept in the order of their groups: act-order
+    num_outliers: int = 0  # numbers that are added to single elements of its codes on a GPU
+    runs: tuple[tuple[int, int], ...] = ()  # rows and bits of the parts that a CPU keeps in different bits
     sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
     slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
     spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
@@ -95,7 +99,10 @@ class Kept:
 
     def make(self, spec: WeightSpec) -> Projection:
         """An empty projection for the weights."""
-        spec = replace(spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order)
+        spec = replace(
+            spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order,
+            num_outliers=self.num_outliers, runs=self.runs,
+        )  # fmt: skip
         return self.scheme.make(spec) if self.form is None else GPUWeights(spec)
 
 
@@ -204,8 +211,10 @@ class WeightPlan:
     def _describe_codes(self, kept: Mapping[str, int]) -> str:
         """`kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices whose format fits no codes are named.
 
-        GGUF matrices whose short groups are rounded are named, too: `Q6_K 0.6GiB rounded to int8`.
+        GGUF matrices whose short groups are rounded are named, too: `Q6_K 0.6GiB rounded to int8`; and so are
+        scales of activations, which are not used: each token has a scale of its own.
         """
+        has_input_scales = False
         unpacked, rounded = list[StoredTensor](), list[StoredTensor]()
         for name, module in self.modules.items():
             layer = self.skeleton.get_submodule(name)
@@ -213,12 +222,14 @@ class WeightPlan:
             if not isinstance(layer, Projected) or is_embedding:
                 continue
             for weight in module.weights:
+                has_input_scales |= "input_scale" in weight.axes
                 if weight.dtype is None and module.is_dense:
                     unpacked.append(weight)
                 elif weight.type_name in ROUNDED:
                     rounded.append(weight)
         text = _spell_sizes(kept) + (f", {describe(rounded)} rounded to int8" if rounded else "")
-        return f"kept as {text}" + (f", unpacked {describe(unpacked)}" if unpacked else "")
+        text += f", unpacked {describe(unpacked)}" if unpacked else ""
+        return f"kept as {text}" + (", input scales not used" if has_input_scales else "")
 
     def _describe_packed(self, kept: Mapping[str, int]) -> str:
         """`Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers.
@@ -342,6 +353,8 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
         if is_cut:  # a rank has no whole groups
             return replace(dense, scheme=SCHEMES["int8"])
+        if rule.scheme is None and bits == 8 and (runs := _runs(dense, spec)):
+            return replace(dense, scheme=FILE_SCHEMES["runs"], runs=runs)
         scheme = rule.scheme or (SCHEMES | FILE_SCHEMES)[f"int{bits}"]
         return replace(dense, scheme=scheme, has_order=has_order)
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
@@ -353,6 +366,9 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     form = joined_form(forms, spec.size, spec.row_counts)
     if orders != {""} and (not has_order or is_cut or spec.num_experts is not None):
         form = None  # no one order of x serves all rows; a head and experts know none
+    outliers = sum(tensor.codes.num_outliers for tensor in tensors if tensor.codes)
+    if outliers and (is_head or spec.num_experts is not None):
+        form = None
     stored = form
     if rule.scheme is not None:
         asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
@@ -369,6 +385,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         form=form,
         int8_tokens=int8_tokens,
         has_order=has_order and form is stored,
+        num_outliers=outliers if form is stored else 0,
     )
 
 
@@ -379,12 +396,15 @@ def _held(headers: ModelHeaders) -> Held:
         bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}
         return Held(headers.stored, formats=frozenset({said.method}), bits=frozenset(bits))
     matrices = stored_matrices(headers)
+    of_experts = {
+        source.module for source in headers.sources if source.target and source.target.expert is not None
+    }
     tensors = [tensor for matrix in matrices.values() for tensor in matrix]
     return Held(
         headers.stored,
         frozenset(name for tensor in tensors for name in tensor.formats),
         frozenset(tensor.type_name for tensor in tensors),
-        frozenset(map(cpu_bits, matrices.values())),
+        frozenset(bits for name, held in matrices.items() for bits in _bits(held, name in of_experts)),
     )
 
 
@@ -428,6 +448,29 @@ def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
     return found if c is not None and found in c.linear and len(_orders(tensors)) == 1 else 8
 
 
+def _runs(kept: Kept, spec: WeightSpec) -> tuple[tuple[int, int], ...]:
+    """Rows and bits of the parts of a fused matrix, neighbours of the same bits together; (): all have 8."""
+    by_part = {
+        source.target.part: source.tensor
+        for source in kept.sources
+        if source.leaf == "weight" and source.target is not None
+    }
+    if spec.num_experts is not None or by_part.keys() != spec.parts.keys():
+        return ()
+    if _orders(list(by_part.values())) != {""}:
+        return ()
+    bits = [(rows, cpu_bits([by_part[part]])) for part, rows in spec.parts.items()]
+    found = [(sum(rows for rows, _ in run), kind) for kind, run in groupby(bits, key=itemgetter(1))]
+    return () if {kind for _, kind in found} == {8} else tuple(found)
+
+
+def _bits(tensors: Sequence[StoredTensor], has_experts: bool) -> set[int]:
+    """The bits that keep a matrix: one number, or those of its parts where 8 would keep them together."""
+    joined = cpu_bits(tensors)
+    is_one = joined < 8 or has_experts or len(_orders(tensors)) > 1
+    return {joined} if is_one else {cpu_bits([tensor]) for tensor in tensors}
+
+
 def _orders(tensors: Sequence[StoredTensor]) -> set[str]:
     """The orders of columns that these tensors have (`StoredCodes.order`)."""
     return {"" if tensor.codes is None else tensor.codes.order for tensor in tensors}
@@ -467,7 +510,7 @@ def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequen
     """The form that holds all parts of a fused matrix, which have these numbers of rows; None: none does."""
     found = [form for form in forms if form is not None]
     kinds = {form.codes for form in found}
-    if not found or len(found) < len(forms) or ("fp8" in kinds and len(kinds) > 1):
+    if not found or len(found) < len(forms) or (len(kinds) > 1 and not kinds <= {"int4", "int8"}):
         return None
     group = math.gcd(*(form.group or size for form in found))
     is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
@@ -530,8 +573,9 @@ def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
     dense = str(dtype).removeprefix("torch.")
     found = {dense: sum(parameter.numel() * parameter.element_size() for parameter in _others(model))}
     for layer in _layers(model):
-        name = dense if layer.stored.scheme == DENSE else layer.stored.scheme
-        found[name] = found.get(name, 0) + layer.stored.num_bytes()
+        for scheme, num_bytes in layer.stored.bytes_by_scheme().items():
+            name = dense if scheme == DENSE else scheme
+            found[name] = found.get(name, 0) + num_bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -128,10 +128,12 @@ def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     ids = raw.get(name) or outputs or list(default_layers(num_layers))
     shift = 1 if raw.get(name) is None and outputs is not None else 0
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
-        raise CheckpointError(f"{name!r} in {raw.where} must be a list of layers, got {ids!r}")
+        raise CheckpointError(f"{name!r} in {raw.where} must be a list of layers, got {ids!r:.100}")
     layers = tuple(number + shift for number in ids)
     if not all(0 <= number < num_layers for number in layers):
-        raise ConfigError(f"this head reads the inputs of layers {layers}, the model has 0..{num_layers - 1}")
+        raise ConfigError(
+            f"this head reads the inputs of layers {layers!r:.100}, the model has 0..{num_layers - 1}"
+        )
     return layers
 
 

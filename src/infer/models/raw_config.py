@@ -70,7 +70,9 @@ class RawConfig:
         """A list of `count` positive finite numbers."""
         value = self._required((name,), None)
         if not isinstance(value, list) or len(value) != count:
-            raise CheckpointError(f"{self._key((name,))} must be a list of {count} numbers, got {value!r}")
+            raise CheckpointError(
+                f"{self._key((name,))} must be a list of {count} numbers, got {value!r:.100}"
+            )
         return tuple(RawConfig({name: each}, self.where).number(name) for each in value)
 
     def flag(self, name: str, *, default: bool) -> bool:

@@ -1,7 +1,7 @@
 """Small integers as a file has them: the facts that a published format hands to a scheme.
 
 A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
-w = code * scale + minimum (GGUF).
+w = code * scale + minimum (GGUF), or  w = table[code] * scale, with a table for each row or for all of them.
 Groups are neighbours, or each column names its own (act-order). A float of 8 bits is a code as well. The
 arithmetic is float32: a code times a scale of 16 bits is exact in it, so rounding the result to the scale's
 dtype gives what each format's library gives.
@@ -19,13 +19,35 @@ import torch
 class StoredCodes(NamedTuple):
     """The codes of a matrix with even steps, as the headers of its file describe them."""
 
-    kind: str  # the narrowest codes that hold them: fp8, int8 or int4
+    kind: str  # the narrowest codes that hold them: one of FORMS (kernels/linear/coded.py)
     size: int  # columns
     group: int  # columns that share a scale; 0: groups of different sizes
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale
     cpu_bits: int = 0  # bits of the integers that a CPU keeps them as, if there are fewer than `kind` has
     order: str = ""  # a digest of `in_order`'s columns, where those of a group are not neighbours
+    num_outliers: int = 0  # numbers that are added to single elements
+
+
+class Outliers(NamedTuple):
+    """Numbers that are added to a few elements of some rows: a sparse matrix in rows (CSR)."""
+
+    starts: torch.Tensor  # [R + 1]: where each row begins in the other two
+    columns: torch.Tensor  # [number of outliers]
+    values: torch.Tensor  # float32, the same
+
+    def rows(self) -> torch.Tensor:
+        """The row of each of them."""
+        counts = self.starts.diff()
+        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+    def pick(self, rows: torch.Tensor) -> Outliers:
+        """The outliers of some rows, in their order."""
+        counts = self.starts.diff()[rows]
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        inside = torch.arange(int(starts[-1]), device=rows.device)
+        at = inside + (self.starts[rows] - starts[:-1]).repeat_interleave(counts)
+        return Outliers(starts, self.columns[at], self.values[at])
 
 
 class CodedRows(NamedTuple):
@@ -37,9 +59,21 @@ class CodedRows(NamedTuple):
     zeros: torch.Tensor | int  # int16, [R, G], or the same for all
     groups: torch.Tensor | int  # group of each column, [K]; or the number of neighbours that share one
     minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; in GGUF, instead of zeros
+    table: torch.Tensor | None = None  # float32, [R, 2^bits], or [1, 2^bits] for all rows
+    outliers: Outliers | None = None
 
     def numbers(self) -> torch.Tensor:
         """The numbers that the codes stand for, in float32."""
+        numbers = self._scaled()
+        if self.outliers is not None:
+            at = self.outliers.rows(), self.outliers.columns.long()
+            numbers.index_put_(at, self.outliers.values, accumulate=True)
+        return numbers
+
+    def _scaled(self) -> torch.Tensor:
+        if self.table is not None:
+            wide = self.table.expand(len(self.codes), -1)
+            return wide.gather(1, self.codes.long()).mul_(self.by_column(self.scales))
         numbers = self.codes.float()
         if isinstance(self.zeros, torch.Tensor):
             numbers -= self.by_column(self.zeros).float()

@@ -1,4 +1,4 @@
-"""fp8, int8 and int4 on a GPU: codes of the file where it has them, else rounded while they are loaded.
+"""Weights of 8 or 4 bits on a GPU: codes of the file where it has them, else rounded while they are loaded.
 
 A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
 So loading needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy. Layout and
@@ -61,7 +61,8 @@ class GPUWeights(Projection):
         """Codes, scales and minima; matrices of experts are views of one stack, which one launch reads."""
         spec, count = self.spec, self.spec.num_experts
         if not self.matrices and count is None:
-            self.matrices = [CodedWeights.empty(spec.num_rows, spec.size, *self.form, device=spec.device)]
+            sizes = spec.num_rows, spec.size, *self.form, spec.num_outliers
+            self.matrices = [CodedWeights.empty(*sizes, device=spec.device)]
         if spec.has_order and self.order is None:
             self.order = torch.arange(spec.size, dtype=torch.int32, device=spec.device)
         if self.matrices or count is None:
@@ -87,9 +88,15 @@ class GPUWeights(Projection):
             rows, order = rows.in_order()
             self.order.copy_(order)
         fitted = fit_rows(rows, self.form) if isinstance(rows, CodedRows) else None
+        is_fitted = fitted is not None
         if fitted is None:
             fitted = round_rows(rows.numbers() if isinstance(rows, CodedRows) else rows, self.form)
         self.matrices[expert].fill(first, *fitted)
+        if isinstance(rows, CodedRows) and rows.outliers is not None and is_fitted:
+            sparse, added = self.matrices[expert].outliers, rows.outliers
+            assert sparse is not None, self.spec
+            at = added.rows(), added.columns, added.values
+            sparse.fill(first, len(rows.codes), *at, self.spec.size)
         if not isinstance(rows, CodedRows):  # codes of a file need not be cached
             self._made.append((begin, moment(device)))
 
@@ -133,12 +140,12 @@ class GPUWeights(Projection):
         if spec.num_experts is not None:
             return
         self.compiled = compiled
-        self.can_add = writes and use_triton(self.weights.cells)
+        self.can_add = writes and use_triton(self.weights.cells) and self.weights.outliers is None
         if spec.dtype is torch.bfloat16:
-            has_bias = self.bias is not None
-            activation = "" if has_bias else activation
+            has_bias, has_outliers = self.bias is not None, self.weights.outliers is not None
+            activation = "" if has_bias or has_outliers else activation
             N, form = spec.num_rows // 2 if activation else spec.num_rows, self.weights.form
-            reads = reads and self.order is None
+            reads, writes = reads and self.order is None and not has_outliers, writes and not has_outliers
             compiled.want(Matrix(N, spec.size, activation, has_bias, reads, writes, form), is_head=is_head)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +176,9 @@ class GPUWeights(Projection):
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
         """Return True if this matrix's kernel can finish the norm of a sum for as many tokens as `x` has."""
-        if self.order is not None or (activation and self.bias is not None):
+        if self.order is not None or self.weights.outliers is not None:
+            return False
+        if activation and self.bias is not None:
             return False
         return plan_of(x, self.weights, gated=bool(activation), compiled=self.compiled) is not None
 

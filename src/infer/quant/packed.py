@@ -20,6 +20,7 @@ embedding reads its rows from the packed head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import torch
 from infer.errors import CheckpointError
 from infer.kernels.cpu import operations
 from infer.kernels.cpu.library import MXFP4, Library, library, why_not
+from infer.kernels.cpu.program import empty
 from infer.kernels.linear.coded import CodedForm
 from infer.kernels.runtime.dispatch import device_kind, moment
 from infer.kernels.runtime.torch_threads import one_thread
@@ -102,12 +104,14 @@ class PackedMatrix:
             self._library, integers, scales, minima, self.data, self.scales, first=first, bits=self.bits
         )
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x Wᵀ + b."""
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x Wᵀ + b; `out` are the columns that are filled of a wider result."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
             self._library, rows, self.data, self.scales, bias,
-            num_rows=self.num_rows, bits=self.kind, digits=self.digits, order=self.order,
+            num_rows=self.num_rows, bits=self.kind, digits=self.digits, order=self.order, out=out,
         )  # fmt: skip
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
@@ -277,3 +281,56 @@ class Int4(Packed):
     """5 bits per weight; the head keeps 8."""
 
     scheme, bits = "int4", 4
+
+
+class PackedRuns(Packed):
+    """A fused matrix whose parts have different bits in the file: runs of rows, each in its own form.
+
+    In a "Q4_K_M" file the values are Q6_K in every other layer, queries and keys Q4_K. Each run is a product
+    of its own, which fills its columns of the result.
+    """
+
+    def __init__(self, spec: WeightSpec) -> None:
+        kinds = {8: Int8, 6: Int6, 5: Int5, 4: Int4}
+        self.runs = [kinds[bits](replace(spec, num_rows=rows, parts={}, runs=())) for rows, bits in spec.runs]
+        self.scheme = "+".join(dict.fromkeys(run.scheme for run in self.runs))
+        super().__init__(spec, [matrix for run in self.runs for matrix in run.matrices])
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """The tensors of every run."""
+        tensors = [(number, run.tensors) for number, run in enumerate(self.runs)]
+        return {f"{name}_{number}": tensor for number, held in tensors for name, tensor in held.items()}
+
+    def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
+        """Put rows of one part into the run that it belongs to."""
+        for run in self.runs:
+            if first < run.spec.num_rows:
+                run.fill(rows, first, expert)
+                return
+            first -= run.spec.num_rows
+
+    def bytes_by_scheme(self) -> dict[str, int]:
+        """The bytes of each run by its scheme."""
+        found: dict[str, int] = {}
+        for run in self.runs:
+            found[run.scheme] = found.get(run.scheme, 0) + run.num_bytes()
+        return found
+
+    def making_seconds(self) -> float:
+        """Seconds spent on codes that no file had, of all runs."""
+        return sum(run.making_seconds() for run in self.runs)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x Wᵀ + b in integer arithmetic."""
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y, start = empty((len(rows), self.spec.num_rows)), 0
+        for matrix in self.matrices:
+            part = slice(start, start + matrix.num_rows)
+            matrix.multiply(rows, None if self.bias is None else self.bias[part], y[:, part])
+            start = part.stop
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+    def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix as float32."""
+        whole = torch.cat([matrix.dequantized() for matrix in self.matrices])
+        return whole[ids_T]

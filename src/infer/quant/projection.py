@@ -80,6 +80,8 @@ class WeightSpec:
     form: CodedForm | None = None  # form of the codes on a GPU
     int8_tokens: bool = False  # its file is W8A8: tokens, too, are meant to be rounded to 8 bits
     has_order: bool = False  # columns are kept in the order of their groups: act-order
+    num_outliers: int = 0  # numbers that are added to single elements of codes on a GPU
+    runs: tuple[tuple[int, int], ...] = ()  # rows and bits, where a CPU keeps parts in bits of their own
 
     @property
     def row_counts(self) -> list[int]:
@@ -174,6 +176,10 @@ class Projection:
     def num_bytes(self) -> int:
         """The memory of the weights, wherever they are; the bias is the layer's."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def bytes_by_scheme(self) -> dict[str, int]:
+        """`num_bytes` by the name of the scheme that keeps them, which may be several for a fused matrix."""
+        return {self.scheme: self.num_bytes()}
 
     def scratch_bytes(self, num_tokens: int) -> int:
         """The fixed scratch memory of a product of this many tokens: W unpacked, where a scheme does that."""

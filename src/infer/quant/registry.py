@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from infer.quant.dense import Dense
 from infer.quant.gpu_schemes import GPUWeights
-from infer.quant.packed import Int4, Int5, Int6, Int8, Mxfp4
+from infer.quant.packed import Int4, Int5, Int6, Int8, Mxfp4, PackedRuns
 from infer.quant.projection import Scheme
 
 FILE_SCHEMES: dict[str, Scheme] = {  # formats that only files bring: nothing is rounded to them
     "mxfp4": Scheme(name="mxfp4", devices=("cpu", "cuda"), make=Mxfp4),
+    **{
+        name: Scheme(name=name, devices=("cuda",), make=GPUWeights) for name in ("lut4", "nf4", "fp4", "e5m2")
+    },
     "int5": Scheme(name="int5", devices=("cpu",), make=Int5),
     "int6": Scheme(name="int6", devices=("cpu",), make=Int6),
+    "runs": Scheme(name="runs", devices=("cpu",), make=PackedRuns),
 }
 SCHEMES: dict[str, Scheme] = {
     row.name: row

@@ -24,12 +24,17 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from infer.kernels.linear.coded import E2M1, CodedForm
+from infer.kernels.linear.coded import E2M1, FLOATS, TABLE_SIZE, TABLED, CodedForm
 from infer.quant.coded import CodedRows
 
-E4M3_MAX = 448.0
 BLOCK_ROWS = 128  # rows of a block of FP8: the only rows that share a scale in memory
 TINY = 1e-12  # a scale must not be 0, also where all weights are
+NF4 = (  # the table of bitsandbytes
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
 _RANGES = (1.0, 0.92, 0.84, 0.76)  # shares of a group's own range, tried for int4
 _E2M1_OF = torch.zeros(25, dtype=torch.uint8)  # the code of each float of 4 bits, by twice its value plus 12
 _E2M1_OF[torch.tensor([int(2 * value) + 12 for value in (*E2M1[8:], *E2M1[:8])])] = torch.tensor(
@@ -40,10 +45,11 @@ _E2M1_OF[torch.tensor([int(2 * value) + 12 for value in (*E2M1[8:], *E2M1[:8])])
 class CodedPart(NamedTuple):
     """Some rows of a matrix in a form: what `CodedWeights.fill` takes."""
 
-    codes: torch.Tensor  # [R, K]: float8_e4m3fn, int8, or uint8 up to 15
+    codes: torch.Tensor  # [R, K]: a float of 8 bits, int8, or uint8 up to 15
     scales: torch.Tensor  # float32, [R, G]
     minima: torch.Tensor | None = None  # the same
     zeros: torch.Tensor | int = 0  # zeros of int4, [R, G]
+    tables: torch.Tensor | None = None  # float32, [R, 16] of lut4, [1, 16] of nf4 and fp4
 
 
 def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
@@ -56,10 +62,13 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
         return part._replace(minima=torch.zeros_like(part.scales)) if form.has_minima else part
     if form.codes == "mxfp4":
         return _round_to_floats(groups, size)
-    largest = E4M3_MAX if form.codes == "fp8" else 127.0
+    if form.codes in TABLED:
+        return _round_to_table(groups, size, form.codes)
+    float8 = FLOATS.get(form.codes)
+    largest = 127.0 if float8 is None else torch.finfo(float8).max
     scales = groups.abs().amax(2).clamp(min=TINY) / largest
     codes = (groups / scales[:, :, None]).clamp_(-largest, largest).flatten(1)[:, :size]
-    codes = codes.to(torch.float8_e4m3fn) if form.codes == "fp8" else codes.round_().to(torch.int8)
+    codes = codes.round_().to(torch.int8) if float8 is None else codes.to(float8)
     return CodedPart(codes, scales, torch.zeros_like(scales) if form.has_minima else None)
 
 
@@ -92,6 +101,14 @@ def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
     return CodedPart(codes.to(torch.uint8), scales)
 
 
+def _round_to_table(groups: torch.Tensor, size: int, codes: str) -> CodedPart:
+    """Groups [R, G, k] as entries of one table: that of bitsandbytes, whatever another file may have."""
+    scales, table = groups.abs().amax(2).clamp(min=TINY), torch.tensor(NF4, device=groups.device)
+    places = torch.bucketize(groups / scales[:, :, None], (table[1:] + table[:-1]) / 2)
+    tables = table.expand(len(groups) if codes == "lut4" else 1, -1)
+    return CodedPart(places.to(torch.uint8).flatten(1)[:, :size], scales, tables=tables)
+
+
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of the smaller error, group by group; the last tensor of each list is the error."""
     return [torch.where(new[-1] < old[-1], *pair) for pair in zip(new, old, strict=True)] if old else new
@@ -114,9 +131,14 @@ def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
         return CodedPart(_E2M1_OF[codes.long().cpu() + 12].to(codes.device), 2 * scales) if is_twice else None
     if minima is not None and not form.has_minima:
         return None
-    if form.codes == "fp8":
+    if form.codes in TABLED or rows.table is not None:
+        if form.codes not in TABLED or rows.table is None:
+            return None
+        table = F.pad(rows.table, (0, TABLE_SIZE - rows.table.shape[1]))
+        return CodedPart(codes, scales, tables=table.expand(len(codes) if form.codes == "lut4" else 1, -1))
+    if form.codes in FLOATS:
         is_plain = isinstance(zeros, int) and zeros == 0
-        return CodedPart(codes, scales) if codes.dtype is torch.float8_e4m3fn and is_plain else None
+        return CodedPart(codes, scales) if codes.dtype is FLOATS[form.codes] and is_plain else None
     if form.codes == "int4":
         if codes.dtype is not torch.uint8 or rows.bits > 4:
             return None

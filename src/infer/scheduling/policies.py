@@ -2,7 +2,7 @@
 
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
-    decode_round_robin   like fcfs, but where a step has too few tokens, each that decodes has the same share
+    decode_round_robin   like fcfs, but if a step has too few tokens, decoding sequences share them equally
     priority             the request's `priority`, smaller first; then arrival
     deadline             the nearest `deadline` first, those without one last; then arrival
 
@@ -46,7 +46,7 @@ POLICIES = {
 
 
 def _number(function: Callable[[Sequence], object], seq: Sequence, name: str) -> float:
-    """Return an urgency that sequences can be sorted by; what is not one refuses the request."""
+    """Return an urgency that sequences can be sorted by; refuse the request if it is not a number."""
     try:
         urgency = function(seq)
     except Exception as error:
@@ -57,7 +57,7 @@ def _number(function: Callable[[Sequence], object], seq: Sequence, name: str) ->
 
 
 def find_policy(name: str) -> Policy:
-    """Return a policy by its name, or the user's own by where it is."""
+    """Return a policy by its name, or the user's own by its module or file."""
     if name in POLICIES:
         return POLICIES[name]
     found = load_code(name, "scheduler_policy")

@@ -6,8 +6,8 @@
 Both grow with the length, so their ratio decides, and the ratio depends on the machine. The engine
 measures both once at start-up, before the first request, so that equal queues give equal plans.
 
-A cached prefix that is evicted leaves a copy in host memory where the way back is cheaper than computing it
-again: the way out is taken while steps run, and only what is asked for again comes back.
+A cached prefix that is evicted leaves a copy in host memory if copying it back is cheaper than computing it
+again. The copy is made while steps run, and only a prefix that is asked for again comes back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The last responses of `/v1/responses`, kept in memory so that a request can continue one.
 
-    (owner, id) ──► StoredResponse      beyond a number, or MAX_BYTES, the least recently used goes
+    (owner, id) ──► StoredResponse      above max_responses or MAX_BYTES, the least recently used is dropped
 
-The owner is the API key that asked: with another key a response is not there. A response holds the whole
-conversation before it, so it can be continued when the ones before it are gone, deleted or forgotten.
+The owner is the API key that asked: no other key finds the response. A response holds the whole
+conversation before it, so it can be continued even after earlier ones were deleted or dropped.
 
 Process 0 of a server has the store. The other API processes ask it there (`RemoteStore`): a response that one
 process has written is found by the next request, whichever process takes it.
@@ -24,11 +24,11 @@ class StoredResponse(NamedTuple):
 
     response: bytes  # the response as it was sent, without its output
     output: bytes  # the list of its output's items
-    items: bytes  # the list of items that it answers, those of all responses before it included
+    items: bytes  # the list of items that it answers, including those of all earlier responses
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the store's memory that it takes."""
+        """The bytes that it takes in the store."""
         return ENTRY_BYTES + sum(map(len, self))
 
 

@@ -280,7 +280,8 @@ def plan_memory(
     num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
     stages = stage_bytes(config, choice, machine)
     all_weights = sum(stage.weights for stage in stages) * config.load.tensor_parallel_size
-    taken = all_weights + adapters * num_ranks if num_ranks > 1 else weights + adapters
+    most = max(stage.weights for stage in stages)  # weights of a rank with a GPU of its own
+    taken = all_weights + adapters * num_ranks if num_ranks > 1 else most + adapters
     beside = machine.unloaded.with_weights(taken + draft.weights)
     left = beside.room // num_ranks
     drafting = f", {format_bytes(draft.total)} of the draft model" if draft.weights else ""

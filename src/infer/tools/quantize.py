@@ -16,6 +16,8 @@ formats are named after choose their integers better. Embeddings, norms, routers
     fp8-block     fp8                                  e4m3, a scale for 128 x 128
     fp8-tensor    fp8                                  e4m3, one scale
     nf4           bitsandbytes                         4-bit table, a scale for 64, itself in 8 bits
+    squeezellm    SqueezeLLM                           3 or 4 bits, a table for each row, and outliers apart
+    gguf-...      GGUF, a file (gguf_writer.py)        blocks of Q8_0, Q4_0, Q4_1 or Q4_K
 
 Shapes:  N rows of W (out), K columns (in), G groups of a row.
 """
@@ -41,17 +43,15 @@ from infer.loader.formats.quantized import published_as
 from infer.loader.load import ModelHeaders, read_headers
 from infer.log import progress
 from infer.models.weight_map import Target, find_target
+from infer.quant.rounding import NF4
+from infer.tools.gguf_writer import KINDS, write_gguf
 
 SHARD_BYTES = 4 << 30
 log = logging.getLogger(__name__)
 _E4M3_MAX = 448.0
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
-    1.0,
-)  # fmt: skip
+
+_LLOYD_ROUNDS = 12
 
 Leaves = dict[str, torch.Tensor]
 
@@ -61,12 +61,13 @@ class Recipe:
     """A scheme and its options."""
 
     scheme: str
-    bits: int = 4  # gptq only
+    bits: int = 4  # gptq and squeezellm only
     group_size: int = 128  # columns that share a scale; -1: all
     symmetric: bool = True  # gptq and ct-w4a16 only; awq always has zeros
     version: int = 1  # gptq only: how zeros are stored
     act_order: bool = False  # gptq only: columns are sorted by their sizes before they are grouped
     nested: bool = True  # nf4 only: scales are quantized as well
+    outliers: float = 0.45  # squeezellm only: percent of the weights that are kept apart, the largest ones
 
     def groups_of(self, size: int) -> int:
         """The columns of a group in a matrix of `size` columns."""
@@ -170,7 +171,7 @@ def _fp8(weight: torch.Tensor, recipe: Recipe) -> Leaves:
 
 
 def _nf4(weight: torch.Tensor, recipe: Recipe) -> Leaves:
-    table, flat = torch.tensor(_NF4), weight.float().flatten()
+    table, flat = torch.tensor(NF4), weight.float().flatten()
     count = len(flat)
     blocks = torch.nn.functional.pad(flat, (0, -count % 64)).view(-1, 64)
     absmax = blocks.abs().amax(1).clamp(min=1e-12)
@@ -199,6 +200,43 @@ def _nf4(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     }
 
 
+def _squeezellm(weight: torch.Tensor, recipe: Recipe) -> Leaves:
+    """Each row in the means of clusters of its weights; the largest weights are sparse, and added to them."""
+    numbers = weight.float()
+    count = round(numbers.numel() * recipe.outliers / 100)
+    is_apart = torch.zeros(numbers.numel(), dtype=torch.bool)
+    is_apart[numbers.abs().flatten().topk(count).indices] = True
+    is_apart = is_apart.view(numbers.shape)
+    table = _means_of_clusters(numbers, ~is_apart, 1 << recipe.bits)
+    codes = torch.searchsorted((table[:, 1:] + table[:, :-1]) / 2, numbers)
+    nearest = table.abs().argmin(1, keepdim=True)  # an outlier has the code of the number nearest to zero
+    codes = torch.where(is_apart, nearest, codes).to(torch.uint8)
+    leaves = {"qweight": pack(codes, recipe.bits).T.contiguous(), "lookup_table": table}
+    if not count:
+        return leaves
+    rest, rows = (
+        numbers - table.gather(1, nearest),
+        torch.nn.functional.pad(is_apart.sum(1).cumsum(0), (1, 0)),
+    )
+    sparse = {"rows": rows.int(), "cols": is_apart.nonzero()[:, 1].int(), "vals": rest[is_apart]}
+    return leaves | sparse
+
+
+def _means_of_clusters(numbers_NK: torch.Tensor, counts_NK: torch.Tensor, num_clusters: int) -> torch.Tensor:
+    """Means [N, C] of the clusters of each row's weights that count, ascending (Lloyd's algorithm)."""
+    ordered = torch.where(counts_NK, numbers_NK, torch.inf).sort(1).values
+    shares = (torch.arange(num_clusters) + 0.5) / num_clusters
+    places = (shares * counts_NK.sum(1, keepdim=True)).long().clamp(max=numbers_NK.shape[1] - 1)
+    table, held = ordered.gather(1, places), counts_NK.float()
+    table = torch.where(table.isfinite(), table, 0).sort(1).values  # a row of outliers alone
+    for _ in range(_LLOYD_ROUNDS):
+        which = torch.searchsorted((table[:, 1:] + table[:, :-1]) / 2, numbers_NK)
+        sizes = torch.zeros_like(table).scatter_add_(1, which, held)
+        sums = torch.zeros_like(table).scatter_add_(1, which, numbers_NK * held)
+        table = torch.where(sizes > 0, sums / sizes.clamp(min=1), table).sort(1).values
+    return table
+
+
 _WRITERS: Mapping[str, Callable[[torch.Tensor, Recipe], Leaves]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -209,8 +247,10 @@ _WRITERS: Mapping[str, Callable[[torch.Tensor, Recipe], Leaves]] = {
     "fp8-block": _fp8,
     "fp8-tensor": _fp8,
     "nf4": _nf4,
+    "squeezellm": _squeezellm,
 }
 SCHEME_NAMES = tuple(_WRITERS)
+ALL_NAMES = (*SCHEME_NAMES, *KINDS)
 
 
 def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe, sizes_K: torch.Tensor | None = None) -> Leaves:
@@ -242,6 +282,8 @@ def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
             "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": recipe.nested, "bnb_4bit_compute_dtype": "float32",
         }  # fmt: skip
+    if scheme == "squeezellm":
+        return {"quant_method": "squeezellm", "wbits": recipe.bits}
     if scheme in ("fp8-block", "fp8-tensor"):
         block = {"weight_block_size": [128, 128]} if scheme == "fp8-block" else {}
         return {
@@ -270,10 +312,14 @@ def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse settings that the format of a recipe cannot hold."""
-    if recipe.scheme not in _WRITERS:
-        raise ConfigError(f"scheme must be one of {', '.join(SCHEME_NAMES)}, got {recipe.scheme!r}")
+    if recipe.scheme not in ALL_NAMES:
+        raise ConfigError(f"scheme must be one of {', '.join(ALL_NAMES)}, got {recipe.scheme!r}")
     if recipe.bits not in (2, 3, 4, 8):
         raise ConfigError(f"bits must be 2, 3, 4 or 8, got {recipe.bits}")
+    if recipe.scheme == "squeezellm" and recipe.bits not in (3, 4):
+        raise ConfigError(f"bits of squeezellm must be 3 or 4, got {recipe.bits}")
+    if not 0 <= recipe.outliers <= 10:
+        raise ConfigError(f"outliers must be 0 to 10 percent of the weights, got {recipe.outliers}")
     if recipe.act_order and recipe.scheme != "gptq":
         raise ConfigError(f"act_order is of gptq; {recipe.scheme} has groups of neighbours")
     if recipe.group_size != -1 and recipe.group_size < 8:
@@ -283,17 +329,19 @@ def check_recipe(recipe: Recipe) -> None:
 def quantize_checkpoint(
     source: ModelSource, out_dir: Path, recipe: Recipe, *, show_progress: bool = False
 ) -> None:
-    """Write the checkpoint of `source`, which must hold plain numbers, into a new directory."""
+    """Write the checkpoint of `source`, which must hold plain numbers: a new directory, or a GGUF file."""
     check_recipe(recipe)
     if source.is_gguf:
         raise ConfigError("a GGUF file is quantized already; give the safetensors checkpoint it was made of")
-    if out_dir.exists() and any(out_dir.iterdir()):
-        raise ConfigError(f"{out_dir} is not empty; delete it or choose another directory")
+    _check_out(out_dir, recipe)
     headers = read_headers(source, "infer")
     if headers.family.name == "gpt_oss":
         raise ConfigError("experts of gpt-oss have a layout of their own, which no scheme here writes")
     if headers.quantization or published_as(headers.tensors):
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
+    if recipe.scheme in KINDS:
+        _write_gguf_file(source, headers, out_dir, recipe, show_progress=show_progress)
+        return
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = [name for name, tensor in headers.tensors.items() if _is_chosen(headers, name, tensor)]
     _warn_of_groups(recipe, {_row_size(headers, name) for name in chosen})
@@ -312,6 +360,36 @@ def quantize_checkpoint(
     )
     raw = read_hf_config(source.path) | {"quantization_config": config_of(recipe, dense)}
     (out_dir / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_out(out: Path, recipe: Recipe) -> None:
+    """Refuse a place that is taken, and one that is not what the scheme writes."""
+    if recipe.scheme not in KINDS:
+        if out.is_file():
+            raise ConfigError(f"{out} is a file, and {recipe.scheme} writes a directory; choose another name")
+        if out.exists() and any(out.iterdir()):
+            raise ConfigError(f"{out} is not empty; delete it or choose another directory")
+    elif out.suffix != ".gguf":
+        raise ConfigError(f"{recipe.scheme} writes one file: its name must end in .gguf, got {out}")
+    elif out.exists():
+        raise ConfigError(f"{out} exists; delete it or choose another name")
+
+
+def _write_gguf_file(
+    source: ModelSource, headers: ModelHeaders, out: Path, recipe: Recipe, *, show_progress: bool
+) -> None:
+    """Write the file under another name first: one that is cut short is never taken for a model."""
+    total = sum(tensor.num_bytes for tensor in headers.tensors.values())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    try:
+        with progress(
+            f"quantizing {source.name}", total, is_shown=show_progress, counts_bytes=True
+        ) as advance:
+            write_gguf(headers, source.path, unfinished, KINDS[recipe.scheme], advance)
+        unfinished.rename(out)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _row_size(headers: ModelHeaders, name: str) -> int:
@@ -361,7 +439,7 @@ def _tensors(
         target = targets.get(name)
         tensor = _matrix(stored, target)
         if target is not None:
-            if recipe.scheme in ("gptq", "awq") and any(size % 32 for size in tensor.shape):
+            if recipe.scheme in ("gptq", "awq", "squeezellm") and any(size % 32 for size in tensor.shape):
                 raise ConfigError(f"{name} is {list(tensor.shape)}; {recipe.scheme} packs multiples of 32")
             known = sizes.get((target.module, target.expert))
             for leaf, value in quantize_matrix(tensor, recipe, known).items():

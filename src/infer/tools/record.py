@@ -15,7 +15,7 @@ With `orders`, it also holds what the device was told, each before the step that
     {"kind": "order", "step": 1, "t": 0.04, "data": "..."}         the `StepOrder` (execution/order.py)
     {"kind": "masks", "step": 1, "t": 0.04, "numbers": [0], "positions": [9], "data": "..."}
 
-A server's record is without text unless that is asked for: `"text": false` in the header, then a line of a
+A server's record holds no text unless it is asked to: `"text": false` in the header, then a line of a
 trace (bench/traces.py) for each output, when its request ends. `TraceRecorder` writes it.
 
     {"arrival": 0.01, "prompt_len": 40, "output_len": 12, "block_size": 16, "blocks": ["5f...", "07..."], ...}
@@ -28,8 +28,8 @@ A file that cannot be written is an error before the model starts. If it fails l
 recording ends after its last whole line, with a warning, and the engine goes on.
 
 A record may come from a stranger, so the reader trusts nothing in it: every line is checked before anything
-is built from it: it must be JSON of a known kind, with the fields and types below, and steps must not run
-backwards, neither those that ran nor those after which something came. An error names its line. Events are
+is built from it: it must be JSON of a known kind, with the fields and types below, and step numbers
+must never decrease, in steps and in the events between them. An error names its line. Events are
 read from the file as they are asked for; a record of any length takes the memory of one line.
 """
 

@@ -6,13 +6,14 @@
 token, `per_kv_token` the cost of looking back: each chunk reads the keys and values of its sequence up to
 its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
 
-A model that N ranks share takes less time to compute, and time to talk (`Ranks`). Each rank reads 1/N of the
-weights and computes 1/N of a step; keys and values are divided by heads, so by N or the number of heads,
-whichever is less. Twice in each layer the ranks add up what they have, a row of numbers for each token:
+N ranks that share a model compute faster, but spend time on communication (`Ranks`). Each rank reads 1/N
+of the weights and computes 1/N of a step; keys and values are divided by heads, so by N or by the
+number of heads, whichever is less. Twice in each layer the ranks add up what they have, a row of numbers
+for each token:
 
     bytes       = tokens * hidden size * bytes of a number
     one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads what all others have
-    ring        = 2 (N - 1) * (latency + bytes / N / bandwidth)      parts go round: once to add, once to tell
+    ring        = 2 (N - 1) * (latency + bytes / N / bandwidth)      parts go round twice: to add, to share
     all ranks   = 2 * layers * the lesser of the two
 
 The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).

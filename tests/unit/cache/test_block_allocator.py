@@ -203,6 +203,4 @@ class AllocatorAgainstADict(RuleBasedStateMachine):
 
 
 TestAllocatorAgainstADict = AllocatorAgainstADict.TestCase
-TestAllocatorAgainstADict.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None
-)
+TestAllocatorAgainstADict.settings = settings(stateful_step_count=25, database=None)

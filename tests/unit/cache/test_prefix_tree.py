@@ -423,6 +423,4 @@ class TreeAgainstADict(RuleBasedStateMachine):
 
 
 TestTreeAgainstADict = TreeAgainstADict.TestCase
-TestTreeAgainstADict.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+TestTreeAgainstADict.settings = settings(stateful_step_count=30, database=None)

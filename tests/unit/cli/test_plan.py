@@ -513,6 +513,16 @@ def test_a_plan_for_ranks_counts_one_of_them(infer: Infer, shape: Path) -> None:
     assert alone["weights"] / 2 < shared["weights"] < alone["weights"] * 0.51  # norms are whole
 
 
+def test_stages_of_gpus_have_room_for_the_cache_beside_the_largest(infer: Infer, tmp_path: Path) -> None:
+    """The first of two stages has two of three layers, and the last one a head as large as the embedding."""
+    make_checkpoint("llama", tmp_path / "llama", sizes=Sizes(num_layers=3, hidden_size=512), seed=1)
+    arguments = ("plan", str(tmp_path / "llama"), "--gpu-memory", "24GiB")
+    alone, staged = (json.loads(infer(*arguments, "-pp", size, "--json").out) for size in ("1", "2"))
+    assert staged["kv_bytes_per_token"] == 2 * alone["kv_bytes_per_token"] / 3
+    assert staged["stages"][0] > staged["stages"][1] == staged["weights"]
+    assert "each of 2 GPUs with" in infer(*arguments, "-pp", "2").out
+
+
 def test_a_plan_for_ranks_of_a_cpu_shows_what_each_has(
     infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

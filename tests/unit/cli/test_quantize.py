@@ -9,15 +9,15 @@ import pytest
 
 from infer.cli.main import build_parser
 from infer.cli.quantize import SCHEMES, options_of
-from infer.tools.quantize import SCHEME_NAMES, Recipe, _warn_of_groups
+from infer.tools.quantize import ALL_NAMES, Recipe, _warn_of_groups
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("awq --bits 8", "--bits is of gptq; awq has --group-size"),
+        ("awq --bits 8", "--bits is of gptq and squeezellm; awq has --group-size"),
         ("fp8-block --group-size 32", "--group-size is of gptq and awq and ct-w4a16; fp8-block has nothing"),
-        ("ct-w8a16 --bits 4", "--bits is of gptq; ct-w8a16 has nothing to choose"),
+        ("ct-w8a16 --bits 4", "--bits is of gptq and squeezellm; ct-w8a16 has nothing to choose"),
         ("awq --asymmetric", "awq is always asymmetric: each group has a zero; leave --asymmetric out"),
         ("nf4 --asymmetric", "--asymmetric is of gptq and ct-w4a16; nf4 has nothing to choose"),
     ],
@@ -54,4 +54,4 @@ def test_flags_choose_of_a_recipe() -> None:
 
 
 def test_the_command_has_the_schemes_of_the_writer() -> None:
-    assert SCHEMES == SCHEME_NAMES
+    assert SCHEMES == ALL_NAMES

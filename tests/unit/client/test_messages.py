@@ -8,7 +8,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infer import errors
@@ -175,7 +175,6 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(COMMANDS)
 def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
     arrived = decode_command(encode(command))
@@ -183,7 +182,6 @@ def test_every_command_arrives_as_it_was_sent(command: Command) -> None:
     assert repr(arrived).replace(".0", "") == repr(command).replace(".0", "")  # tuples stay tuples
 
 
-@settings(max_examples=150)
 @given(MESSAGES)
 def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
     arrived = decode_message(encode(message))

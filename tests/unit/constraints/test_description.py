@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -169,7 +169,6 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @example(value=[[]], is_lenient=False)
 @example(value={"a": {}}, is_lenient=False)
 @example(value=float("inf"), is_lenient=False)
-@settings(max_examples=60)
 def test_whatever_stands_behind_a_keyword_is_taken_or_refused(value: Any, is_lenient: bool) -> None:
     for keyword in WORDS:
         part = {keyword: value}

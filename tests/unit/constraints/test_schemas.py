@@ -216,7 +216,7 @@ RANDOM = st.recursive(
 
 
 @given(schema=RANDOM, seed=st.integers(0, 1000))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_random_schemas_and_random_walks(schema: dict[str, Any], seed: int) -> None:
     check_walks(schema, seed, 2)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.dialects.answer import AnswerFormat, Tool
@@ -486,7 +486,6 @@ SCRAPS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300)
 @given(
     st.sampled_from([*BY_NAME, None]),
     st.lists(st.sampled_from(SCRAPS), max_size=14).map("".join),

@@ -41,9 +41,11 @@ def calls(function: ast.FunctionDef) -> set[str]:
     return {name.id for name in found if isinstance(name, ast.Name)}
 
 
-def names(function: ast.AST) -> set[str]:
-    """The names that a function uses."""
-    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+@functools.cache
+def names(file: Path) -> set[str]:
+    """The names that the functions of a file use."""
+    nodes = (node for function in functions(file) for node in ast.walk(function))
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def launchers() -> Iterator[tuple[Path, str]]:
@@ -75,7 +77,7 @@ def test_a_kernel_has_a_reference_and_a_test(file: Path, name: str) -> None:
     reference = f"{name.removesuffix('_cuda')}_reference"
     defined = {function.name for sibling in file.parent.glob("*.py") for function in functions(sibling)}
     assert reference in defined, f"{file.name}: {name} has no {reference} in {file.parent.name}/"
-    tests = [test.name for test in TESTS if any(name in names(function) for function in functions(test))]
+    tests = [test.name for test in TESTS if name in names(test)]
     assert tests, f"no test of tests/unit/kernels or tests/kernels uses {name}"
 
 

@@ -28,10 +28,12 @@ from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import Held, choose_rule
 from infer.loader.weight_plan import is_four_bit, num_weights, plan_weights, stored_matrices
 from infer.loader.weight_plan import kept_bytes as bytes_of
-from infer.quant.packed import Packed
+from infer.quant.packed import Packed, PackedRuns
+from infer.sampling.params import SamplingParams
 from infer.tools.replay import replay_config
 from tests.support.c_library import use_library
 from tests.support.checkpoints import reference_model
+from tests.support.tiny import run_engine
 from tests.unit.loader.tiny_files import write_directory, write_gguf
 
 CPU = torch.device("cpu")
@@ -53,10 +55,14 @@ def load(path: Path, quantization: str = "auto", **knobs: Any) -> LoadedModel:
     return load_model(source, device="cpu", quantization=quantization, **knobs)
 
 
-def bits(loaded: LoadedModel) -> dict[str, int]:
-    """Of every linear layer, by its name."""
+def bits(loaded: LoadedModel) -> dict[str, int | tuple[int, ...]]:
+    """Of every linear layer, by its name; of each run of parts, where they differ."""
     layers = {name: m.stored for name, m in loaded.model.named_modules() if isinstance(m, Linear)}
-    return {name: stored.bits for name, stored in layers.items() if isinstance(stored, Packed)}
+    return {
+        name: tuple(run.bits for run in stored.runs) if isinstance(stored, PackedRuns) else stored.bits
+        for name, stored in layers.items()
+        if isinstance(stored, Packed)
+    }
 
 
 def packed(loaded: LoadedModel, name: str) -> Packed:
@@ -80,12 +86,27 @@ def test_each_matrix_of_a_mixed_file_has_the_bits_that_keep_it(tmp_path: Path) -
         mine = {
             name.rpartition(".")[2]: n for name, n in found.items() if name.startswith(f"layers.{layer}.")
         }
-        assert mine == {"qkv": 8 if layer == 1 else 4, "out": 8, "gate_up": 5 if FIVE else 8, "down": 4}
+        gate_up = 5 if FIVE else (4, 8)
+        assert mine == {"qkv": (4, 8) if layer == 1 else 4, "out": 8, "gate_up": gate_up, "down": 4}
     for name in [*found, "head"]:
-        matrix, weight = packed(loaded, name).matrices[0], exact.get_submodule(name).weight
+        stored, weight = packed(loaded, name), exact.get_submodule(name).weight
         assert isinstance(weight, torch.Tensor)
-        if (FIVE or not name.endswith("gate_up")) and name != "layers.1.attention.qkv":  # a part is rounded
-            assert torch.equal(matrix.dequantized(), weight), name
+        kept = stored.matrices[0].dequantized()  # in a fused one, parts after the first may be rounded
+        assert torch.equal(kept, weight[: len(kept)]), name
+        x = torch.randn(3, weight.shape[1])
+        torch.testing.assert_close(stored.multiply(x), x @ stored.dequantized().T, rtol=1e-3, atol=1e-3)
+        assert (stored.dequantized() - weight).norm() < 0.01 * weight.norm()
+
+
+@needs_c
+def test_a_recorded_step_fills_the_columns_of_each_run(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    wanted = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for is_recorded in (True, False):
+        engine = build_engine(EngineConfig.from_knobs(num_blocks=32, record_cpu_step=is_recorded), load(path))
+        answers.append(run_engine(engine, [([3, 1, 4, 1, 5], wanted), ([9, 2, 6], wanted)]))
+    assert answers[0] == answers[1]
 
 
 @needs_c

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.errors import CheckpointError, ConfigError, InferError
@@ -541,7 +541,6 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=ids)
-@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_a_damaged_config_is_read_or_refused_but_never_crashes(published: dict[str, Any], data: Any) -> None:
     raw = copy.deepcopy(published)

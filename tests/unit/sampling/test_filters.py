@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -116,7 +116,6 @@ def test_the_candidates_are_enough_for_any_top_k_without_ties(top_k: int) -> Non
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 1.0),
 )
-@settings(max_examples=100, derandomize=True)
 def test_candidates_and_whole_rows_agree_on_anything(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -57,7 +57,6 @@ def test_a_row_alone_and_in_a_batch_gives_the_same_token(make) -> None:  # type:
 
 
 @given(order=st.permutations(range(len(MIXED_PARAMS))), size=st.integers(1, len(MIXED_PARAMS)))
-@settings(max_examples=40, derandomize=True)
 def test_the_index_and_the_company_do_not_matter(order: list[int], size: int) -> None:
     rows, logits = mixed_rows(), coarse(random_logits(len(MIXED_PARAMS), VOCAB, spread=2.0))
     alone = sample(logits, rows).ids

@@ -117,6 +117,7 @@ def test_a_sequence_that_decodes_is_left_out_no_longer_than_the_bound(policy: st
         use_chunked_prefill=chunked,
         prefill_chunk_size=draw.choice((2, 5, 64)),
         num_blocks=1500,
+        audit_every=5,
     )
     watch = GapWatch(world, longest, turn_len=1 if chunked else budget)
     num_requests = 0

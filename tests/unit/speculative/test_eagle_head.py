@@ -314,6 +314,8 @@ def broken(what: str, target: LoadedModel) -> tuple[dict[str, Any], dict[str, to
             config["target_hidden_size"] = 999
         case "layers":
             config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target.config.num_layers]
+        case "terabytes":
+            config |= {"num_attention_heads": 1 << 24, "head_dim": 4096}
         case "no embedding":
             del tensors["embed_tokens.weight"]
         case "tied":
@@ -337,6 +339,7 @@ def broken(what: str, target: LoadedModel) -> tuple[dict[str, Any], dict[str, to
         ("vocabulary", "vocabulary of 301 tokens, the model has 300"),
         ("width", "states of width 999"),
         ("layers", r"the model has 0\.\."),
+        ("terabytes", r"q_proj.weight is \[32, 64\], not \[68719476736, 64\]"),
         ("no embedding", "has no embed_tokens"),
         ("tied", "tie_word_embeddings is not supported"),
     ],

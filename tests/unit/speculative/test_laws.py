@@ -33,6 +33,7 @@ from infer.kernels.sampling.sample_rows import sample_rows_reference
 from infer.kernels.sampling.sample_state import SampleState, enter_rows_reference
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
+from tests.support.thinned import thinned
 from tests.unit.sampling.sampling_rows import chi_square_p_value
 
 Prefix = tuple[int, ...]
@@ -387,13 +388,20 @@ def test_every_fixed_chain_under_noise_is_the_plain_text(draw: Draw) -> None:
             assert chain_text(target, noise, drafts_of)[0] == plain_text(target, noise)
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize(("vocab_size", "seed", "draft_seed"), PAIRS)
-@pytest.mark.parametrize("shape", TREES, ids=str)
-@pytest.mark.parametrize("children", ["likeliest", "noisy"])
+@pytest.mark.parametrize(
+    ("draw", "pair", "shape", "children"),
+    thinned(
+        [draw.values[0] for draw in DRAWS],
+        [pair.values for pair in PAIRS],
+        TREES,
+        ("likeliest", "noisy"),
+        keep=2,
+    ),
+)
 def test_a_tree_under_shared_noise_is_the_plain_text(
-    draw: Draw, vocab_size: int, seed: int, draft_seed: int, shape: Shape, children: str
+    draw: Draw, pair: tuple[int, int, int], shape: Shape, children: str
 ) -> None:
+    vocab_size, seed, draft_seed = pair
     model, draft_model = (
         some_model(vocab_size, seed, NUM_VALUES),
         some_model(vocab_size, draft_seed, NUM_VALUES),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.errors import RequestError
@@ -59,7 +59,6 @@ def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=100)
 @given(data=st.data())
 def test_a_stream_is_the_whole_text_up_to_the_first_stop_string(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -78,7 +77,6 @@ def test_a_stream_is_the_whole_text_up_to_the_first_stop_string(name: str, data:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60)
 @given(data=st.data())
 def test_nothing_is_held_back_longer_than_needed(name: str, data: st.DataObject) -> None:
     """After each push, what is shown is all the text that no later token can change."""

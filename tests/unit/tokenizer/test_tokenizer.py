@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -51,7 +51,6 @@ def test_any_text_survives_a_byte_level_vocabulary(text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
-@settings(max_examples=200)
 @given(data=st.data())
 def test_decoding_equals_the_library_wherever_bytes_are_characters(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(TOKENIZERS)))

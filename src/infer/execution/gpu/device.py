@@ -23,6 +23,10 @@ warm_up.py prepares what the first step needs: compiled kernels, captured graphs
 Where several ranks share a model, rank 0 has the engine: it sends each order on before it launches it, and
 the others launch theirs (`compute_part`). Rank 0 alone samples. The ids go to the others on the device, in
 the same graph, so steps run ahead there as well. A rank computes padding alone: nothing is exchanged.
+Where layers are in stages, the ranks of all but the last one have no logits: their part of a step ends with
+the hidden states that they pass on. A step with many tokens is computed in as many parts as there are stages,
+all of which work at the same time then: a stage takes the ids of a part from the last one when its rows need
+them, which is in the next step.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -32,6 +36,7 @@ Shapes:  T tokens, S rows that decode, C tokens whose hidden states are needed.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -50,11 +55,11 @@ from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, mo
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
-from infer.execution.gpu.rows import DeviceRows
+from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
-from infer.execution.halves import SmallerSteps
+from infer.execution.halves import SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge, PromptTable
 from infer.execution.layout import needed_tokens
@@ -62,6 +67,7 @@ from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
     DRAWS_BEST,
+    NO_MASKS,
     NONE,
     ON_HOST,
     READS_PROMPTS,
@@ -72,7 +78,7 @@ from infer.execution.order import (
     to_bytes,
 )
 from infer.execution.rank_ring import RankMessage
-from infer.execution.torch_device import OtherRanks
+from infer.execution.torch_device import MAX_PARTS, OtherRanks
 from infer.execution.trees import branched_rows, main_line, moved_slots, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
@@ -81,6 +87,7 @@ from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_p
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
+from infer.kernels.runtime.communicator import Pipe
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
@@ -91,6 +98,8 @@ from infer.models.eagle3 import Guess
 from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
+
+MIN_PART = 64  # tokens of a part that stages compute: fewer take as long
 
 Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part of a step, after its forward
 
@@ -133,6 +142,28 @@ class MovedResult(NamedTuple):
         result = self.pending.wait()
         self.move(result.ids)
         return result
+
+
+class AwaitedIds(NamedTuple):
+    """The ids of a step that a later stage draws, and the rows that go on from them."""
+
+    rows: np.ndarray
+    positions: np.ndarray  # positions where the ids will stand
+    places: np.ndarray  # places of theirs among the ids that come
+    num_ids: int  # ids that come, with padding
+
+
+class PartsResult(NamedTuple):
+    """The result of a step that stages compute in parts."""
+
+    parts: list[tuple[int, StepOrder]]
+    steps: list[PendingStep]
+    num_rows: int
+
+    def wait(self) -> StepResult:
+        """The results of all parts, put together."""
+        steps = iter(self.steps)
+        return run_parts(self.parts, self.num_rows, NO_MASKS, lambda part, masks: next(steps).wait())
 
 
 class JoinedResult(NamedTuple):
@@ -179,17 +210,22 @@ class GpuDevice:
         adapters: AdapterBank | None = None,
         ranks: OtherRanks | None = None,
         communicator: GpuCommunicator | None = None,
+        pipe: Pipe | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
         block tables; a head follows its steps, too. `has_trees`: drafts may be trees, and with `drafts_trees`
         it makes them. `adapters` are those of the model. `communicator` joins
-        the ranks that share the model; `ranks` are those that rank 0 tells each order.
+        the ranks that share the model; `ranks` are those that rank 0 tells each order. With a `pipe` the
+        layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees or drafts_trees
         self._ranks, self._communicator = ranks, communicator
-        self._samples = communicator is None or communicator.rank == 0
+        self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
+        self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
+        self._has_logits = pipe is None or pipe.stage == pipe.num_stages - 1
+        self._samples = self._has_logits and (communicator is None or communicator.rank == 0)
         config, device, block_size = model.config, store.device, shape.block_size
         self.model, self.store, self.device, self._block_size = model, store, device, block_size
         self.max_tokens, self.backend = max_tokens, attention_backend
@@ -248,7 +284,10 @@ class GpuDevice:
             max_chunks=profile.max_chunks,
         )
         self._readback = Readback(
-            max_rows + profile.max_chunks, device, steps_ahead=steps_ahead, drafts_KS=self.drafts_KS
+            max_rows + profile.max_chunks,
+            device,
+            steps_ahead=(steps_ahead + 2) * self._num_parts - 2,
+            drafts_KS=self.drafts_KS,
         )
         self._late: LateDrafts | None = None  # drafts of the next order
         self._early: EarlyWindow | None = None  # a step that the next order may be
@@ -331,14 +370,32 @@ class GpuDevice:
                 self._late.read(order)
                 self._late = None
             self._ranks.send(RankMessage.ORDER, to_bytes(order))
-            return self._run(order)
+            parts = self._parts(order)
+            if len(parts) == 1:
+                return self._run(order)
+            result = PartsResult(parts, [self._run(part, is_part=True) for _, part in parts], order.num_rows)
+            self._decoded = None  # rows of a part
+            return PendingStep(order.flags, lambda masks: self._joined(order.step, result), self._mask_memory)
 
     def compute_part(self, order: StepOrder) -> None:
         """Launch an order as a rank other than 0."""
-        step = self._run(order)
-        if order.flags & AWAITS_MASKS:  # rank 0 has them
-            step.masks(0)
-            step.sample((), ())
+        for _, part in self._parts(order):
+            step = self._run(part)
+            if order.flags & AWAITS_MASKS:  # rank 0 has them
+                step.masks(0)
+                step.sample((), ())
+
+    def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
+        """The parts in which stages compute an order at the same time, equal on every rank.
+
+        A step with few tokens takes as long as half of it. Masks, drafts and ids of the host take it whole.
+        """
+        is_plain = not order.flags & (AWAITS_MASKS | ON_HOST | READS_PROMPTS) and VERIFY not in order.kinds
+        count = min(self._num_parts, order.num_tokens // MIN_PART)
+        if not is_plain or count < 2:
+            return [(0, order)]
+        (_, first), *rest = parts_of(order, count, cuts_rows=self.model.config.delta is None)
+        return [(0, first._replace(transfers=order.transfers)), *rest]
 
     @contextmanager
     def _together(self, step: int) -> Iterator[None]:
@@ -363,7 +420,7 @@ class GpuDevice:
         """Compute padding, without the other ranks."""
         return nullcontext() if self._communicator is None else self._communicator.alone()
 
-    def _run(self, order: StepOrder) -> PendingStep:
+    def _run(self, order: StepOrder, *, is_part: bool = False) -> PendingStep:
         late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
         early, self._early = self._early, None
         self.graphs.is_replaying = self.has_judged = False
@@ -379,8 +436,8 @@ class GpuDevice:
         except torch.AcceleratorError as error:
             raise DeviceLost.of(f"in step {order.step}", error) from error
         memory = self._host_memory if order.flags & ON_HOST else self._mask_memory
-        launch, in_graph = partial(self._launch_sampler, order, late, sample), self.graphs.is_replaying
-        return PendingStep(order.flags, launch, memory, in_graph=in_graph)
+        launch = partial(self._launch_own if is_part else self._launch_sampler, order, late, sample)
+        return PendingStep(order.flags, launch, memory, in_graph=self.graphs.is_replaying)
 
     def path_of(self, order: StepOrder) -> str:
         """The way in which this order is computed, in words for people."""
@@ -400,7 +457,12 @@ class GpuDevice:
             return self._launch_own(order, late, sample, masks)
         with self._together(order.step):
             pending = self._launch_own(order, late, sample, masks)
-        return JoinedResult(pending, partial(self._together, order.step), self._ranks)
+        return self._joined(order.step, pending)
+
+    def _joined(self, step: int, pending: Pending[StepResult]) -> JoinedResult:
+        """The result of a step, as rank 0 of several."""
+        assert self._ranks is not None
+        return JoinedResult(pending, partial(self._together, step), self._ranks)
 
     def _launch_own(
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
@@ -448,10 +510,12 @@ class GpuDevice:
         """Launch a step up to its logits; return the function that launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
+            self._go_on(order)
             self.rows.apply_tables(order)
             self._clear_masks(order)
             return self._start_decode(order, decoded, are_sent=self.inputs.has_rows)
         with torch.inference_mode():
+            self._go_on(order)
             self.rows.apply(order)
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
                 return _nothing
@@ -473,6 +537,31 @@ class GpuDevice:
             rows = order.rows.copy()  # the next order may take the place of this one
             decoded = DecodedRows(rows, size, self._scratch.ids_S[: order.num_rows], has_logprobs)
             return self._start_decode(order, decoded, are_sent=False)
+
+    def _await_ids(
+        self, rows: np.ndarray, positions: np.ndarray, places: np.ndarray, num_ids: int
+    ) -> Pending[StepResult]:
+        """Note that rows go on from ids that a later stage draws, which come when a row needs them."""
+        self._awaited.append(AwaitedIds(rows, positions, places, num_ids))
+        return ReadyResult(StepResult([], [], {}))
+
+    @torch.inference_mode()
+    def _go_on(self, order: StepOrder) -> None:
+        """Let the rows of an order go on from their ids; those of steps before it come first."""
+        takes_all = order.has_begun or order.known.size or VERIFY in order.kinds
+        num_due = len(self._awaited) - self._num_parts + 1
+        for number, each in enumerate(self._awaited, 1):
+            if takes_all or np.isin(each.rows, order.rows).any():
+                num_due = max(num_due, number)
+        for _ in range(num_due):
+            rows, positions, places, num_ids = self._awaited.popleft()
+            packed = padded_tokens(np.stack([rows, places, positions]))  # sent before the wait
+            rows_N, places_N, positions_N = send(torch.from_numpy(packed), self.device).unbind()
+            assert self._communicator is not None
+            self._communicator.first(ids_S := self._scratch.ids_S[:num_ids])
+            if len(rows):
+                state = self.rows
+                advance_rows(rows_N, ids_S[places_N], positions_N, state.last_token_R, state.position_R)
 
     def _clear_masks(self, order: StepOrder) -> None:
         """Let no row of a step without masks be sampled under one of an earlier step."""
@@ -517,8 +606,10 @@ class GpuDevice:
         self.graphs.forward(size)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
-            logits_SV = self.graphs.sample(size)
             self._decoded = decoded
+            if not self._has_logits:
+                return self._await_ids(rows, order.stops, np.arange(len(rows)), size.num_rows)
+            logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None) if has_logprobs else None
             return self._readback.take(order.step, ids_S, len(rows), asked)
 
@@ -553,6 +644,9 @@ class GpuDevice:
         self.graphs.forward(size)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
+            if not self._has_logits:
+                num_ids = size.num_rows + self.profile.max_chunks
+                return self._await_ids(rows, order.stops[sampling], where, num_ids)
             logits_SV = self.graphs.sample(size)
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
@@ -689,16 +783,22 @@ class GpuDevice:
             )
             inputs.unpack_window(num_rows, self._drafts_D, drafted)
             rows_S, has_adapters = inputs.rows_S[:num_rows], size.has_adapters
-            return model.logits(
-                self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters)
+            return self.logits(
+                model,
+                self.forward(model, num_rows, rows_S, None, has_windows=True, has_adapters=has_adapters),
             )
         rows_S, num_tokens = inputs.rows_S[:num_rows], num_rows + size.num_tokens
         self.gather(rows_S)
         if not size.num_tokens:
-            return model.logits(self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters))
+            hidden_SD = self.forward(model, num_tokens, rows_S, None, has_adapters=size.has_adapters)
+            return self.logits(model, hidden_SD)
         tiles = inputs.tiles(size.num_tokens, self._host_chunks)
         places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
-        return model.logits(self.forward(model, num_tokens, rows_S, tiles, (), places_C))
+        return self.logits(model, self.forward(model, num_tokens, rows_S, tiles, (), places_C))
+
+    def logits(self, model: Network, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """The logits [S, V]; hidden states, which nothing reads, where later stages have them."""
+        return model.logits(hidden_SD) if self._has_logits else hidden_SD
 
     @torch.inference_mode()
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
@@ -945,6 +1045,8 @@ class GpuDevice:
         prompts = Prompts(order, first=self.graphs.padded_rows(num_decoding))
         places, last_rows = needed_tokens(order, prompts.last_places.tolist())
         hidden_CD = self._hidden_of(order, prompts, places)
+        if not self._has_logits:
+            return partial(self._sample_elsewhere, order)
         pooled: Pooled | None = None
         if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
             states_CD = hidden_CD[:, : self.model.config.hidden_size]
@@ -979,6 +1081,14 @@ class GpuDevice:
             return pending.scatter(windows, asked, pooled)
 
         return sample
+
+    def _sample_elsewhere(self, order: StepOrder, masks: StepMasks) -> Pending[StepResult]:
+        """The end of a ragged step whose logits another stage has."""
+        if order.flags & ON_HOST or not order.num_sampled.any():
+            return ReadyResult(StepResult([], [], {}))
+        ends, goes_on = order.num_sampled.cumsum(), order.num_sampled == 1  # others wait to be judged
+        places, num_ids = ends[goes_on] - 1, int(ends[-1])
+        return self._await_ids(order.rows[goes_on], order.stops[goes_on], places, num_ids)
 
     def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
         """The facts that a head gets about a ragged step, given all drawn ids, row by row."""

@@ -72,7 +72,7 @@ class DeviceRows:
         if len(order.table_changes):
             parcels.append((order.table_changes, self._put_blocks))
         if order.known.size:
-            parcels.append((_padded_tokens(order.known), self._put_tokens))
+            parcels.append((padded_tokens(order.known), self._put_tokens))
         sent = send_together([numbers for numbers, _ in parcels], self.device) if parcels else []
         for (_, unpack), tensor in zip(parcels, sent, strict=True):
             unpack(tensor)
@@ -111,7 +111,7 @@ class DeviceRows:
         advance_rows(rows_K, tokens_K, positions_K, self.last_token_R, self.position_R)
 
 
-def _padded_tokens(known_3U: np.ndarray) -> np.ndarray:
+def padded_tokens(known_3U: np.ndarray) -> np.ndarray:
     """Rows, tokens and positions, padded to an even number: each line begins at a multiple of 16 bytes."""
     num_tokens = known_3U.shape[1]
     padded_3K = np.full((3, num_tokens + num_tokens % 2), PADDING, dtype=np.int64)

@@ -226,7 +226,7 @@ class WarmUp:
         places_S = torch.zeros_like(rows_S, dtype=torch.int64)
         with device.alone():
             for count in counts or (len(rows_S),):
-                logits_SV = device.model.logits(hidden_SD[:count])
+                logits_SV = device.logits(device.model, hidden_SD[:count])
                 device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
                 logprob_table(logits_SV, places_S[:count], 0)
 

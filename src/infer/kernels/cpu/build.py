@@ -100,8 +100,9 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 def _run(command: list[str]) -> tuple[int, str]:
     """The exit code of a command and what it said; one that takes too long is ended with its children."""
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             _, said = process.communicate(timeout=TIMEOUT)
         finally:

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import struct
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -91,9 +92,15 @@ class SharedCommunicator(Communicator):
         assert 0 <= rank < size <= MAX_RANKS and len(memory) >= region_bytes(size), (rank, size, len(memory))
         self.size = size // num_stages  # ranks of the stage
         self.rank = rank % self.size
-        self._number, self._first = rank, rank - self.rank
+        self._number, self._first, self._total = rank, rank - self.rank, size
         self.on_abort: list[Callable[[], None]] = []  # ends of waits elsewhere than in this memory
         self._library, self._memory, self.address = library, memory, address_of(memory)
+
+    def everyone(self) -> SharedCommunicator:
+        """The same end among the ranks of all stages; all ranks call either this one or theirs."""
+        found = copy(self)
+        found.rank, found.size, found._first = self._number, self._total, 0
+        return found
 
     def abort(self) -> None:
         """End every wait of every rank, now and later: a rank is gone, and no result can be used."""

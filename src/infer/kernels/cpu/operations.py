@@ -89,8 +89,11 @@ def linear(
     bits: int,
     digits: int = EXACT_DIGITS,
     order: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation.
+
+    `out` are the columns that are filled of a wider result.
 
     `bits` are 8, 6, 5, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs
     to column order[k] of x.
@@ -98,7 +101,7 @@ def linear(
     kernel, bits, (M, K) = library.linear[bits], 4 if bits == MXFP4 else bits, x_MK.shape
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
-    y_MN = empty((M, num_rows))
+    y_MN = empty((M, num_rows)) if out is None else out
     scratch = empty((library.linear_scratch(M, K, digits),), torch.uint8)
     tile_bytes = TILE * -(-K // GROUP) * GROUP * bits // 8
     num_tiles = -(-num_rows // TILE)
@@ -106,8 +109,8 @@ def linear(
     tiles_per_chunk = max(1, min(_CHUNK_BYTES // tile_bytes, num_tiles // num_shares))
     rows_per_chunk = _rows_per_chunk(K)
     args = _fill(
-        _LINEAR, M, x_MK, x_MK.stride(0), y_MN, num_rows, data, scales, bias_N, scratch, num_rows, K, bits,
-        digits, tiles_per_chunk, rows_per_chunk, order,
+        _LINEAR, M, x_MK, x_MK.stride(0), y_MN, y_MN.stride(0), data, scales, bias_N, scratch, num_rows, K,
+        bits, digits, tiles_per_chunk, rows_per_chunk, order,
     )  # fmt: skip
     run_or_record(library, library.quantize, args, num_rows=M, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
     run_or_record(library, kernel, args, num_rows=M, chunks=-(-num_tiles // tiles_per_chunk))

@@ -52,6 +52,21 @@ __device__ __forceinline__ float load_float(const float* at) {  // not .nc: the 
     return value;
 }
 
+// The table of a row, rounded to bfloat16.
+__device__ __forceinline__ Table load_table(const float* at) {
+    Table table;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float4 four;
+        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w) : "l"(at + 4 * i));
+        const u32 first = pack(float2{four.x, four.y}), second = pack(float2{four.z, four.w});
+        table.low[i] = __byte_perm(first, second, 0x6420);
+        table.high[i] = __byte_perm(first, second, 0x7531);
+    }
+    return table;
+}
+
 constexpr u64 READ_TWICE = 0x1000000000000000;  // evicted from L2 neither first nor last
 
 // Copy contiguous bytes, a multiple of 16.
@@ -106,9 +121,6 @@ __device__ __forceinline__ void add_product(float* s, const Pairs& w, u64 x, boo
         PRODUCT(MORE)
     }
 }
-
-// Bits of the first where the mask has ones, of the second elsewhere.
-__device__ __forceinline__ u32 choose(u32 first, u32 second, u32 mask) { return (first & mask) | (second & ~mask); }
 
 // All 32 columns of a piece of FP8 codes: in each register four of row g, or of row g + 8. They are the columns
 // 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, where the matrix unit reads 4t .. 4t + 3. The lower bytes of the halves have

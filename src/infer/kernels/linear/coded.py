@@ -1,9 +1,12 @@
 """Weights of 8 or 4 bits on a GPU: codes in the order in which a kernel's lanes read them, and scales.
 
     fp8     w = scale * code                  a float of 8 bits, e4m3
+    e5m2    w = scale * code                  the other float of 8 bits: the upper half of a float16
     int8    w = scale * code  (+ minimum)     -128 .. 127
     int4    w = scale * (code - zero)         0 .. 15, zero as well;  or  scale * code + minimum
     mxfp4   w = scale * code                  a float of 4 bits, e2m1; scales are powers of two
+    lut4    w = scale * table[code]           each row has a table of 16 numbers
+    nf4     w = scale * table[code]           one table for the matrix; fp4 is the same with another table
 
 One scale, zero and minimum for each `group` neighbours of a row, or for the whole row.
 
@@ -16,7 +19,9 @@ together, so that it is read in pieces of 16 bytes, without bank conflicts, and 
     codes     [2 times 64 columns][2 blocks of 16 rows] and in a block, from the slowest to the fastest:
       8 bits  half of the columns, g, t, 16 columns, column + 8, column + 1, row + 8          1,024 bytes
       4 bits  g, t, 16 columns, column + 1, column + 8; row g in the low nibble, g + 8 above   512 bytes
+      tables  g, t, 16 columns, row + 8, column + 8; column in the low nibble, column + 1 above  512 bytes
     scales    where a row has one, [N / 32][32 rows]; where 128 rows share theirs, [N / 32][groups]
+    tables    of lut4, [N / 32][32 rows][16], in float32; of nf4 and fp4, [16]
 
 Two fp8 codes share 16 bits, and sign and rest of the first lie where bfloat16 has them: one instruction
 extracts them. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
@@ -35,9 +40,15 @@ from typing import NamedTuple
 
 import torch
 
+from infer.errors import CheckpointError
+from infer.kernels.linear.outliers import SparseRows
+
 BAND, CELL_COLUMNS = 32, 128
-FORMS = ("fp8", "int8", "int4", "mxfp4")
-FOUR_BITS = ("int4", "mxfp4")
+TABLED = ("lut4", "nf4", "fp4")
+FOUR_BITS = ("int4", "mxfp4", *TABLED)
+FORMS = ("fp8", "e5m2", "int8", *FOUR_BITS)
+FLOATS = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # the codes that are floats of 8 bits
+TABLE_SIZE = 16  # numbers of a table
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _ZERO_BITS = 15  # the bits of a scale that hold the zero
@@ -46,7 +57,7 @@ _ZERO_BITS = 15  # the bits of a scale that hold the zero
 class CodedForm(NamedTuple):
     """The number format of the weights of a matrix."""
 
-    codes: str  # fp8, int8, int4 or mxfp4
+    codes: str  # one of FORMS
     group: int = 0  # columns that share a scale; 0: all
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale: 1, or 128 (FP8 in blocks)
@@ -80,8 +91,8 @@ class CodedForm(NamedTuple):
             raise ValueError(f"codes must be one of {FORMS} and scale_rows 1 or 128, got {self}")
         if group and group not in (32, 64) and group % CELL_COLUMNS:
             raise ValueError(f"group must be 0, 32, 64 or a multiple of 128, got {self}")
-        if (codes in ("fp8", "mxfp4") and has_minima) or (codes in FOUR_BITS and scale_rows > 1):
-            raise ValueError(f"floats have no minima, and 4 bits a scale for each row, got {self}")
+        if (codes not in ("int8", "int4") and has_minima) or (codes in FOUR_BITS and scale_rows > 1):
+            raise ValueError(f"only integers have minima, and 4 bits a scale for each row, got {self}")
         if scale_rows > 1 and (has_minima or group % CELL_COLUMNS):
             raise ValueError(f"rows that share scales have groups of whole 128s and no minima, got {self}")
 
@@ -96,17 +107,20 @@ class CodedWeights:
     cells: torch.Tensor  # uint8, [bands, columns / 128, bytes of a cell]
     scales: torch.Tensor  # float32, [bands, 32] of rows or [bands, G] of bands; empty where cells have them
     minima: torch.Tensor  # float32, [bands, 32], or empty
+    tables: torch.Tensor  # float32, [bands, 32, 16] of lut4, [1, 1, 16] of nf4 and fp4, or empty
+    outliers: SparseRows | None = None  # numbers that are added to single elements
 
     @classmethod
     def empty(
         cls, num_rows: int, size: int, form: str, group: int = 0, has_minima: bool = False,
-        scale_rows: int = 1, device: torch.device | str = "cpu",
+        scale_rows: int = 1, num_outliers: int = 0, device: torch.device | str = "cpu",
     ) -> CodedWeights:  # fmt: skip
         """A matrix of zeros, to be filled row by row; on the meta device without memory."""
         group = group if group < size else 0
         made = CodedForm(form, group, has_minima, scale_rows if group else 1)
         made.check()
         bands, num_cells = -(-num_rows // BAND), -(-size // CELL_COLUMNS)
+        tables = (bands, BAND) if form == "lut4" else (1, 1) if form in TABLED else (bands, 0)
         width = 0 if made.spans else -(-size // group) if group else BAND
         return cls(
             made,
@@ -115,6 +129,8 @@ class CodedWeights:
             torch.zeros((bands, num_cells, made.cell_bytes), dtype=torch.uint8, device=device),
             torch.zeros((bands, width), dtype=torch.float32, device=device),
             torch.zeros((bands, width if has_minima else 0), dtype=torch.float32, device=device),
+            torch.zeros((*tables, TABLE_SIZE), dtype=torch.float32, device=device),
+            SparseRows.empty(num_rows, num_outliers, device) if num_outliers else None,
         )
 
     @property
@@ -127,30 +143,36 @@ class CodedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all three."""
+        """The memory of all of them."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that are kept, by name."""
-        return {"cells": self.cells, "scales": self.scales, "minima": self.minima}
+        names, sparse = ("cells", "scales", "minima", "tables"), ("begins", "ends", "columns", "values")
+        found = {name: getattr(self, name) for name in names}
+        outliers = {} if self.outliers is None else {name: getattr(self.outliers, name) for name in sparse}
+        return found | {f"outlier_{name}": tensor for name, tensor in outliers.items()}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
         """The matrix in other memory; the matrices of all experts, if tensors have one more axis in front."""
-        return replace(self, cells=tensors["cells"], scales=tensors["scales"], minima=tensors["minima"])
+        assert self.outliers is None, "the matrices of experts have none"
+        return replace(self, **{name: tensors[name] for name in self.tensors()})
 
     def fill(
         self, first_row: int, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None,
-        zeros: torch.Tensor | int = 0,
+        zeros: torch.Tensor | int = 0, tables: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Put rows into place, in any order of calls.
 
-        `codes` [R, K] is float8_e4m3fn, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4 only;
-        8 for a symmetric file) are [R, G]. Where 128 rows share a scale, calls begin at a multiple of 128.
+        `codes` [R, K] is a float of 8 bits, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4
+        only; 8 for a symmetric file) are [R, G], `tables` [R, 16] of lut4, [1, 16] of nf4 and fp4. Where
+        128 rows share a scale, calls begin at a multiple of 128.
         """
         form, last, device = self.form, first_row + len(codes), self.cells.device
         assert codes.shape[1] == self.size and last <= self.num_rows, (codes.shape, first_row, self.num_rows)
         assert (minima is not None) == form.has_minima, (minima is None, form)
         assert form.codes == "int4" or (isinstance(zeros, int) and zeros == 0), "only int4 has zeros"
+        assert (tables is not None) == (form.codes in TABLED), (tables is None, form)
         bands = slice(first_row // BAND, -(-last // BAND))
         rows = slice(first_row - bands.start * BAND, last - bands.start * BAND)
         is_whole = rows.start == 0 and (last % BAND == 0 or last == self.num_rows)
@@ -172,6 +194,18 @@ class CodedWeights:
         self._fill_scales(0, bands, rows, words)
         if minima is not None:
             self._fill_scales(1, bands, rows, minima.to(device, torch.float32))
+        if form.codes != "lut4" and tables is not None:
+            self._fill_table(tables.to(device, torch.float32))
+        elif tables is not None:
+            self.tables[bands].view(-1, TABLE_SIZE)[rows] = tables.to(device, torch.float32)
+
+    def _fill_table(self, table_1X: torch.Tensor) -> None:
+        if bool(self.tables.any()) and not torch.equal(self.tables[0], table_1X):
+            raise CheckpointError(
+                f"the parts of a matrix have different tables of {self.form.codes}: {self.tables.tolist()} "
+                f"and {table_1X.tolist()}; load the file with quantization=none"
+            )
+        self.tables[0] = table_1X
 
     def _fill_scales(self, which: int, bands: slice, rows: slice, values_RG: torch.Tensor) -> None:
         form = self.form
@@ -205,9 +239,11 @@ class CodedWeights:
         numbers = codes.float()
         if form.codes == "mxfp4":
             numbers = torch.tensor(E2M1, device=codes.device)[codes.long()]
+        elif form.codes in TABLED:
+            tables = self.tables.flatten(0, 1)
+            numbers = tables.expand(max(len(codes), len(tables)), -1).gather(1, codes.long())
         elif form.codes != "int4":
-            code_type = torch.float8_e4m3fn if form.codes == "fp8" else torch.int8
-            numbers = codes.contiguous().view(code_type).float()
+            numbers = codes.contiguous().view(FLOATS.get(form.codes, torch.int8)).float()
         scales = self._by_element(0)
         if form.codes == "int4":
             words = scales.contiguous().view(torch.int32)
@@ -216,7 +252,8 @@ class CodedWeights:
         numbers *= scales
         if form.has_minima:
             numbers += self._by_element(1)
-        return numbers[: self.num_rows]
+        numbers = numbers[: self.num_rows]
+        return numbers if self.outliers is None else self.outliers.add_to_matrix(numbers)
 
     def _by_element(self, which: int) -> torch.Tensor:
         """The scale or minimum of each element, [rows of all bands, K]; [.., 1] if a row has one group."""
@@ -237,10 +274,11 @@ def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)
     shape = (len(axes), num_columns // CELL_COLUMNS, -1)
     if form in FOUR_BITS:
-        both = axes.permute(2, 0, 4, 1, 3, 8, 5, 6, 9, 7).reshape(2, *shape)
+        order = (9, 0, 4, 1, 3, 8, 5, 6, 2, 7) if form in TABLED else (2, 0, 4, 1, 3, 8, 5, 6, 9, 7)
+        both = axes.permute(order).reshape(2, *shape)
         return both[0] | both[1] << 4
     in_order = axes.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(*shape)
-    if form == "int8":
+    if form != "fp8":
         return in_order
     pairs = in_order.int()
     first, second = pairs[:, :, ::2], pairs[:, :, 1::2]
@@ -253,7 +291,8 @@ def unpack(packed: torch.Tensor, form: str) -> torch.Tensor:
     bands = len(packed)
     if form in FOUR_BITS:
         axes = torch.stack((packed & 15, packed >> 4)).reshape(2, bands, -1, 2, 8, 4, 2, 2, 2, 2)
-        order = axes.permute(1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
+        where = (1, 3, 8, 4, 2, 6, 7, 9, 5, 0) if form in TABLED else (1, 3, 0, 4, 2, 6, 7, 9, 5, 8)
+        order = axes.permute(where)
     else:
         if form == "fp8":
             halves = packed.contiguous().view(torch.int16).int()

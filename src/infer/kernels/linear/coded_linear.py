@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import check_gate, gated_activation
-from infer.kernels.linear.coded import CodedForm, CodedWeights
+from infer.kernels.linear.coded import FLOATS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import (
     coded_skinny_kernel,
     expand_kernel,
@@ -40,7 +40,7 @@ from infer.kernels.runtime.profiles import gpu_of
 
 Multiply = Callable[[torch.Tensor, CodedWeights, torch.Tensor | None], torch.Tensor]
 
-_CODE_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_CODE_TYPES = {**FLOATS, "int8": torch.int8}
 _FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
 _INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # int8 units as fast as those for FP8: from, and before
 INT8_TOKENS = 2048  # tokens multiplied at a time: their sums have 32 bits each
@@ -69,6 +69,8 @@ def _plan(
     int8_tokens: bool = False,
 ) -> CudaConfig | Multiply:  # fmt: skip
     N, gpu = w.num_rows // 2 if gated else w.num_rows, gpu_of(x_MX.device)
+    if w.outliers is not None and len(x_MX) > gpu.profile.linear.few_coded_tokens:
+        return _multiply_unpacked  # each token would read a column for each of them
     problem = LinearProblem(
         len(x_MX), N, w.size, gated, x_MX.dtype, gpu, form=w.form, int8_tokens=int8_tokens
     )
@@ -88,10 +90,11 @@ def coded_linear(
     """
     if activation:
         check_gate(activation)
-    gated = bool(activation) and bias_N is None
+    gated = bool(activation) and bias_N is None and w.outliers is None
     plan = _plan(x_MK, w, gated, compiled, int8_tokens)
     if isinstance(plan, CudaConfig):
         y_MN = launch(plan, x_MK, w, bias_N=bias_N, activation=activation if gated else "")
+        y_MN = y_MN if w.outliers is None else w.outliers.add_to_product(x_MK, y_MN)
         return y_MN if gated or not activation else gated_activation(y_MN, activation=activation)
     y_MN = plan(x_MK, w, bias_N) if use_triton(x_MK) else coded_linear_reference(x_MK, w, bias_N)
     return gated_activation(y_MN, activation=activation) if activation else y_MN
@@ -105,11 +108,12 @@ def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
         expand_kernel, tuple(w.cells.shape[:2]), (*stored_parts(w), out_NK), (*w.shape, *tile_sizes(w)),
         **tile_constants(w), RAW=raw,
     )  # fmt: skip
-    return out_NK.view(dtype)
+    return out_NK.view(dtype) if w.outliers is None else w.outliers.add_to_matrix(out_NK)
 
 
 def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of W."""
+    """Rows of W, which has no outliers."""
+    assert w.outliers is None, "loader/weight_plan.py gives them to no embedding"
     if not use_triton(w.cells):
         return w.dequantized()[ids_T].to(dtype)
     out_TK = torch.empty((*ids_T.shape, w.size), dtype=dtype, device=w.cells.device)
@@ -122,8 +126,8 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def stored_parts(w: CodedWeights) -> tuple[torch.Tensor, ...]:
-    """The tensors that a kernel reads: cells as bytes and as floats, scales and minima outside of them."""
-    return w.cells, w.cells.view(torch.float32), w.scales, w.minima
+    """The tensors that a kernel reads: cells as bytes and as floats, scales outside, minima or tables."""
+    return w.cells, w.cells.view(torch.float32), w.scales, w.tables if w.tables.numel() else w.minima
 
 
 def tile_sizes(w: CodedWeights) -> tuple[int, int]:
@@ -134,7 +138,7 @@ def tile_sizes(w: CodedWeights) -> tuple[int, int]:
 def tile_constants(w: CodedWeights) -> dict[str, Any]:
     codes, group, has_minima, scale_rows = form = w.form
     return {
-        "FORM": codes,
+        "FORM": "nf4" if codes == "fp4" else codes,
         "GROUP": group,
         "SPANS": form.spans,
         "MINIMA": has_minima,
@@ -154,7 +158,7 @@ def _multiply_few(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | No
         (x_MK.stride(0), N, K, *tile_sizes(w)), (M,), **tile_constants(w), BIAS=bias_N is not None,
         WIDEN=INTERPRETED, BLOCK_M=block_m,
     )  # fmt: skip
-    return y_MN
+    return y_MN if w.outliers is None else w.outliers.add_to_product(x_MK, y_MN)
 
 
 def _multiply_unpacked(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:

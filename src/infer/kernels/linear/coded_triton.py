@@ -26,6 +26,8 @@ def _number(byte, FORM: tl.constexpr):
         wide = byte.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif FORM == "e5m2":  # the upper half of one
+        return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif FORM == "mxfp4":  # e2m1 has it less 14
         wide = byte.to(tl.uint16)
         half = ((wide & 8) << 12) | ((wide & 7) << 9)
@@ -38,12 +40,16 @@ def _number(byte, FORM: tl.constexpr):
 @jit
 def _codes(cells_ptr, first, FORM: tl.constexpr, CELLS: tl.constexpr, CELL_BYTES: tl.constexpr):
     """The bytes, one for each code, of 32 rows and CELLS times 128 columns from the cell at `first` on."""
-    if FORM == "int4" or FORM == "mxfp4":
+    if FORM == "int4" or FORM == "mxfp4" or (FORM == "lut4" or FORM == "nf4"):
         inside = tl.arange(0, CELLS * 2048)
         both = tl.load(cells_ptr + first + inside // 2048 * CELL_BYTES + inside % 2048)
         axes = tl.join(both & 15, both >> 4).reshape([CELLS * 2, 2, 8, 4, 4, 2, 2, 2])
-        # 64 columns, block, g, t, 16 columns, column + 1, column + 8, row + 8
-        ordered = axes.permute([1, 7, 2, 0, 4, 6, 3, 5])
+        if (
+            FORM == "lut4" or FORM == "nf4"
+        ):  # 64 columns, block, g, t, 16 columns, row + 8, column + 8, column + 1
+            ordered = axes.permute([1, 5, 2, 0, 4, 6, 3, 7])
+        else:  # 64 columns, block, g, t, 16 columns, column + 1, column + 8, row + 8
+            ordered = axes.permute([1, 7, 2, 0, 4, 6, 3, 5])
     else:
         inside = tl.arange(0, CELLS * 4096)
         both = tl.load(cells_ptr + first + inside // 4096 * CELL_BYTES + inside % 4096)
@@ -95,10 +101,17 @@ def coded_tile(
     FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
     CELL_BYTES: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """32 rows and CELLS times 128 columns of W in float32."""
-    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" or FORM == "mxfp4" else 4096
+    """32 rows and CELLS times 128 columns of W in float32; with tables, `minima_ptr` is where they are."""
+    CODE_BYTES: tl.constexpr = (
+        2048 if FORM == "int4" or FORM == "mxfp4" or (FORM == "lut4" or FORM == "nf4") else 4096
+    )
     first = (band.to(tl.int64) * num_cells + cell) * CELL_BYTES
-    number = _number(_codes(cells_ptr, first, FORM, CELLS, CELL_BYTES), FORM)
+    codes = _codes(cells_ptr, first, FORM, CELLS, CELL_BYTES)
+    if FORM == "lut4" or FORM == "nf4":
+        own = (band.to(tl.int64) * 32 + tl.arange(0, 32))[:, None] * (16 if FORM == "lut4" else 0)
+        number = tl.load(minima_ptr + own + codes.to(tl.int32))
+    else:
+        number = _number(codes, FORM)
     word = _of_groups(
         words_ptr, scales_ptr, band, cell, first + CODE_BYTES, num_cells, num_groups,
         GROUP, SPANS, BY_BAND, CELLS, CELL_BYTES,
@@ -145,7 +158,12 @@ def lookup_kernel(
     band, block, upper, g = row // 32, row // 16 % 2, row // 8 % 2, row % 8
     first = (band * num_cells + columns // 128) * CELL_BYTES
     in_lane = g * 64 + columns // 2 % 4 * 16
-    if FORM == "int4" or FORM == "mxfp4":
+    if FORM == "lut4" or FORM == "nf4":
+        inside = (columns // 64 % 2 * 2 + block) * 512 + in_lane
+        inside += columns // 16 % 4 * 4 + upper * 2 + columns // 8 % 2
+        byte = tl.load(cells_ptr + first + inside, mask=is_column, other=0)
+        byte = (byte >> (columns % 2 * 4).to(tl.uint8)) & 15
+    elif FORM == "int4" or FORM == "mxfp4":
         inside = (columns // 64 % 2 * 2 + block) * 512 + in_lane
         inside += columns // 16 % 4 * 4 + columns % 2 * 2 + columns // 8 % 2
         byte = tl.load(cells_ptr + first + inside, mask=is_column, other=0)
@@ -161,7 +179,9 @@ def lookup_kernel(
             byte = tl.where(upper == 0, one, two)
         else:
             byte = tl.load(cells_ptr + first + inside + upper, mask=is_column, other=0)
-    CODE_BYTES: tl.constexpr = 2048 if FORM == "int4" or FORM == "mxfp4" else 4096
+    CODE_BYTES: tl.constexpr = (
+        2048 if FORM == "int4" or FORM == "mxfp4" or (FORM == "lut4" or FORM == "nf4") else 4096
+    )
     if SPANS:
         where = words_ptr + (first + CODE_BYTES) // 4 + columns % 128 // (128 // SPANS) * 32 + row % 32
         least_at = where + SPANS * 32
@@ -172,7 +192,10 @@ def lookup_kernel(
         where, least_at = scales_ptr + index, minima_ptr + index
     word = tl.load(where, mask=is_column, other=0.0)
     least = tl.load(least_at, mask=is_column, other=0.0) if MINIMA else word
-    number = _scaled(_number(byte, FORM), word, least, FORM, MINIMA)
+    if FORM == "lut4" or FORM == "nf4":
+        number = tl.load(minima_ptr + row * (16 if FORM == "lut4" else 0) + byte.to(tl.int32)) * word
+    else:
+        number = _scaled(_number(byte, FORM), word, least, FORM, MINIMA)
     at_out = out_ptr + tl.program_id(0).to(tl.int64) * K + columns
     tl.store(at_out, number.to(out_ptr.dtype.element_ty), mask=is_column)
 

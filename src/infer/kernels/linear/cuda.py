@@ -183,7 +183,7 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
     )
 
 
-CODES = ("", "fp8", "int8", "int4")  # the numbers that codes.cuh gives them
+CODES = ("", "fp8", "int8", "int4", "e5m2", "lut4", "nf4", "fp4")  # the numbers that codes.cuh gives them
 
 
 def form_defines(form: CodedForm | None) -> Defines:

@@ -104,6 +104,7 @@ typedef unsigned int u32;
 constexpr int SPANS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // parts of a chunk: columns under one scale
 constexpr int OF_TILE = 4 * PIECES + (GROUP ? 2 * SPANS : 0);  // registers of a tile's chunk
 static_assert(RT <= 2 && !MINIMA, "no more rows than a band has: those past the end are zeros");
+static_assert(WEIGHTS < LUT4, "tables leave no registers for weights");
 #else
 constexpr int PIECES = 4, OF_TILE = 16;
 #endif

@@ -37,7 +37,6 @@ from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import LinearProfile
 from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
-    CODES,
     CudaLinear,
     Defines,
     Matrix,
@@ -65,6 +64,7 @@ _SHARED_BYTES = 48 << 10  # shared memory that a block may have without asking
 
 SOURCE = Path(__file__).with_name("pdl.cu")
 ARCH = "sm_90"
+_UNPACKED = ("fp8", "int8", "int4", "e5m2")  # codes that registers suffice for: tables take more
 _LONG, _MANY_ROWS = 12288, 3840  # coded weights of one token: columns and rows of `down` of a large model
 _TYPES = (
     *(ctypes.c_void_p,) * 8,
@@ -161,7 +161,7 @@ def can_launch(config: PdlConfig, M: int, N: int, K: int, *, gated: bool, adds: 
     registers = registers_of(config, M, K, gated=gated)
     shared = config.warps * tokens * ((16 * tiles + 4) * 4 + 8)
     pairs, form = config.rows // 2, config.form
-    if form is not None and (form.codes not in CODES or form.has_minima or (gated and N % BAND)):
+    if form is not None and (form.codes not in _UNPACKED or form.has_minima or (gated and N % BAND)):
         return False
     return (
         0 < M <= MAX_TOKENS

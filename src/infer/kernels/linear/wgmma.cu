@@ -144,6 +144,9 @@ struct Shared {
     };
     u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: for the first stages, whose W comes earlier
     double squares[3][OWN];
+#if WEIGHTS
+    u32 pairs[ONE_TABLE ? 256 * COPIES : 1];  // of neighbouring columns, by their byte of codes
+#endif
 };
 
 // grid: SPLIT blocks for each tile.
@@ -151,7 +154,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #if WEIGHTS
     const char* __restrict__ cells,           // [N / 32][K / 128][bytes of a cell]; when gated, of 2N rows
     const float* __restrict__ scales,         // [N / 32][32], or [N / 32][groups]
-    const float* __restrict__ minima,         // [N / 32][32]
+    const float* __restrict__ minima,         // [N / 32][32]; the tables of LUT4, [N / 32][32][16], or the one, [16]
     const float* token_scales,                // [M]: with FP8_TOKENS
 #else
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
@@ -261,6 +264,13 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         fetch_map(x_map);
         if (lets_in && count <= STAGES && !LOW_RANK) let_next_kernel_start();
     }
+#if WEIGHTS
+    for (int byte = threadIdx.x; ONE_TABLE && byte < 256; byte += THREADS) {
+        const u32 pair = pack(float2{load_scale(minima + byte % 16), load_scale(minima + byte / 16)});
+#pragma unroll
+        for (int copy = 0; copy < COPIES; ++copy) shared.pairs[byte * COPIES + copy] = pair;
+    }
+#endif
     __syncwarp();
     if (SPLIT > 1) {
         arrive_in_cluster();
@@ -330,6 +340,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         const long long band = band_of(of_team / 2);
         const int row_of_band = of_team % 2 * 16 + lane / 4;
         const float* const own_band = scales + band * ((num_chunks * CHUNK - 1) / SHARED + 1);  // scale of 128 rows
+        Table tables[2];  // tables of rows g and g + 8
+        if constexpr (ONE_TABLE) tables[0].pairs = held(shared_address(shared.pairs + lane % COPIES));
+        if constexpr (WEIGHTS == LUT4) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) tables[r] = load_table(minima + (band * BAND_ROWS + row_of_band + 8 * r) * 16);
+        }
         u32 words[SPANS][2];
         float least[SPANS][2], next = 0.0f;
         if (GROUP == 0) {
@@ -408,7 +424,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     if constexpr (FP8_TOKENS)
                         w[box * 4 + step] = quads_of(pieces[step]);
                     else if constexpr (ROUNDS)
-                        w[box * 4 + step] = rounded_pairs(pieces, step, scale_of_span[span], shift_of_span[span]);
+                        w[box * 4 + step] = rounded_pairs(pieces, step, scale_of_span[span], shift_of_span[span], tables);
+                    else if constexpr (HAS_TABLE)
+                        w[box * 4 + step] = looked_up(pieces[0].r[step], tables);
                     else
                         w[box * 4 + step] = pairs_of(pieces, step, words[span]);
                 }

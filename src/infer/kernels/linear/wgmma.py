@@ -53,6 +53,7 @@ from infer.kernels.linear import pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import quantize_rows
 from infer.kernels.linear.cuda import (
+    CODES,
     CudaLinear,
     Defines,
     Matrix,
@@ -81,6 +82,11 @@ _MIN_TILES = 16
 _MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and larger tiles read it less often
 _SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
+
+ONE_TABLE, TABLE_BYTES = (
+    ("nf4", "fp4"),
+    16 << 10,
+)  # a table for all rows: 16 copies of the pairs of its numbers
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
 ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
@@ -153,9 +159,10 @@ class WgmmaConfig:
         """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
         stages = self.stages * stage_bytes(self)
         sums = self.teams * self.width * (self.rows + 4) * 4
+        table = TABLE_BYTES if self.form is not None and self.form.codes in ONE_TABLE else 0
         barriers = (16 if self.form is None else 24) * self.stages
         squares = 3 * 8 * -(-self.width // self.split)
-        return max(stages, sums) + barriers + squares + 2 * 1024
+        return max(stages, sums) + table + barriers + squares + 2 * 1024
 
 
 def stage_bytes(config: WgmmaConfig) -> int:
@@ -234,7 +241,9 @@ def choose_coded(
     M: int, N: int, K: int, form: CodedForm, *, gated: bool, profile: LinearProfile = H200.linear
 ) -> WgmmaConfig | None:
     """The cut of a matrix of coded weights; None: this kernel is not for it."""
-    if not 0 < M <= max_coded(K, form, profile) or N % (BAND if gated else 8) or K % BOX_COLUMNS:
+    if form.codes not in CODES or not 0 < M <= max_coded(K, form, profile):
+        return None
+    if N % (BAND if gated else 8) or K % BOX_COLUMNS:
         return None  # x is copied in whole boxes
     if M > _MAX_NARROW:
         return _choose_wide(M, N, K, form, profile.resident, gated=gated)
@@ -262,7 +271,8 @@ def choose_coded(
         teams = 4 if split == 1 and not keeps_sums else 2
     elif width <= 32:
         split = split_of(64, 2 * num_sms)
-        blocks = 2 if split == 2 else 3
+        has_tables = form.codes == "lut4" and not by_warps  # they take registers of three blocks
+        blocks = 2 if split == 2 or has_tables else 3
         if is_short and num_tiles[128] * 4 <= 2 * num_sms:
             rows, split, blocks = 128, split_of(128, 2 * num_sms, 2), 2
         elif form.bits == 8 and num_tiles[64] > 2 * num_sms and num_tiles[192] <= num_sms:
@@ -362,7 +372,8 @@ def launch(
     if isinstance(w, CodedWeights):
         assert w.form == config.form, f"{w.form} with {config}"
         num_boxes = config.columns * tokens.element_size() // BOX_BYTES
-        weights = tuple(each.data_ptr() for each in (w.cells, w.scales, w.minima, token_scales))
+        others = w.tables if w.tables.numel() else w.minima
+        weights = tuple(each.data_ptr() for each in (w.cells, w.scales, others, token_scales))
     else:
         weights = (Boxes(w.data_ptr(), w.dtype, len(w), K, K * 2, config.box_rows(gated=gated)),)
     num_blocks = config.num_blocks(M, N, gated=gated)

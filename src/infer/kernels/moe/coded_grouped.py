@@ -137,10 +137,10 @@ def multiply_coded_rows(
 ) -> torch.Tensor:  # fmt: skip
     """The product of each row with the matrix of its expert, times its weight if there are weights."""
     y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
-    num_blocks = len(block_experts)
+    num_blocks, parts = len(block_experts), stored_parts(w)
     coded_grouped_kernel[(-(-w.num_rows // BAND), num_blocks)](
-        x, *stored_parts(w), y_RN, row_order, block_experts, weights_TC,
-        x.stride(0), w.cells.stride(0), w.scales.stride(0), w.minima.stride(0),
+        x, *parts, y_RN, row_order, block_experts, weights_TC,
+        x.stride(0), *(part.stride(0) for part in (w.cells, *parts[2:])),
         num_rows, w.num_rows, w.size, *tile_sizes(w),
         ROWS_PER_INPUT=rows_per_input, WEIGHTED=weights_TC is not None, **tile_constants(w),
         WIDEN=INTERPRETED, BLOCK_T=len(row_order) // num_blocks, num_warps=4,

@@ -19,12 +19,20 @@
    The next kernel may start when all have been heard, and never earlier: ranks may share a GPU, and blocks that wait for
    this kernel would take the room of those that another rank needs to get here.
 
-   Compiled with RANKS, BLOCKS, THREADS, UNITS and KIND: 0 float32, 1 bfloat16, 2 float16. */
+   Numbers that one rank tells others go one way, `tell` there and `hear` here, and the ends need not meet: hidden
+   states from one stage of layers to the next, and drawn ids from rank 0 to all.
+
+       inbox of a listener    [DEPTH][BLOCKS][UNITS][THREADS]  slots as above; the teller writes to them
+       taken, of the teller   [BLOCKS][THREADS]  words for each listener, who writes the number that it has read
+
+   A thread writes to a set of slots again DEPTH numbers later, when all listeners have said that they have read it.
+
+   Compiled with RANKS, BLOCKS, THREADS, UNITS, DEPTH and KIND: 0 float32, 1 bfloat16, 2 float16. */
 
 typedef unsigned int word;
 typedef unsigned long long address;
 
-enum { SUM, SIDE_BY_SIDE, FIRST };  // `all_reduce`, `all_gather`, `first`
+enum { SUM, SIDE_BY_SIDE };  // `all_reduce`, `all_gather`
 
 __device__ __forceinline__ void send(uint4 *slot, uint2 share, word number) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(slot), "r"(share.x), "r"(number),
@@ -169,7 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const unsigned long long place = first + u * stride;
             if (how == SUM) add(sums[u], share);
             if (how == SIDE_BY_SIDE) y[(place / width * RANKS + peer) * width + place % width] = share;
-            if (how == FIRST && peer == 0) y[place] = share;
         });
         if (!is_met) return;
         if (how == SUM)
@@ -240,3 +247,70 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 #endif
+
+/* The numbers of the threads of this rank on a way, and the words that end its waits. */
+#define OF_WAY word *numbers, word *aborted, word *dead, unsigned long long limit, unsigned long long count
+
+__device__ __forceinline__ unsigned long long place_of(word number) {
+    return ((number % DEPTH) * BLOCKS + blockIdx.x) * (unsigned long long)(UNITS * THREADS) + threadIdx.x;
+}
+
+/* Send `count` pieces of 8 bytes to the inboxes of all listeners. */
+extern "C" __global__ void __launch_bounds__(THREADS)
+    tell(const uint2 *x, const address *inboxes, const address *taken, int num_listeners, OF_WAY) {
+    const unsigned long long stride = (unsigned long long)gridDim.x * THREADS;
+    const int lane = blockIdx.x * THREADS + threadIdx.x;
+    wait_for_kernel_before();
+    if (*(volatile word *)dead) return;
+    word number = numbers[lane];
+    const unsigned long long since = now();
+    for (unsigned long long first = lane; first < count; first += UNITS * stride) {
+        ++number;
+        for (int to = 0; to < num_listeners; ++to) {
+            const volatile word *read = (const volatile word *)taken[to] + lane;
+            for (word tries = 1; (int)(number - DEPTH - *read) > 0; ++tries)
+                if (tries % 1024 == 0 && is_over(aborted, dead, since, limit)) return;
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+            if (first + u * stride < count) {
+                const uint2 piece = x[first + u * stride];
+                for (int to = 0; to < num_listeners; ++to)
+                    send((uint4 *)inboxes[to] + place_of(number) + u * THREADS, piece, number);
+            }
+    }
+    let_next_kernel_start();
+    numbers[lane] = number;
+}
+
+/* Take as many pieces from the inbox, in the order in which they were sent. */
+extern "C" __global__ void __launch_bounds__(THREADS) hear(uint2 *y, const uint4 *inbox, word *taken, OF_WAY) {
+    const unsigned long long stride = (unsigned long long)gridDim.x * THREADS;
+    const int lane = blockIdx.x * THREADS + threadIdx.x;
+    wait_for_kernel_before();
+    if (*(volatile word *)dead) return;
+    word number = numbers[lane];
+    const unsigned long long since = now();
+    for (unsigned long long first = lane; first < count; first += UNITS * stride) {
+        ++number;
+        uint4 found[UNITS];
+        for (word tries = 1;; ++tries) {
+            bool is_whole = true;
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u)
+                if (first + u * stride < count && is_whole) {  // one look at a time while nothing has come
+                    found[u] = look(inbox + place_of(number) + u * THREADS);
+                    is_whole = found[u].y == number && found[u].w == number;
+                }
+            if (is_whole) break;
+            if (tries % 256 == 0 && is_over(aborted, dead, since, limit)) return;
+            __nanosleep(64);  // a stage that computes on the same GPU needs the memory
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+            if (first + u * stride < count) y[first + u * stride] = uint2{found[u].x, found[u].z};
+        ((volatile word *)taken)[lane] = number;
+    }
+    let_next_kernel_start();
+    numbers[lane] = number;
+}

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from struct import Struct
+from typing import Final, NamedTuple
 
 import torch
 
@@ -38,19 +39,31 @@ from infer.kernels.runtime.cuda_build import (
     index_of,
     make_cubin,
 )
+from infer.kernels.runtime.gpu_way import (
+    DEPTH,
+    IDS,
+    NUM_BLOCKS,
+    NUM_THREADS,
+    NUM_UNITS,
+    PIECE,
+    ROWS,
+    TYPES,
+    GpuWay,
+    RankMemory,
+    way_bytes,
+    whole_pieces,
+)
 from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_name
 
 SOURCE: Final = Path(__file__).with_name("exchange.cu")
-NUM_BLOCKS, NUM_THREADS, NUM_UNITS = 32, 256, 4
-SUM, SIDE_BY_SIDE, FIRST = 0, 1, 2  # what becomes of the shares
+SUM, SIDE_BY_SIDE = 0, 1  # what becomes of the shares
 NCCL_BYTES: Final = 1 << 19  # bytes of a share from which ranks on several GPUs use NCCL
 WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as gone
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PIECE: Final = 8  # bytes
 _HANDLE_BYTES: Final = 64
-_NAME_BYTES: Final = 63  # bytes of a GPU's name that are compared
+_RANK: Final = Struct("<BQ63s")  # number of a GPU, its free bytes, the start of its name
 _OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
-_TYPES: Final = {
+_TYPES: Final = TYPES | {
     "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),
     "exchange_add": (
         *(ctypes.c_void_p,) * 6, *_OF_RANKS, ctypes.c_ulonglong, *(ctypes.c_int,) * 3, ctypes.c_float,
@@ -58,44 +71,82 @@ _TYPES: Final = {
 }  # fmt: skip
 
 
+class _Rank(NamedTuple):
+    """The facts about the GPU of a rank."""
+
+    card: int  # its number
+    free: int  # bytes of its memory, with the weights in it
+    name: str
+
+    @classmethod
+    def read(cls, text: bytes) -> _Rank:
+        """The facts as `to_bytes` has written them."""
+        card, free, name = _RANK.unpack_from(text)
+        return cls(card, free, name.rstrip(b"\0").decode())
+
+    def to_bytes(self) -> bytes:
+        """The facts, always in as many bytes."""
+        return _RANK.pack(self.card, self.free, self.name.encode())
+
+
 class _Handle(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char * _HANDLE_BYTES),)
 
 
 class GpuCommunicator(Communicator):
-    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together."""
+    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together.
+
+    Where layers are in stages it adds up with the ranks of its own, and is the `Pipe` to the others.
+    """
 
     def __init__(
         self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype, wait_s: float = WAIT_S
     ) -> None:
-        """`shared` joins the same ranks on the host; `dtype` is that of the sums."""
-        self.rank, self.size, self._shared, self._device = shared.rank, shared.size, shared, device
-        self._dtype, self._is_alone = dtype, False
+        """`shared` joins the same ranks on the host; `dtype` is that of sums and hidden states."""
+        self.rank, self.size, everyone = shared.rank, shared.size, shared.everyone()
+        self._shared, self._device, self._dtype, self._is_alone = everyone, device, dtype, False
+        number, num_ranks = everyone.rank, everyone.size
         self.uses_nccl = True  # NCCL makes long sums, in an order that depends on the number of rows
         with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
             self._kernels = _load(device, self.size, dtype)
             self.can_add = "exchange_add" in self._kernels
-            own = _allocate(16 * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS, taken)
-            self._aborted = _map_word(shared, taken)
+            slot_bytes = 2 * PIECE * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS
+            own = _allocate(slot_bytes + way_bytes(num_ranks), taken)
+            aborted = _map_word(everyone, taken)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
-            card = torch.cuda.get_device_name(device).encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-            found = shared.gather_bytes(_export(own) + bytes([index_of(device)]) + card)
-            check_alike([each[_HANDLE_BYTES + 1 :].rstrip(b"\0").decode() for each in found])
-            opened = [own if r == self.rank else _open(found[r], device, taken) for r in range(self.size)]
-            self._slots = torch.tensor(opened, dtype=torch.int64, device=device)
-            cards = {each[_HANDLE_BYTES] for each in found}
+            free, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+            about = _Rank(index_of(device), free, name)
+            found = everyone.gather_bytes(_export(own) + about.to_bytes())
+            ranks = [_Rank.read(each[_HANDLE_BYTES:]) for each in found]
+            check_alike([each.name for each in ranks])
+            opened = [
+                own if r == number else _open(found[r], ranks[r].card, device, taken)
+                for r in range(num_ranks)
+            ]
+            first = number - self.rank  # number of the first rank of its stage
+            self._slots = torch.tensor(opened[first : first + self.size], dtype=torch.int64, device=device)
+            has_own = len({each.card for each in ranks}) == num_ranks
+            # bytes that the GPU of another rank has less free than that of this one
+            self.shortage = max(about.free - min(each.free for each in ranks), 0) if has_own else 0
             self._nccl: NcclGroup | None = None
-            if len(cards) == self.size and (nccl := load_nccl()) is not None:
-                name = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
-                name, wait = shared.gather_bytes(name)[0], partial(_wait_for_all, shared, wait_s)
-                self._nccl = NcclGroup(nccl, name, self.rank, self.size, device, wait)
+            adds_up = self.size > 1 or num_ranks == 1
+            if has_own and adds_up and (nccl := load_nccl()) is not None:
+                made = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
+                made, wait = everyone.gather_bytes(made)[first], partial(_wait_for_all, shared, wait_s)
+                self._nccl = NcclGroup(nccl, made, self.rank, self.size, device, wait)
                 shared.on_abort.append(self._nccl.abort)
             taken.callback(torch.cuda.synchronize, device)
             resources = taken.pop_all()
         numbers = self._numbers.data_ptr()
-        dead = numbers + 4 * NUM_BLOCKS * NUM_THREADS
-        self._of_ranks = self._slots.data_ptr(), numbers, self._aborted, dead, int(wait_s * 1e9), self.rank
+        dead, limit_ns = numbers + 4 * NUM_BLOCKS * NUM_THREADS, int(wait_s * 1e9)
+        self._of_ranks = self._slots.data_ptr(), numbers, aborted, dead, limit_ns, self.rank
+        memory = RankMemory([place + slot_bytes for place in opened], aborted, dead, limit_ns, number)
+        way = partial(GpuWay, self._kernels, memory, device)
+        self._ids, self.num_stages = way(IDS, 0, range(1, num_ranks)), num_ranks // self.size
+        self.stage = self.num_stages - 1 - first // self.size
+        self._before = way(ROWS, number + self.size, [number]) if self.stage else None
+        self._after = way(ROWS, number, [number - self.size]) if first else None
         self._finalizer = weakref.finalize(self, resources.close)
         self._finalizer.atexit = False
 
@@ -112,7 +163,7 @@ class GpuCommunicator(Communicator):
         """The sum of the tensors of all ranks, in the memory of `x` where possible."""
         if not self._exchanges:
             return x
-        shares = _whole_pieces(x)
+        shares = whole_pieces(x)
         is_long = shares.numel() * shares.element_size() >= NCCL_BYTES
         if is_long and self.uses_nccl and self._nccl is not None:
             self._nccl.all_reduce(shares)
@@ -129,25 +180,43 @@ class GpuCommunicator(Communicator):
         out_MV, shares_MN = x_MN.new_empty((M, self.size * width)), x_MN.contiguous()
         if missing := width - x_MN.shape[1]:
             shares_MN = torch.nn.functional.pad(shares_MN, (0, missing))
-        self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // _PIECE)
+        self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // PIECE)
         return out_MV[:, :num_columns].contiguous()
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, through the host."""
+        """The bytes of every rank, also those of other stages, through the host."""
         return self._shared.gather_bytes(mine)
 
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte numbers by that of rank 0."""
-        assert x.is_contiguous() and x.element_size() == _PIECE, (x.dtype, x.stride())
-        if self._exchanges and x.numel():
-            self._exchange(x, x, FIRST)
+        """Replace a tensor of 8-byte numbers by that of the first rank of all, which samples."""
+        if self._exchanges:
+            self._ids.go(x)
+
+    def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows [num_rows, width] that the stage before passes on; the GPU waits for them."""
+        assert self._before is not None, "the first stage has the embedding"
+        if not self._exchanges:
+            return torch.zeros((num_rows, width), dtype=dtype, device=self._device)
+        count = num_rows * width
+        x = torch.empty(count + -count % (PIECE // dtype.itemsize), dtype=dtype, device=self._device)
+        self._before.go(x)
+        return x[:count].view(num_rows, width)
+
+    def pass_on(self, x_MN: torch.Tensor) -> None:
+        """Pass rows on to the next stage; the GPU waits where that one is far behind."""
+        assert self._after is not None, "the last stage has the head"
+        if self._exchanges:
+            self._after.go(whole_pieces(x_MN))
+
+    def tick(self) -> None:
+        """Do nothing: a step on a GPU is watched as a whole (client/rank_group.py)."""
 
     def num_parts(self, num_rows: int, size: int) -> int | None:
         """The parts of the `ResidualSum` that `add` makes of so large a sum; None: it is for fewer rows."""
-        num_pieces = size * self._dtype.itemsize // _PIECE
+        num_pieces = size * self._dtype.itemsize // PIECE
         for units in (1, 2, NUM_UNITS):
             parts = -(-num_pieces // (units * NUM_THREADS))
-            if num_rows * parts <= NUM_BLOCKS and not size * self._dtype.itemsize % _PIECE:
+            if num_rows * parts <= NUM_BLOCKS and not size * self._dtype.itemsize % PIECE:
                 return parts
         return None
 
@@ -161,10 +230,10 @@ class GpuCommunicator(Communicator):
         squares_PM = new((num_parts, M), dtype=torch.float64, device=x_MN.device)
         total = ResidualSum(sum_MN, scaled_MN, squares_PM)
         if self._exchanges:
-            num_pieces, gain_N = N * x_MN.element_size() // _PIECE, stream.norm_weight_N
-            row_pieces = residual_MN.stride(0) * residual_MN.element_size() // _PIECE
+            num_pieces, gain_N = N * x_MN.element_size() // PIECE, stream.norm_weight_N
+            row_pieces = residual_MN.stride(0) * residual_MN.element_size() // PIECE
             assert gain_N.dtype is residual_MN.dtype is x_MN.dtype, (gain_N.dtype, residual_MN.dtype)
-            assert not (residual_MN.stride(0) * residual_MN.element_size() | residual_MN.data_ptr()) % _PIECE
+            assert not (residual_MN.stride(0) * residual_MN.element_size() | residual_MN.data_ptr()) % PIECE
             units = -(-num_pieces // (num_parts * NUM_THREADS))
             tensors = x_MN, residual_MN, gain_N, *total
             self._kernels["exchange_add"](
@@ -178,7 +247,7 @@ class GpuCommunicator(Communicator):
         return not self._is_alone or torch.cuda.is_current_stream_capturing()
 
     def _exchange(self, x: torch.Tensor, y: torch.Tensor, how: int, width: int = 1) -> None:
-        count = x.numel() * x.element_size() // _PIECE
+        count = x.numel() * x.element_size() // PIECE
         if not count:
             return
         self._kernels["exchange"](
@@ -187,30 +256,17 @@ class GpuCommunicator(Communicator):
         )  # fmt: skip
 
 
-def _whole_pieces(x: torch.Tensor) -> torch.Tensor:
-    """The numbers without gaps, at addresses and in a number that pieces of 8 bytes have."""
-    if x.is_contiguous() and not (x.numel() * x.element_size() | x.data_ptr()) % _PIECE:
-        return x
-    missing = -x.numel() % (_PIECE // x.element_size())
-    return torch.nn.functional.pad(x.reshape(-1), (0, missing)).clone()
-
-
 def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, PreparedLaunch]:
     defines = (
         ("RANKS", size), ("BLOCKS", NUM_BLOCKS), ("THREADS", NUM_THREADS), ("UNITS", NUM_UNITS),
-        ("KIND", _KINDS[dtype]),
+        ("DEPTH", DEPTH), ("KIND", _KINDS[dtype]),
     )  # fmt: skip
     major, minor = dispatch.gpu_capability(device)
     try:
         kernels = LoadedKernels(make_cubin(SOURCE, f"sm_{major}{minor}", dict(defines)))
     except BuildError as error:
-        raise ConfigError(
-            f"tensor_parallel_size={size} on a GPU compiles {SOURCE.name}, and {error}"
-        ) from None
-    pdl, names = (
-        dispatch.has_pdl(device),
-        ("exchange", "exchange_add") if _KINDS[dtype] == 1 else ("exchange",),
-    )
+        raise ConfigError(f"several ranks on GPUs need {SOURCE.name} compiled, and {error}") from None
+    pdl, names = dispatch.has_pdl(device), _TYPES.keys() - ({"exchange_add"} if _KINDS[dtype] != 1 else ())
     return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
 
 
@@ -222,8 +278,9 @@ def _check(code: int, what: str) -> None:
         reason = ctypes.c_char_p()
         driver().cuGetErrorString(code, ctypes.byref(reason))
         raise ConfigError(
-            f"tensor_parallel_size above 1 cannot be had here: {what} failed "
-            f"({(reason.value or b'unknown error').decode()}); leave it out"
+            f"several ranks on GPUs cannot be had here: {what} failed "
+            f"({(reason.value or b'unknown error').decode()}); leave out tensor_parallel_size and "
+            "pipeline_parallel_size"
         )
 
 
@@ -243,13 +300,13 @@ def _export(address: int) -> bytes:
     return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
 
 
-def _open(found: bytes, device: torch.device, taken: ExitStack) -> int:
+def _open(found: bytes, card: int, device: torch.device, taken: ExitStack) -> int:
     address, lazily = ctypes.c_ulonglong(), 1
     handle = _Handle.from_buffer_copy(found[:_HANDLE_BYTES])
     opens = driver().cuIpcOpenMemHandle_v2
     opens.argtypes = ctypes.c_void_p, _Handle, ctypes.c_uint
     code = opens(ctypes.byref(address), handle, lazily)
-    _check(code, f"opening the memory of cuda:{found[_HANDLE_BYTES]} on {device}")
+    _check(code, f"opening the memory of cuda:{card} on {device}")
     taken.callback(driver().cuIpcCloseMemHandle, address)
     return address.value
 
@@ -275,8 +332,8 @@ def check_alike(names: Sequence[str]) -> None:
     if len(set(names)) > 1:
         found = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
         raise ConfigError(
-            f"tensor_parallel_size={len(names)} needs GPUs of one kind, but {found}; choose equal ones with "
-            "CUDA_VISIBLE_DEVICES, or leave it out"
+            f"{len(names)} ranks need GPUs of one kind, but {found}; choose equal ones with "
+            "CUDA_VISIBLE_DEVICES, or ask for one rank"
         )
 
 

@@ -15,7 +15,7 @@ leaves that do not fit together; `open` makes the function that reads rows, on t
                          weight [N, K]  SCB [N]
     squeezellm           qweight [K·b/32, N]  lookup_table [N, 2^b]  rows [N+1]  cols  vals
 
-Scales of activations (`input_scale`) belong to kernels that multiply in 8 bits; here activations keep more.
+Scales of activations (`input_scale`) are checked and not used: where tokens are rounded, each has its own.
 
 Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
 """
@@ -33,7 +33,7 @@ from infer.loader.formats.axes import COLUMNS, ROWS, WHOLE, Axes, Axis, groups, 
 from infer.loader.formats.bit_stream import unpack
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, StoredModule, Tensors
-from infer.quant.coded import CodedRows, StoredCodes
+from infer.quant.coded import CodedRows, Outliers, StoredCodes
 
 MAX_STATE_BYTES = 1 << 16  # limit of the JSON next to a matrix of bitsandbytes
 CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
@@ -229,8 +229,9 @@ def _measure_scaled(module: StoredModule) -> Layout:
     module.check("weight_zero_point", module.leaves[leaf].shape)
     is_integer, has_minima = kind == "int8", "weight_zero_point" in module.leaves
     codes = None
-    if kind != "e5m2" and (is_integer or not has_minima):
-        codes = StoredCodes("int8" if is_integer else "fp8", size, group_size, has_minima, row_step)
+    if is_integer or not has_minima:
+        form = {"e4m3": "fp8"}.get(kind, kind)
+        codes = StoredCodes(form, size, group_size, has_minima, row_step)
     return Layout(num_rows, size, 8, group_size, label, codes)
 
 
@@ -344,7 +345,13 @@ def _measure_nf4(module: StoredModule) -> Layout:
         module.check("weight.nested_absmax", (-(-num_blocks // state.nested_block),))
         module.check("weight.nested_quant_map", (256,))
     label = _state_leaf(module.leaves).rpartition("__")[2]
-    return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}")
+    codes = StoredCodes(label, size, min(state.block, size)) if _has_own_blocks(state) else None
+    return Layout(num_rows, size, 4, 0, f"{label}-g{state.block}", codes)
+
+
+def _has_own_blocks(state: _State) -> bool:
+    """Return True if blocks, which run on from row to row, are groups of one row, or rows of one block."""
+    return state.shape[1] % state.block == 0 or state.block % state.shape[1] == 0
 
 
 def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRows:
@@ -360,11 +367,16 @@ def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
         module.finite("weight.quant_map", tensors["weight.quant_map"]),
         tensors["weight"].flatten(),
     )
+    has_own_blocks, group = _has_own_blocks(state), min(state.block, size)
 
-    def rows(part: slice) -> torch.Tensor:
+    def rows(part: slice) -> CodedRows | torch.Tensor:
         first, last = part.start * size, part.stop * size
         pairs = packed[first // 2 : -(-last // 2)].to(absmax.device)
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % 2 :][: last - first]
+        if has_own_blocks:
+            which = torch.arange(first, last, group, device=absmax.device) // state.block
+            scales = absmax[which].view(-1, size // group)
+            return CodedRows(codes.view(-1, size), 4, scales, 0, group, table=table[None])
         which = torch.arange(first, last, device=absmax.device) // state.block
         return (table[codes.long()] * absmax[which]).view(-1, size)
 
@@ -424,7 +436,9 @@ def _measure_squeezellm(module: StoredModule) -> Layout:
         module.check("cols", module.leaves["vals"].shape)
     if "full_rows" in module.leaves and bool(module.read("full_rows").any()):
         module.fail("full_rows, whole rows beside the sparse weights, are not supported")
-    return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}")
+    count = math.prod(module.leaves["vals"].shape) if sparse else 0
+    codes = StoredCodes("lut4", size, size, num_outliers=count)
+    return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}", codes)
 
 
 def _axes_squeezellm(module: StoredModule, layout: Layout) -> Axes:
@@ -438,22 +452,21 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
     num_rows, size, bits = layout[:3]
     table = module.finite("lookup_table", tensors["lookup_table"])
     starts = tensors["rows"].long() if "rows" in tensors else None
+    ones = torch.ones((num_rows, 1), device=table.device)
     if starts is not None:
-        cols = tensors["cols"]
+        cols, vals = tensors["cols"], module.finite("vals", tensors["vals"])
         is_sound = int(starts[0]) == 0 and int(starts[-1]) == len(cols) and bool((starts.diff() >= 0).all())
         if not is_sound or (len(cols) and not 0 <= int(cols.min()) <= int(cols.max()) < size):
             module.fail(f"rows, cols and vals are not a sparse matrix of {num_rows} rows and {size} columns")
 
-    def rows(part: slice) -> torch.Tensor:
-        words = tensors["qweight"][:, part].T.to(table.device)
-        numbers = table[part].gather(1, unpack(words, bits, size).long())
+    def rows(part: slice) -> CodedRows:
+        words, outliers = tensors["qweight"][:, part].T.to(table.device), None
         if starts is not None:
             bounds = starts[part.start : part.stop + 1]
             inside = slice(int(bounds[0]), int(bounds[-1]))
-            which = torch.arange(len(numbers), device=numbers.device).repeat_interleave(bounds.diff())
-            at = (which, tensors["cols"][inside].long())
-            numbers.index_put_(at, tensors["vals"][inside].float(), accumulate=True)
-        return numbers
+            outliers = Outliers(bounds - bounds[0], tensors["cols"][inside], vals[inside])
+        codes = unpack(words, bits, size)
+        return CodedRows(codes, bits, ones[part], 0, size, table=table[part], outliers=outliers)
 
     return rows
 

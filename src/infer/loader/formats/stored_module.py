@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 import torch
 
 from infer.errors import CheckpointError
+from infer.kernels.linear.coded import TABLED
 from infer.loader.formats.axes import Axes
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import CodedRows, StoredCodes
@@ -86,6 +87,12 @@ class Settings:
         if self.method == "fp8":
             blocks = self.hints("weight_block_size") or [1, size]
             return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
+        if self.method == "bitsandbytes" and self.raw.get("load_in_4bit"):
+            kind = str(self.raw.get("bnb_4bit_quant_type", "fp4"))
+            is_known = kind in TABLED and size % 64 == 0  # the size of its blocks
+            return StoredCodes(kind, size, 64) if is_known else None
+        if self.method == "squeezellm":
+            return StoredCodes("lut4", size, size)
         bits, group = self.bits, (self.hints("group_size", "q_group_size") or [size])[0]
         if not bits or self.method not in _INTEGERS:
             return None

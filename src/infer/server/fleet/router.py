@@ -12,7 +12,7 @@ one comes to be cached on as many replicas as it takes. Replicas whose costs dif
 prompt's own cost take turns by load. Requests sent a moment ago count as well: their tokens wait, and their
 prefixes are expected.
 
-A bound holds whatever costs say, for a long answer costs little while its prompt is queued: a replica with
+A bound holds whatever the costs say, because they do not know how long answers will be: a replica with
 more requests than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas
 that are down are left out, and those that have given no sign of progress for MAX_SILENCE_S, a ping included,
 until they give one.
@@ -34,7 +34,7 @@ PREFIX_BLOCK = 16  # tokens of a block, where an engine does not say
 MAX_PREFIX_BLOCKS = 512  # a longer agreement makes little difference to the choice
 MAX_EXPECTED = 32_768
 EXPECTED_S = 10.0  # seconds for which a prefix that was sent is expected to be computed soon
-ADAPTER_S = 300.0  # the same of an adapter, whose prefixes no engine tells
+ADAPTER_S = 300.0  # seconds for an adapter, whose prefixes engines do not report
 MAX_LOAD = 1.25  # times the mean number of requests
 MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take

@@ -233,33 +233,16 @@ static inline float half_to_float(uint16_t h) {
 #endif
 }
 
-#if defined(HAVE_AVX512)
-ALWAYS_INLINE vr load_halves_vr(const uint16_t *p) {
+#if defined(HAVE_AVX512) || defined(HAVE_AVX2)
+/* Halves as floats, as many as a register has. */
+ALWAYS_INLINE vr load_halves(const uint16_t *p) {
+#if WIDTH == 16
     return (vr)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
-#elif defined(HAVE_AVX2)
-ALWAYS_INLINE vr load_halves_vr(const uint16_t *p) { return (vr)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-#endif
-
-/* 16 halves as floats: the scales of one group for the rows of a tile. */
-static inline vf load_halves(const uint16_t *p) {
-#if defined(HAVE_AVX512)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(HAVE_AVX2)
-    union { __m256 half[2]; vf all; } u;
-    u.half[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-    u.half[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)));
-    return u.all;
-#elif defined(HAVE_NEON)
-    union { float32x4_t quarter[4]; vf all; } u;
-    for (int i = 0; i < 4; i++) u.quarter[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4)));
-    return u.all;
 #else
-    vf v;
-    for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);
-    return v;
+    return (vr)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #endif
 }
+#endif
 
 typedef void (*chunk_fn)(const void *args, int64_t chunk);
 

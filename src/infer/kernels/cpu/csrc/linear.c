@@ -42,9 +42,9 @@ typedef struct {
 } group_scales;
 
 ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, const int bits) {
-    if (bits == 8) return (group_scales){.scale = load_halves_vr(tile_scales + g * LANES)};
+    if (bits == 8) return (group_scales){.scale = load_halves(tile_scales + g * LANES)};
     const uint16_t *both = tile_scales + g * 2 * LANES;
-    return (group_scales){load_halves_vr(both), load_halves_vr(both + LANES)};
+    return (group_scales){load_halves(both), load_halves(both + LANES)};
 }
 
 /* Weights are read once, from one end to the other. The processor notices and prefetches, but begins anew at every
