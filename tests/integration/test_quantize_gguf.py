@@ -164,7 +164,7 @@ def test_transformers_computes_the_same_from_the_weights_of_the_file(name: str, 
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored = {
-        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
         for tensor in reader.tensors
     }
     weights = dict(theirs.state_dict())
