@@ -106,7 +106,7 @@ def _architecture_of(headers: ModelHeaders) -> str:
 def _metadata(headers: ModelHeaders, architecture: str, directory: Path, kind: str) -> dict[str, Any]:
     config, scaling = headers.config, headers.config.rope_scaling
     window = next(iter(config.layer_windows), None)
-    sizes = {
+    sizes: dict[str, Any] = {
         "block_count": config.num_layers,
         "context_length": config.context_len,
         "embedding_length": config.hidden_size,
@@ -193,7 +193,7 @@ def _rows(tensor: _Stored) -> Iterator[torch.Tensor]:
         yield numbers.half() if kind is GGMLType.F16 else numbers.float()
         return
     step = max(1, _ROWS_AT_ONCE // numbers.shape[1])
-    yield from (round_to_blocks(rows, kind.name) for rows in numbers.split(step))
+    yield from (round_to_blocks(rows, kind.name) for rows in torch.split(numbers, step))
 
 
 # -- bytes --------------------------------------------------------------------------------------------
