@@ -150,3 +150,21 @@ def test_what_is_no_gguf_file_is_refused(
     (tmp_path / "b.gguf").touch()
     assert main(["quantize", str(dense_source.path), str(tmp_path / "b.gguf"), "--scheme", "gguf-q4_0"]) == 2
     assert "exists; delete it or choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_transformers_computes_the_same_from_the_file(name: str, root: Path) -> None:
+    """It unpacks the blocks with the `gguf` package, and has names, sizes and tokens from the file alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = written(root, name, "gguf-q4_k")
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ids = list(range(3, 40))
+    expected = theirs(torch.tensor([ids])).logits[0, -1]
+    [found] = run_step(load(path).model, [ids])
+    torch.testing.assert_close(found.flatten()[-len(expected) :], expected, rtol=1e-3, atol=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    own = Tokenizer.from_gguf(read_gguf(path).metadata)
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special=False)
