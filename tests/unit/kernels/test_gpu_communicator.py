@@ -44,9 +44,9 @@ def test_ranks_that_do_not_come_together_are_not_waited_for(is_aborted: bool, wa
 
 @pytest.mark.parametrize("num_ids", [1, 1024, 1025, 8192, NUM_BLOCKS * NUM_THREADS * NUM_UNITS])
 def test_ids_of_all_parts_of_a_step_have_room_on_their_way(num_ids: int) -> None:
-    """Stages take them when they need them: rank 0 must not wait for that before it computes the next part."""
+    """Stages take them when they need them, and rank 0 must not wait for that."""
     launched: list[int] = []
-    kernels: Any = {"tell": lambda num_blocks, *arguments: launched.append(num_blocks)}
+    kernels: Any = {"tell": lambda num_blocks, *_: launched.append(num_blocks)}
     memory = RankMemory([0, 0], 0, 0, 0, rank=0)
     way = GpuWay(kernels, memory, torch.device("cpu"), IDS, 0, [1])
     way.go(torch.zeros(num_ids, dtype=torch.int64))
