@@ -170,17 +170,32 @@ def test_what_is_no_gguf_file_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_transformers_computes_the_same_from_the_file(name: str, root: Path) -> None:
-    """It unpacks the blocks with the `gguf` package, and has names, sizes and tokens from the file alone."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_transformers_computes_the_same_from_the_weights_of_the_file(name: str, root: Path) -> None:
+    """Names, order of rows and numbers as the `gguf` package knows them, in the network of transformers."""
+    from transformers import AutoModelForCausalLM
 
     path = written(root, name, "gguf-q4_k")
-    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(dense(root, name), dtype=torch.float32)
+    reader, config = gguf.GGUFReader(path), theirs.config
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    stored = {
+        tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in reader.tensors
+    }
+    weights = dict(theirs.state_dict())
+    for key in weights.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        found = stored.pop(str(names.get_name(key, try_suffixes=(".weight", ".bias"))))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            key.split(".")[-2]
+        )
+        if name == "llama" and heads:  # the converter puts both halves of a pair side by side
+            found = found.reshape(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
+        weights[key] = found
+    assert not stored
+    theirs.load_state_dict(weights)
+    theirs.tie_weights()
     ids = list(range(3, 40))
     expected = theirs(torch.tensor([ids])).logits[0, -1]
-    [found] = run_step(load(path).model, [ids])
-    torch.testing.assert_close(found.flatten()[-len(expected) :], expected, rtol=1e-3, atol=1e-3)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    own = Tokenizer.from_gguf(read_gguf(path).metadata)
-    for text in TEXTS:
-        assert tokenizer.encode(text, add_special_tokens=False) == own.encode(text, add_special=False)
+    [found_logits] = run_step(load(path).model, [ids])
+    torch.testing.assert_close(found_logits.flatten()[-len(expected) :], expected, rtol=1e-3, atol=1e-3)
