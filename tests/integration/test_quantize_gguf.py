@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,20 @@ def test_a_file_is_the_model_that_it_was_made_of(name: str, root: Path) -> None:
         assert error < 0.007, (key, float(error))
     logits = [torch.cat(run_step(loaded.model, [list(range(3, 40)), [7]])) for loaded in (before, after)]
     assert (logits[1] - logits[0]).norm() < 0.05 * logits[0].norm()
+
+
+def test_a_tokenizer_that_merges_nothing_is_written(root: Path, tmp_path: Path) -> None:
+    """Each byte is a token, as in small models of characters."""
+    shutil.copytree(dense(root, "qwen3"), tmp_path / "bytes")
+    file = tmp_path / "bytes" / "tokenizer.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    state["model"]["merges"] = []
+    file.write_text(json.dumps(state), encoding="utf-8")
+    out, source = tmp_path / "bytes.gguf", resolve_model(str(tmp_path / "bytes"), show_progress=False)
+    quantize_checkpoint(source, out, Recipe(scheme="gguf-q8_0"))
+    assert gguf.GGUFReader(out).fields["tokenizer.ggml.merges"].contents() == []
+    known, found = Tokenizer.from_directory(source.path), Tokenizer.from_gguf(read_gguf(out).metadata)
+    assert len(known.encode("abc")) == 3 and found.encode("abc") == known.encode("abc")
 
 
 def test_what_is_no_gguf_file_is_refused(

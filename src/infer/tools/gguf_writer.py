@@ -212,12 +212,8 @@ def _typed(value: Any) -> bytes:
     """A value with its type before it."""
     if isinstance(value, list):
         inner = [_typed(each) for each in value]
-        return (
-            struct.pack("<I", 9)
-            + inner[0][:4]
-            + struct.pack("<Q", len(value))
-            + b"".join(each[4:] for each in inner)
-        )
+        kind = next(iter(inner), _typed(""))[:4]  # an empty list is one of text: no merges
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + b"".join(e[4:] for e in inner)
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):

@@ -371,11 +371,14 @@ class GpuDevice:
 
     def compute_part(self, order: StepOrder) -> None:
         """Launch an order as a rank other than 0."""
-        for _, part in self._parts(order):
+        parts = self._parts(order)
+        for _, part in parts:
             step = self._run(part)
             if order.flags & AWAITS_MASKS:  # rank 0 has them
                 step.masks(0)
                 step.sample((), ())
+        if len(parts) > 1:
+            self._decoded = None  # rows of a part
 
     def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
         """The parts in which stages compute an order at the same time, equal on every rank.
