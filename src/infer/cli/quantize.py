@@ -84,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = Recipe(scheme=args.scheme, **chosen)
     source = resolve_model(args.model, revision=args.revision, show_progress=True)
-    quantize_checkpoint(source, args.out, recipe, show_progress=True)
+    try:
+        quantize_checkpoint(source, args.out, recipe, show_progress=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.out}: {error.strerror}") from error
     write_out(f"{args.out}\n")
     return 0

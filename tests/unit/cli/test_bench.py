@@ -44,9 +44,10 @@ def test_compare_says_what_changed_and_fails_if_it_got_worse(infer: Infer, tmp_p
     assert same.code == 0 and "+0.0%" in same.out
 
 
-def test_a_report_that_is_none_is_refused(infer: Infer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [json.dumps({"a": 1}), "[]", "21:48 INFO ready", ""])
+def test_a_report_that_is_none_is_refused(infer: Infer, tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"a": 1}))
+    path.write_text(text)
     outcome = infer("bench", "compare", str(path), str(path))
     assert outcome.code == 2
     assert "is not a benchmark report" in outcome.err

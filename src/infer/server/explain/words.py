@@ -167,7 +167,7 @@ def hold_words(story: EngineStory) -> dict[int, str]:
         NEXT_STEP: "until the next step could take it",
         BATCH_FULL: f"because the batch was full (max_batch_size {limits.max_batch_size})",
         NO_TOKENS: "because others had the step's tokens",
-        CACHE_FULL: f"because the cache was full (num_blocks {limits.num_blocks} of {limits.block_size})",
+        CACHE_FULL: f"because all {limits.num_blocks} blocks of the cache were in use (num_blocks)",
         BATCH_CLOSED: "because a static batch had to end first",
     }
 
