@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,12 @@ def test_a_file_is_the_model_that_it_was_made_of(name: str, root: Path) -> None:
         assert error < 0.007, (key, float(error))
     logits = [torch.cat(run_step(loaded.model, [list(range(3, 40)), [7]])) for loaded in (before, after)]
     assert (logits[1] - logits[0]).norm() < 0.05 * logits[0].norm()
+
+
+def test_a_file_has_the_name_of_its_model_and_not_of_a_snapshot(root: Path, tmp_path: Path) -> None:
+    source = replace(resolve_model(str(dense(root, "llama")), show_progress=False), name="org/tiny")
+    quantize_checkpoint(source, tmp_path / "a.gguf", Recipe(scheme="gguf-q8_0"))
+    assert gguf.GGUFReader(tmp_path / "a.gguf").fields["general.name"].contents() == "tiny"
 
 
 def test_a_tokenizer_that_merges_nothing_is_written(root: Path, tmp_path: Path) -> None:

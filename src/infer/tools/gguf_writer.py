@@ -54,12 +54,10 @@ class _Stored(NamedTuple):
         return math.prod(self.shape) // numbers * size
 
 
-def write_gguf(
-    headers: ModelHeaders, directory: Path, out: Path, kind: str, advance: Callable[[int], None]
-) -> None:
+def write_gguf(headers: ModelHeaders, out: Path, kind: str, advance: Callable[[int], None]) -> None:
     """Write a checkpoint of plain numbers as `out`, its matrices in blocks of `kind`."""
     architecture = _architecture_of(headers)
-    metadata = _metadata(headers, architecture, directory, kind)
+    metadata = _metadata(headers, architecture, kind)
     tensors = list(_tensors(headers, architecture, GGMLType[kind]))
     with out.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
@@ -103,7 +101,7 @@ def _architecture_of(headers: ModelHeaders) -> str:
 # -- metadata -----------------------------------------------------------------------------------------
 
 
-def _metadata(headers: ModelHeaders, architecture: str, directory: Path, kind: str) -> dict[str, Any]:
+def _metadata(headers: ModelHeaders, architecture: str, kind: str) -> dict[str, Any]:
     config, scaling = headers.config, headers.config.rope_scaling
     window = next(iter(config.layer_windows), None)
     sizes: dict[str, Any] = {
@@ -125,11 +123,13 @@ def _metadata(headers: ModelHeaders, architecture: str, directory: Path, kind: s
         sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
     return {
         "general.architecture": architecture,
-        "general.name": directory.name,
+        "general.name": headers.source.name.rpartition("/")[2],
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,
         **{f"{architecture}.{key}": value for key, value in sizes.items()},
-        **tokenizer_metadata(read_directory_vocabulary(directory), headers.eos_ids, config.vocab_size),
+        **tokenizer_metadata(
+            read_directory_vocabulary(headers.source.path), headers.eos_ids, config.vocab_size
+        ),
     }
 
 
