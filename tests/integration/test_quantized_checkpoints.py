@@ -391,7 +391,10 @@ def test_the_command_writes_what_is_read(root: Path, tmp_path: Path, capsys: Any
         ([*words[:2], str(tmp_path / "two"), *words[3:5], "--group-size", "3"], "group_size must be -1"),
         ([*words[:2], str(tmp_path / "two.gguf"), *words[3:]], "its name must not end in .gguf, got"),
         ([*words[:2], "/dev/null/two", *words[3:]], "cannot write /dev/null/two: Not a directory"),
-        (["quantize", dense, "/dev/null/two.gguf", "--scheme", "gguf-q8_0"], "cannot write /dev/null/two.gguf"),
+        (
+            ["quantize", dense, "/dev/null/two.gguf", "--scheme", "gguf-q8_0"],
+            "cannot write /dev/null/two.gguf",
+        ),
     ):
         assert main(wrong) == 2
         assert message in capsys.readouterr().err

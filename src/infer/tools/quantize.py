@@ -368,7 +368,9 @@ def _check_out(out: Path, recipe: Recipe) -> None:
         if out.is_file():
             raise ConfigError(f"{out} is a file, and {recipe.scheme} writes a directory; choose another name")
         if out.suffix == ".gguf":
-            raise ConfigError(f"{recipe.scheme} writes a directory: its name must not end in .gguf, got {out}")
+            raise ConfigError(
+                f"{recipe.scheme} writes a directory: its name must not end in .gguf, got {out}"
+            )
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f"{out} is not empty; delete it or choose another directory")
     elif out.suffix != ".gguf":

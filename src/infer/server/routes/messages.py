@@ -243,7 +243,9 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
         where = spell_path((*path, "role"))
         raise RequestError.about(where, f"is {show_value(said.role)}, allowed are {', '.join(BLOCKS)}")
     if said.content == [] and said.role != "assistant":
-        raise RequestError.about(spell_path((*path, "content")), "is empty; give a text, or at least one block")
+        raise RequestError.about(
+            spell_path((*path, "content")), "is empty; give a text, or at least one block"
+        )
     _add_content(turns, said.role, said.content, (*path, "content"), BLOCKS[said.role])
 
 
