@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import statistics
@@ -31,6 +32,7 @@ import httpx
 from benchmarks.machine import facts, parse, write
 
 WAYS = ("turns", "router")
+TURNS = "INFER_BENCH_TURNS"  # environment variable of an API process whose router takes turns
 BLOCK = 16
 OWN_TOKENS = 8
 OUTPUT_TOKENS = 4
@@ -48,14 +50,18 @@ def serve(way: str, model: str | None, replicas: int, api_processes: int, num_bl
     config = EngineConfig.from_knobs(model=model, max_batch_size=8, **knobs)
     server = ServerConfig(port=0, replicas=replicas, api_processes=api_processes)
     if way == "turns":
+        os.environ[TURNS] = "1"
         take_turns()
     with asyncio.Runner(loop_factory=serving.loop_factory()) as runner:
         runner.run(serving.serve({"m": config}, server, announce=lambda url: print(url, flush=True)))
 
 
 def take_turns() -> None:
-    """Let every router send requests to one replica after the other."""
+    """Let every router send requests to one replica after the other, also those of other API processes."""
     from infer.server.fleet.router import Router
+    from infer.server.processes import workers
+
+    workers.WORKER_MODULE = "benchmarks.routing"  # it has no arguments then: see the end of this file
 
     def pick(router: Any, request: object, clients: Sequence[Any]) -> Any:
         router._turn += 1
@@ -167,4 +173,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get(TURNS) and len(sys.argv) == 1:
+        from infer.server.processes import worker
+
+        take_turns()
+        sys.exit(worker.main())
     main()

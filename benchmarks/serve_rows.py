@@ -13,8 +13,8 @@ output tokens per second from the first request to the last token, and milliseco
 first token, between tokens as they arrive at a client, and per token behind the first. `gpu_busy` is the mean
 of what the server's metrics say of its GPU. A stream that ends early is counted as an error.
 
-Rows that no other server was measured with are run where they are named: 500 streams at once, and sequences
-of 32,000 tokens (which need `--max-seq-len 32768` or more).
+Rows that no other server was measured with are run where they are named: one stream of longer
+answers, 500 streams at once, and sequences of 32,000 tokens (which need `--max-seq-len 32768` or more).
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ ROWS = (
     Load(1020, 128, 128, 256, 6),
 )
 MORE_ROWS = (
+    Load(16, 1, 256, 256, 1),
     Load(1500, 500, 512, 128, 10),
     Load(16, 4, 32_000, 128, 2, spread=0.01),
 )

@@ -52,6 +52,7 @@ import orjson
 from infer.bench.report import commit, machine, versions
 from infer.bench.sse_client import BrokenAnswer, Client, Connection, Endpoint, error_message
 from infer.cache.memory import resident_bytes
+from infer.config.settings import ServerConfig
 from infer.tools.nvml import held_by
 
 Answer = Mapping[str, str | list[float]]  # every text and every list of numbers of an answer, by its place
@@ -62,6 +63,7 @@ MAX_PROMPT, MAX_OUTPUT = 300, 96  # words and tokens
 HANG_UP_SHARE = 0.25
 NUM_KEPT = 25  # sessions of each kind that are repeated at the end
 START_S, BACK_S, STOP_S, ASK_S = 300.0, 120.0, 60.0, 300.0
+DRAIN_S = ServerConfig().drain_timeout  # what requests of a model that is unloaded have left
 GRACE_S = 2.0  # after an engine is back, a request may still learn of its end
 MAX_DRIFT = 0.02
 TOLERANCE = 1e-5  # difference of two numbers, as a share of the embedding's largest, or of a logprob (of 1)
@@ -340,16 +342,18 @@ class Seen:
         status = getattr(error, "status", None)
         text = re.sub(r"\d+", "N", str(error) or type(error).__name__)[:160]
         for window in self.windows:
-            if window.meets(asked, ended) and _may_happen(window.why, kind, status, str(error)):
+            late_s = ended - window.start
+            if window.meets(asked, ended) and _may_happen(window.why, kind, status, str(error), late_s):
                 self.expected[f"{window.why}: {text}"] += 1
                 return
         self.unexpected[f"{kind}: {text}"] += 1
 
 
-def _may_happen(why: str, kind: str, status: int | None, message: str) -> bool:
+def _may_happen(why: str, kind: str, status: int | None, message: str, late_s: float) -> bool:
     if why == "kill":  # 503, or in a stream whose 200 was sent already: an error that names the engine
         return status == 503 or (status is None and "engine" in message)
-    return kind == SECOND and status == 404
+    is_over = late_s >= DRAIN_S and "the engine was closed" in message  # 503, or an error in a stream
+    return kind == SECOND and (status == 404 or (is_over and status in (None, 503)))
 
 
 def drift_of_cycles(readings: Sequence[Reading]) -> tuple[float, list[float]]:

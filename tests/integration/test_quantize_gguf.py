@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,20 @@ def test_rows_that_the_blocks_do_not_fill_are_told(tmp_path: Path, caplog: pytes
         assert caplog.messages == said
 
 
+def test_a_tokenizer_that_merges_nothing_is_written(root: Path, tmp_path: Path) -> None:
+    """Each byte is a token, as in small models of characters."""
+    shutil.copytree(dense(root, "qwen3"), tmp_path / "bytes")
+    file = tmp_path / "bytes" / "tokenizer.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    state["model"]["merges"] = []
+    file.write_text(json.dumps(state), encoding="utf-8")
+    out, source = tmp_path / "bytes.gguf", resolve_model(str(tmp_path / "bytes"), show_progress=False)
+    quantize_checkpoint(source, out, Recipe(scheme="gguf-q8_0"))
+    assert gguf.GGUFReader(out).fields["tokenizer.ggml.merges"].contents() == []
+    known, found = Tokenizer.from_directory(source.path), Tokenizer.from_gguf(read_gguf(out).metadata)
+    assert len(known.encode("abc")) == 3 and found.encode("abc") == known.encode("abc")
+
+
 def test_what_is_no_gguf_file_is_refused(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,3 +179,36 @@ def test_what_is_no_gguf_file_is_refused(
     (tmp_path / "b.gguf").touch()
     assert main(["quantize", str(dense_source.path), str(tmp_path / "b.gguf"), "--scheme", "gguf-q4_0"]) == 2
     assert "exists; delete it or choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_transformers_computes_the_same_from_the_weights_of_the_file(name: str, root: Path) -> None:
+    """Names, order of rows and numbers as the `gguf` package knows them, in the network of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    path = written(root, name, "gguf-q4_k")
+    theirs = AutoModelForCausalLM.from_pretrained(dense(root, name), dtype=torch.float32)
+    reader, config = gguf.GGUFReader(path), theirs.config
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    stored = {
+        tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in reader.tensors
+    }
+    weights = dict(theirs.state_dict())
+    for key in weights.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        found = stored.pop(str(names.get_name(key, try_suffixes=(".weight", ".bias"))))
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            key.split(".")[-2]
+        )
+        if name == "llama" and heads:  # the converter puts both halves of a pair side by side
+            found = found.reshape(heads, -1, 2, *found.shape[1:]).transpose(1, 2).reshape(found.shape)
+        weights[key] = found
+    assert not stored
+    theirs.load_state_dict(weights)
+    theirs.tie_weights()
+    ids = list(range(3, 40))
+    expected = theirs(torch.tensor([ids])).logits[0, -1]
+    [found_logits] = run_step(load(path).model, [ids])
+    torch.testing.assert_close(found_logits.flatten()[-len(expected) :], expected, rtol=1e-3, atol=1e-3)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from infer.config.settings import EngineConfig
-from infer.engine import draft_model, machine
+from infer.engine import draft_model, machine, step_costs
 from infer.engine.build import build_engine
 from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
@@ -530,8 +530,9 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_can_see(
     ids=["more places in a table than blocks", "context that ends inside a block"],
 )
 def test_steps_are_measured_within_cache_and_context(
-    family: str, knobs: dict[str, Any], longest: int, on_gpu: bool
+    family: str, knobs: dict[str, Any], longest: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(step_costs, "MOST_SECONDS", 100.0)
     usual = {"block_size": 4, "max_num_batched_tokens": 8, "speculative_method": "ngram"}
     settings = EngineConfig.from_knobs(**usual | knobs)
     with mock.patch.object(machine, "has_gpu_kernels", lambda device: on_gpu):
@@ -731,6 +732,26 @@ def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
     assert drafter._enter.call_count > 5 if case == "no room" else drafter._enter.call_count <= 3
     num_launched = device._start_window.call_count
     assert num_launched < num_windows / 2 if case == "turns and steps" else num_launched == num_windows
+
+
+def test_a_batch_that_gets_smaller_takes_the_drafts_that_are_being_made() -> None:
+    """Fewer sequences choose longer windows, one window late: the turns under way are not made again."""
+    requests = requests_of([{"max_tokens": count} for count in (15, 25, 40, 55)])
+    expected = plain(requests, on_gpu=True)
+    engine = engine_of(on_gpu=True, **self_draft("qwen3", 5) | {"adaptive_speculation": True})
+    speculation = cast(Any, engine.speculation)
+    drafter, lengths = speculation._drafter, speculation._lengths
+
+    def choose(step: int, wishes: list[tuple[int, int]], *_: object) -> list[int]:
+        return [min(most, 6 - len(wishes)) for _, most in wishes]
+
+    enter = mock.Mock(side_effect=drafter._enter)
+    with mock.patch.object(lengths, "lengths", choose), mock.patch.object(drafter, "_enter", enter):
+        assert_same(serve(engine, requests), expected)
+    num_drafts, num_accepted = totals(engine)
+    assert num_accepted == num_drafts > 50
+    assert speculation.totals.by_length[5] > 0  # the last one has long windows
+    assert enter.call_count == 1
 
 
 # -- when there are drafts, and when steps overlap --------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 
 from infer.cache.kv_store import KVStore
 from infer.execution.gpu.step import DeviceStep
-from infer.execution.trees import NO_TREE
 from infer.kernels.attention.decode import attend_decode, attend_decode_reference
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.paged import PagedKV
@@ -29,6 +28,7 @@ from infer.kernels.attention.prefill import (
     tokens_per_tile,
 )
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, write_codes_reference
+from infer.kernels.elementwise.windows import NO_TREE
 from infer.kernels.runtime.dispatch import use_triton
 from infer.layers.attention import AttentionLayer
 from infer.speculative.tree import tree_of

@@ -19,6 +19,8 @@ FORMS = {
     "int4-minima": CodedForm("int4", 32, True),
     "int4-64": CodedForm("int4", 64),
     "mxfp4": CodedForm("mxfp4", 32),
+    "nf4": CodedForm("nf4", 64),
+    "lut4": CodedForm("lut4"),
 }
 D, SIZE = 96, 80  # not whole bands of gate and up, nor whole tiles along K
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 5e-2}  # weights, gate and outputs are rounded
@@ -46,7 +48,7 @@ class CodedMoeContract:
             name: torch.zeros((num_experts, *tensor.shape), dtype=tensor.dtype, device=self.device)
             for name, tensor in one.tensors().items()
         }
-        num_groups = -(-size // (form.group or size))
+        num_groups, table = -(-size // (form.group or size)), torch.randn(1, 16)
         for number in range(num_experts):
             codes = torch.randint(0, 16, (num_rows, size), dtype=torch.uint8)
             if form.bits == 8:
@@ -56,7 +58,8 @@ class CodedMoeContract:
             minima = -torch.rand(num_rows, num_groups) if form.has_minima else None
             zeros = 8 if form.codes == "int4" and minima is None else 0
             matrix = one.with_tensors({name: stack[number] for name, stack in stacks.items()})
-            matrix.fill(0, codes, scales, minima, zeros)
+            own = {"nf4": table, "lut4": torch.randn(num_rows, 16)}.get(form.codes)
+            matrix.fill(0, codes, scales, minima, zeros, own)
         return one.with_tensors(stacks)
 
     def numbers(self, stack: CodedWeights) -> torch.Tensor:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 
+from infer.execution.gpu.tree_turns import tree_turns
+from infer.execution.trees import kept_path
 from infer.kernels.elementwise.copy_block import copy_block, copy_block_reference
 from infer.kernels.elementwise.heads import (
     CacheSlots,
@@ -32,7 +35,9 @@ from infer.kernels.elementwise.step_state import (
     apply_table_diffs,
     gather_step,
 )
+from infer.kernels.elementwise.tree_nodes import next_nodes, next_nodes_reference
 from infer.kernels.elementwise.windows import (
+    NO_TREE,
     DraftedRows,
     judge_windows,
     judge_windows_reference,
@@ -64,6 +69,7 @@ from infer.kernels.sampling.sample_state import (
 )
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, sample
+from infer.speculative.tree import chain_of, tree_of
 from tests.kernels.kernel_contract import FramedTensor, assert_same, every_dtype, nan_in_fresh_memory
 
 EPS = 1e-6
@@ -535,6 +541,94 @@ class StepContract:
         for got, expected in zip(results[1], results[0], strict=True):
             assert got[:3] == expected[:3]
 
+    @pytest.mark.parametrize("count", [1, 3, 8, 16])
+    def test_ids_of_a_turn_become_the_nodes_of_the_next(self, count: int) -> None:
+        """Drafts by the path to each; positions by depth, slots by number, and a bit for each ancestor."""
+        tree, rows, firsts = tree_of(count), [2, -1, 0], {2: 6, 0: 3}
+        parents = [0, *(node - back for node, back in enumerate(tree.backs, 1))]
+        tables = torch.tensor([[4, 9, 7, 5, 1], [6, 6, 6, 6, 6], [8, 2, 11, 3, 12]], dtype=torch.int32)
+        positions = torch.tensor([3, 99, 6], device=self.device)
+        num_rows, drafts = len(rows), torch.zeros((count, 4), dtype=torch.int64, device=self.device)
+        computed = [0]
+        for turn in tree_turns(tree, torch.device(self.device)):
+            nodes = [node for node, depth in enumerate(tree.depths, 1) if depth == turn.depth]
+            best = torch.tensor(
+                [
+                    [1000 * rank + 10 * parent + place for parent in computed for place in range(num_rows)]
+                    for rank in range(turn.num_best)
+                ]
+            )
+            after, found = [node for node in nodes if node in parents], []
+            for grow in (next_nodes, next_nodes_reference):
+                out = StepInputs.empty(len(after) * num_rows, self.device)
+                seen, copy = torch.zeros((2, len(out.tokens_S)), device=self.device).long(), drafts.clone()
+                grow(
+                    torch.tensor(rows, dtype=torch.int32, device=self.device), best.to(self.device),
+                    turn.links_3C, positions, tables.to(self.device), out, seen, copy,
+                    block_size=4, depth=turn.depth,
+                )  # fmt: skip
+                found.append((*(x.tolist() for x in out), seen.tolist(), copy.tolist()))
+            assert found[0] == found[1]
+            tokens, places, slots, lens, (starts, bits), made = found[0]
+            for node in nodes:
+                ids = [1000 * tree.ranks[node - 1] + 10 * parents[node] + place for place in range(num_rows)]
+                assert made[node - 1] == [*ids, 0]
+            for index, (node, place) in enumerate(product(after, range(num_rows))):
+                if (row := rows[place]) < 0:
+                    assert (tokens[index], slots[index], lens[index]) == (0, -1, 0)
+                    continue
+                at, path = firsts[row] + node, {0, node}
+                while parents[node]:
+                    node = parents[node]
+                    path.add(node)
+                assert slots[index] == int(tables[row, at // 4]) * 4 + at % 4 and lens[index] == at + 1
+                assert (places[index], starts[index]) == (firsts[row] + turn.depth, firsts[row])
+                assert bits[index] == sum(1 << each for each in path)
+                assert tokens[index] == made[at - firsts[row] - 1][place]
+            drafts, computed = torch.tensor(made, device=self.device), after
+        assert not computed
+
+    @pytest.mark.parametrize("count", [0, 8, 16])
+    def test_windows_are_judged(self, count: int) -> None:
+        """As the host judges them (execution/trees.py), next to chains, and to rows whose fate is decided."""
+        source = random.Random(count)
+        rows, tokens, positions, ids, decided, starts, seen, slots = (list[int]() for _ in range(8))
+        expected, sources = dict[int, list[int]](), list[int]()
+        for row in source.sample(range(40), 10):
+            is_tree = source.random() < 0.7
+            shape = (tree_of if is_tree else chain_of)(count)
+            backs, first, begin = [0, *shape.backs], len(rows), source.randrange(50)
+            mine = [source.randrange(2, 5) for _ in backs]
+            drawn = [source.randrange(2, 5) for _ in backs]
+            path, fate = kept_path(drawn, mine[1:], backs), [-1] * len(backs)
+            if source.random() < 0.2:
+                path = [*range(source.randint(0, shape.depth) + 1)]
+                fate = [int(node == path[-1]) for node in range(len(backs))]
+            bits = [1]
+            for node, back in enumerate(backs[1:], 1):
+                bits.append(bits[node - back] | 1 << node)
+            depths = [0, *shape.depths]
+            rows += [row] * len(backs)
+            tokens, ids, decided = tokens + mine, ids + drawn, decided + fate
+            positions += [begin + depth for depth in depths]
+            starts += [begin if is_tree else NO_TREE] * len(backs)
+            seen += bits if is_tree else [NO_TREE] * len(backs)
+            slots += (own := source.sample(range(100), len(backs)))
+            sources += [own[node] for node in path] + own[len(path) :]
+            last = path[-1]
+            expected[row] = [drawn[last], mine[last], positions[first + last] + 1]
+        columns = [rows, tokens, positions, ids, decided, starts, seen, slots]
+        numbers = [torch.tensor([*column, -1, -1], device=self.device) for column in columns]
+        found = []
+        for judge in (judge_windows, judge_windows_reference):
+            state, moved = torch.full((3, 40), -7, device=self.device), numbers[7].clone()
+            tree_and_slots = torch.stack(numbers[5:7]), numbers[7]
+            judge(*[numbers[0].int(), *numbers[1:5], *tree_and_slots, *state, moved])
+            found.append((state.tolist(), moved.tolist()))
+        assert found[0] == found[1] and found[0][1] == [*sources, -1, -1]
+        for row in range(40):
+            assert [line[row] for line in found[0][0]] == expected.get(row, [-7] * 3)
+
     def test_lines_of_a_window_and_its_drafts(self) -> None:
         drafts = torch.tensor([50, 51, 52, 53], device=self.device)
         lines = torch.full((9, 8), -1)
@@ -557,42 +651,6 @@ class StepContract:
         assert found[0][0] == [3, 3, 3, 1, 1, 0, 0, -1] and found[0][1] == [8, 9, 10, 2, 3, 4, 5, 0]
         assert found[0][2][:2] == [[7, 50, 52, 0, 53, 77, 51, 0], [7, 8, 9, 1, 2, 3, 4, 0]]
         assert found[0][2][2:] == [[30, 31, 32, 33, 34, 7, 8, -1], [9, 8, 7, 6, 5, 23, 24, -1]]
-
-    def test_windows_are_judged(self) -> None:
-        source = random.Random(6)
-        rows, tokens, ids, decided = (list[int]() for _ in range(4))
-        kept = dict[int, int]()  # place of the token that each row goes on from
-        for row in source.sample(range(40), 30):
-            count, num_kept = (length := source.randint(1, 17)), source.randint(1, length)
-            is_decided = source.random() < 0.3
-            kept[row] = len(rows) + num_kept - 1
-            drawn = [source.randrange(2, 9) for _ in range(count)]
-            given = [source.randrange(2, 9), *drawn[:-1]]
-            if num_kept < count:
-                given[num_kept] = 1  # other than the id before it
-            rows += [row] * count
-            tokens += given
-            ids += drawn
-            decided += [int(place == num_kept - 1) if is_decided else -1 for place in range(count)]
-        numbers = (
-            rows + [-1] * 3,
-            tokens + [0] * 3,
-            [*range(len(rows) + 3)],
-            ids + [0] * 3,
-            decided + [-1] * 3,
-        )
-        columns = [torch.tensor(x, device=self.device) for x in numbers]
-        columns[0] = columns[0].int()
-        results = []
-        for judge in (judge_windows, judge_windows_reference):
-            state = torch.full((3, 40), -7, device=self.device)
-            judge(*columns, *state)
-            results.append(state.tolist())
-        assert results[0] == results[1]
-        for row in range(40):
-            place = kept.get(row)
-            expected = [-7] * 3 if place is None else [ids[place], tokens[place], place + 1]
-            assert [line[row] for line in results[0]] == expected
 
     def test_tables_change_where_a_diff_says(self) -> None:
         tables = torch.zeros((3, 4), dtype=torch.int32, device=self.device)

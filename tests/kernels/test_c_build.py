@@ -48,6 +48,18 @@ def test_two_that_start_together_both_get_a_whole_library(tmp_path: Path) -> Non
 
 
 @needs_compiler
+@pytest.mark.usefixtures("small_source")
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+def test_a_library_that_was_cut_short_is_compiled_again(tmp_path: Path, kept: float) -> None:
+    path = build_library(extra_flags=QUICK, directory=tmp_path)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[: int(kept * len(whole))])
+    assert build_library(extra_flags=QUICK, directory=tmp_path) == path
+    assert ctypes.CDLL(str(path)).answer() == 42 and len(path.read_bytes()) == len(whole)
+
+
+@needs_compiler
 def test_another_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build._key("cc", QUICK)
     copy = tmp_path / "csrc"

@@ -80,16 +80,20 @@ def test_the_logprobs_of_a_stream_stay_apart() -> None:
 
 
 def test_errors_are_expected_only_while_an_engine_is_down_or_a_model_leaves() -> None:
-    seen = Seen(windows=[Window("kill", 10, 20), Window("unload", 30, 40)])
+    seen = Seen(windows=[Window("kill", 10, 20), Window("unload", 30, 65)])
     down, gone = BrokenAnswer("no engine", 503), BrokenAnswer("no model", 404)
     seen.fail("schema", down, 5, 12)
     seen.fail("schema", BrokenAnswer("error event: the engine process was ended"), 5, 12)
     seen.fail("second", gone, 35, 36)
-    assert sum(seen.expected.values()) == 3 and not seen.unexpected
+    closed = BrokenAnswer("the engine was closed", 503)
+    seen.fail("second", closed, 29, 61)  # its drain_timeout is over
+    assert sum(seen.expected.values()) == 4 and not seen.unexpected
     seen.fail("schema", down, 21, 22)
     seen.fail("schema", BrokenAnswer("the stream ended early, after 3 events"), 5, 12)
     seen.fail("schema", gone, 35, 36)
-    assert sum(seen.unexpected.values()) == 3
+    seen.fail("second", closed, 29, 31)
+    seen.fail("schema", closed, 29, 61)
+    assert sum(seen.unexpected.values()) == 5
 
 
 def test_drift_is_from_the_second_cycle_to_the_last() -> None:

@@ -70,6 +70,10 @@ class KnowingModel(Knowing):
     fails = 0.0  # how likely it raises
     _begun: Seq[Sequence] = ()
 
+    def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
+        """Return the counts: no drafts are being made."""
+        return counts
+
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Take sequences whose places are to be filled."""
         if self._rng.random() < self.fails:

@@ -96,7 +96,8 @@ def files_of_one_chat_request(
     with (
         watch.installed(),
         patch("infer.server.fleet.fleet.WATCH_INTERVAL_S", 3600.0),
-    ):  # no part of a request
+        patch("infer.client.rank_group.is_stopped", lambda _: False),
+    ):  # watchers are not part of a request
         asyncio.run(go())
     return list(watch.files)
 

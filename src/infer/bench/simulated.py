@@ -64,6 +64,10 @@ class MadeUpDrafts:
         """Return True: it can always draft."""
         return True
 
+    def fitted(self, sequences: Sequence[sequence.Sequence], counts: list[int]) -> list[int]:
+        """Return the counts: no drafts are being made."""
+        return counts
+
     def begin(self, sequences: Sequence[sequence.Sequence]) -> None:
         """Take sequences to draft for."""
         self._sequences = sequences

@@ -36,7 +36,8 @@ def serve_node(config: EngineConfig) -> NoReturn:
     load = config.load
     token, facts = read_token(load), facts_of(config, node_device(config).type)
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
-    check_ranks(config, read_headers(source, load.model_impl))  # as node 0 does, which then never listens
+    # node 0 checks the same, and never listens if it fails
+    check_ranks(config, read_headers(source, load.model_impl))
     num_threads = max(1, (load.num_threads or torch.get_num_threads()) // load.num_local_ranks)
     while True:
         connection = join(load, token, facts)

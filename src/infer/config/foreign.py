@@ -79,7 +79,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 """Settings that other engines also have a short flag for."""
 
 SCHEMES = (
-    "fp4", "nvfp4", "mxfp4", "marlin", "aqlm", "hqq", "torchao", "modelopt", "experts_int8",
+    "nvfp4", "marlin", "aqlm", "hqq", "torchao", "modelopt", "experts_int8",
 )  # fmt: skip
 """Values of `quantization` that other engines have and this one has not."""
 
@@ -87,14 +87,16 @@ FORMS = ("auto", "none", "int8", "int4", "fp8", "int4+int8", "fp32", "bf16")
 """How weights can be kept, on one device or another."""
 FORMATS = ("gptq", "awq", "compressed-tensors", "squeezellm", "bitsandbytes", "fp8", "gguf")
 """How files publish quantized matrices."""
-OTHER_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes"}
+FILE_FORMS = ("mxfp4", "nf4", "fp4", "lut4", "e5m2", "int5", "int6")
+"""Forms that only files bring: nothing is rounded to them."""
+OTHER_FORMATS = {"gptq_marlin": "gptq", "awq_marlin": "awq", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
 """Names that flags of other engines have for a format."""
 METHODS = ("auto-round", "fbgemm_fp8", "modelopt")  # names that a config may use for one of these formats
 
 
 def is_quantization(value: str) -> bool:
     """Return True if a value of `quantization` is known here or to another engine; schemes may be added."""
-    return value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS)
+    return value in (*FORMS, *FORMATS, *OTHER_FORMATS, *SCHEMES, *METHODS, *FILE_FORMS)
 
 
 def refuse_quantization(value: str) -> NoReturn:
@@ -107,8 +109,11 @@ def refuse_quantization(value: str) -> NoReturn:
 
 def hint_of_quantization(value: str) -> str:
     """Return a hint at what may have been meant, for the end of a message."""
-    if value.startswith(("ct-", "fp8-")):
-        name = "compressed-tensors" if value.startswith("ct-") else "fp8"
+    if value in FILE_FORMS:
+        return ", which only files bring: auto keeps it where a file has it; leave quantization out"
+    if value.startswith(("ct-", "fp8-", "gguf-")):
+        names = {"ct": "compressed-tensors", "fp8": "fp8", "gguf": "gguf"}
+        name = names[value.partition("-")[0]]
         return (
             f", a scheme of 'infer quantize': what it has written is found by itself; leave quantization "
             f"out, or use {name}"

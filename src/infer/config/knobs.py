@@ -234,7 +234,7 @@ def _say_own_name(given: str, own: str, *, is_old: bool) -> None:
         logger.info("knob has another name here given=%s own=%s", given, own)
 
 
-SHORT = 2  # letters of an abbreviation such as -tp: it is no other engine's name
+SHORT = 2  # letters of an abbreviation such as -tp: no name of another engine
 LEAST_BARE = 2**20  # bytes that may be written without their unit
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}

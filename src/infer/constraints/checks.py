@@ -35,6 +35,7 @@ MAX_EBNF_RULES = 200  # rules of a grammar in EBNF, whose translation takes more
 MAX_EBNF_LEN = 16_384  # characters
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
+OPTIONAL_SIZE = 40  # characters that an optional part counts for: 500 in a row take 0.1 s to compile
 MAX_PATTERNS_SIZE = 1_000_000  # characters of all the expressions of a grammar
 
 _ANY_OF = "list the cases with anyOf"
@@ -163,8 +164,8 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
 def _check_size(size: int, limit: int, what: str, param: str) -> None:
     if size > limit:
         raise constraint_error(
-            f"the repetitions of {what}, written out, are {size} characters long, "
-            f"at most {limit} are allowed; repeat less often",
+            f"the repetitions of {what}, written out, are {size} characters long (with {OPTIONAL_SIZE} for "
+            f"each part that may be left out), at most {limit} are allowed; repeat less often",
             param,
         )
 
@@ -323,6 +324,7 @@ class _SchemaCheck:
         self._param = param
         self._is_lenient = is_lenient
         self._num_enum = 0
+        self._patterns_size = 0
         self._by_id: dict[int, int] = {}  # alternatives of every schema; 1 while it is visited
         self._same: dict[int, dict[int, str]] = {}  # schemas for the same value, each with its place
 
@@ -416,7 +418,7 @@ class _SchemaCheck:
         for keyword in _SCHEMAS_BY_NAME:
             for name, each in schema.get(keyword, {}).items():
                 if keyword == "patternProperties":
-                    check_pattern(name, param=self._param, where=f"{where}/{keyword}")
+                    self._count_pattern(name, f"{where}/{keyword}")
                 yield f"{keyword}/{_escaped(name)}", each
         for keyword in (*_SCHEMAS, "prefixItems"):
             given = schema.get(keyword, [])
@@ -515,13 +517,17 @@ class _SchemaCheck:
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 raise self._error(f"{where}/pattern", "must be a string", schema["pattern"])
-            check_pattern(schema["pattern"], param=self._param, where=f"{where}/pattern")
+            self._count_pattern(schema["pattern"], f"{where}/pattern")
         if where != "#" and "$id" in schema:
             raise self._refuse(f"{where}/$id", "is not supported below the root; use $defs")
         is_text = not types or "string" in types
         name = schema.get("format", "unknown")
         if is_text and not self._is_lenient and not (isinstance(name, str) and name in FORMATS):
             raise self._error(f"{where}/format", f"must be one of {', '.join(sorted(FORMATS))}", name)
+
+    def _count_pattern(self, pattern: str, where: str) -> None:
+        self._patterns_size += check_pattern(pattern, param=self._param, where=where)
+        _check_size(self._patterns_size, MAX_PATTERNS_SIZE, "all patterns", self._param)
 
     def _check_count(self, where: str, count: int, limit: int, what: str) -> None:
         if count > limit:
@@ -578,8 +584,12 @@ def _unsupported_in(pattern: str) -> str | None:
 
 
 def _written_out(pattern: str) -> int:
-    """The number of characters and classes of a regular expression with its repetitions written out."""
+    """The number of characters and classes of a regular expression with its repetitions written out.
+
+    A part that may be left out (`*`, `?`, `{0,9}`) counts for more, once: the compiler merges repeated ones.
+    """
     sizes, last, i = [0], 0, 0  # sizes of open groups; the size of the part before `i`
+    num_optional = 0
     while i < len(pattern):
         char, end = pattern[i], i + 1
         if char == "(":
@@ -589,6 +599,7 @@ def _written_out(pattern: str) -> int:
             most = max(_count(found[1]), _count(found[2]), 1)
             sizes[-1] = min(sizes[-1] + last * (most - 1), _HUGE)
             last, end = min(last * most, _HUGE), found.end()
+            num_optional += not _count(found[1])
         elif char not in "*+?|^$":
             last = sizes.pop() if char == ")" and len(sizes) > 1 else 1
             sizes[-1] += last
@@ -596,8 +607,10 @@ def _written_out(pattern: str) -> int:
                 end = escape.end()
             elif char == "[":
                 end = _class_end(pattern, i)
+        else:
+            num_optional += char in "*?" and pattern[i - 1 : i] != "("  # not (?:
         i = end
-    return sum(sizes)
+    return sum(sizes) + OPTIONAL_SIZE * num_optional
 
 
 def _class_end(pattern: str, start: int) -> int:

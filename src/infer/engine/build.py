@@ -574,7 +574,7 @@ def make_device(
         graph_bytes=graph_bytes,
         busy_tokens=config.scheduler.busy_step_tokens,
         window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        drafter=drafter if isinstance(drafter, GpuDevice) and not has_trees else None,
+        drafter=drafter if isinstance(drafter, GpuDevice) else None,
         has_trees=has_trees,
         adapters=adapters,
         ranks=loaded.ranks,

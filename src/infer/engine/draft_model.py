@@ -60,17 +60,18 @@ class _DraftedText(NamedTuple):
     drafts: Seq[int]  # drafts computed after them
     num_full: int  # blocks that are full of known tokens, and
     last_text: int  # the number of the last one
+    step: int  # step that judges the drafts
 
 
 class _Drafted(NamedTuple):
     """Drafts that a GPU has, or will have: a column for each stay of a sequence in a row."""
 
     stays: list[tuple[int, int]]
-    num_drafts: int
+    counts: Seq[int]
     ids_KS: PendingTensor
 
 
-NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT)
+NOTHING = _DraftedText(-1, 0, (), 0, NO_TEXT, -1)
 
 
 class DraftModel:
@@ -94,7 +95,7 @@ class DraftModel:
         self._texts = [NO_TEXT] * num_blocks  # text up to the end of each block, as a number
         self._rows = [NOTHING] * len(state.tenancy)
         self._changes: list[int] = []  # blocks that tables have got since the last order
-        self._step = 0
+        self._step = self._judging = 0  # the last order, and the step of the last plan
         self._context_len = device.model.config.context_len if isinstance(device, GpuDevice) else 0
         self._sequences: Seq[Sequence] = ()  # it drafts for these, turn by turn:
         self._turns: list[tuple[np.ndarray, PendingStep]] = []  # numbers of the sequences, and their step
@@ -113,6 +114,7 @@ class DraftModel:
 
     def note(self, plan: StepPlan) -> None:
         """Remember the blocks that tables get with a plan, and forget drafts for one that did not run."""
+        self._judging = plan.step
         if self._target is not None:
             self._target.expect(None)
             if not self._state.num_drafts:  # texts go on without them
@@ -133,17 +135,30 @@ class DraftModel:
             self._run_turns(sequences)
             return
         assert isinstance(self._device, GpuDevice)
-        longest = max(len(seq.drafts) for seq in sequences)
-        early, self._early = self._early, None
-        stays = self._stays(sequences)
-        if early is None or not all(stay in early.stays for stay in stays) or early.num_drafts < longest:
+        counts, stays = [len(seq.drafts) for seq in sequences], self._stays(sequences)
+        early = self._early
+        if early is None or self.fitted(sequences, counts) != counts or not set(stays) <= set(early.stays):
             self._enter(self._device, sequences)
+            longest = max(counts)
             is_roomy = all(self._room(seq) > len(seq.tokens) + longest - 2 for seq in sequences)
-            counts = [longest if is_roomy else len(seq.drafts) for seq in sequences]
-            early = self._draft(sequences, counts)
+            early = self._draft(sequences, [longest] * len(counts) if is_roomy else counts)
+        self._early = None
         columns = [early.stays.index(stay) for stay in stays]
+        for seq, column in zip(sequences, columns, strict=True):
+            self._shape(seq, early.counts[column])
         self._late = LateDrafts(early.ids_KS, self._device.drafts_KS.shape[1], columns)
         self._target.expect(self._late)
+
+    def _shape(self, seq: Sequence, num_drafted: int) -> None:
+        """Note what the drafts of a sequence are to each other: the first of a longer chain."""
+
+    def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
+        """Return the counts, lowered to the drafts being made already: more would be turns from the first."""
+        early, stays = self._early, self._stays(sequences)
+        made = {} if early is None else dict(zip(early.stays, early.counts, strict=True))
+        if not all(stay in made for stay, count in zip(stays, counts, strict=True) if count):
+            return counts
+        return [min(count, made.get(stay, 0)) for stay, count in zip(stays, counts, strict=True)]
 
     def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
         """Draft for the next window of these sequences while the step that verifies this one runs.
@@ -164,22 +179,31 @@ class DraftModel:
 
     def collect(self) -> list[list[int]]:
         """The drafts that were begun, sequence by sequence."""
-        drafts: list[list[int]] = [[] for _ in self._sequences]
-        for numbers, step in self._turns:
-            for number, ids in zip(numbers.tolist(), step.wait().ids, strict=True):
-                drafts[number] += ids
-        if self._late is not None:
-            drafts = self._late.collect([len(seq.drafts) for seq in self._sequences])
+        counts = [len(seq.drafts) for seq in self._sequences]
+        drafts = self._read_turns() if self._late is None else self._late.collect(counts)
         for seq, found in zip(self._sequences, drafts, strict=True):
             self._note_text(seq, found)
         self._sequences, self._turns, self._late = (), [], None
         return drafts
 
+    def _read_turns(self) -> list[list[int]]:
+        """Wait for the turns that were launched one by one; returns their ids, sequence by sequence."""
+        drafts: list[list[int]] = [[] for _ in self._sequences]
+        for numbers, step in self._turns:
+            for number, ids in zip(numbers.tolist(), step.wait().ids, strict=True):
+                drafts[number] += ids
+        return drafts
+
     def _draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> _Drafted:
         """Launch the turns for sequences whose rows the device knows."""
         assert isinstance(self._device, GpuDevice)
-        ids_KS = self._device.draft(np.array([seq.row for seq in sequences]), np.array(counts))
-        return _Drafted(self._stays(sequences), max(counts), ids_KS)
+        rows, are_trees = np.array([(seq.row, self._is_tree(seq)) for seq in sequences]).T
+        ids_KS = self._device.draft(rows, np.array(counts), are_trees)
+        return _Drafted(self._stays(sequences), counts, ids_KS)
+
+    def _is_tree(self, seq: Sequence) -> bool:
+        """True if it drafts trees for a sequence."""
+        return False
 
     def _stays(self, sequences: Seq[Sequence]) -> list[tuple[int, int]]:
         """The row of each sequence, and the stay for which it was given out."""
@@ -260,6 +284,8 @@ class DraftModel:
         row = self._rows[seq.row]
         if row.tenancy != self._state.tenancy[seq.row]:
             row = self._rows[seq.row] = self._recognise(seq)
+        if self._target is not None and row.step == self._judging - 1:  # whatever has been kept was drafted
+            return len(seq.tokens) - 1
         num_right = 0
         for draft, token_id in zip(row.drafts, seq.tokens[row.num_known :], strict=False):
             if draft != token_id:
@@ -275,7 +301,7 @@ class DraftModel:
                 break
             num_full, last_text = num_full + 1, text
         tenancy = int(self._state.tenancy[seq.row])
-        return _DraftedText(tenancy, num_full * self._state.block_size, (), num_full, last_text)
+        return _DraftedText(tenancy, num_full * self._state.block_size, (), num_full, last_text, -1)
 
     def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
         """Remember that all known tokens of a text are computed, and all drafts but the last."""
@@ -286,7 +312,9 @@ class DraftModel:
             num_full += 1
         for block in blocks[num_full:]:  # they hold part of a text, or drafts
             self._texts[block] = NO_TEXT
-        self._rows[seq.row] = _DraftedText(row.tenancy, len(seq.tokens), drafts[:-1], num_full, last_text)
+        self._rows[seq.row] = _DraftedText(
+            row.tenancy, len(seq.tokens), drafts[:-1], num_full, last_text, self._judging
+        )
 
     def _texts_of(self, tokens: array[int], num_full: int, text: int) -> Iterator[int]:
         """The numbers of a text's full blocks after the first `num_full`, the last of which has `text`."""

@@ -9,6 +9,11 @@ Its orders are windows like those of the model that judges, with the same masks 
 needs nothing of its own to see a tree. It computes nodes again in each turn: that takes hardly longer than
 the newest alone. What it keeps of a window is the main line, whose keys and values lie where a text's would.
 
+On a GPU all turns are one graph, as those of a chain are (execution/gpu/tree_turns.py). A turn computes the
+newest nodes alone. The device judges trees, too, and moves keys and values of the kept path in both models,
+so turns begin before the host knows what is kept. All sequences of a step then have the first nodes of one
+tree, as many as they have places for.
+
 Ids are drawn with the noise of the sequence, as in a chain (draft_model.py), so the best of them is the one
 that the model draws as well where the two agree.
 
@@ -25,22 +30,40 @@ import numpy as np
 from infer.config.speculation import MAX_DRAFTS, WINDOW_TOKENS
 from infer.engine.draft_model import DraftModel
 from infer.engine.host_half import HostHalf
+from infer.execution.trees import DraftTree, main_line
 from infer.scheduling.sequence import Sequence
-from infer.speculative.tree import WIDTH, DraftTree, chain_of, tree_of
+from infer.speculative.tree import WIDTH, chain_of, tree_of
 
 
 class TreeModel(DraftModel):
     """Drafts trees with a second model next to the sequences' own. One engine thread owns it."""
 
     def _new_host(self) -> HostHalf:
-        """The maker of its orders, which draw several ids next to each token."""
-        return HostHalf(self._state, is_draft=True, num_best=WIDTH)
+        """The maker of its orders; where each turn is one, they draw several ids next to each token."""
+        return HostHalf(self._state, is_draft=True, num_best=0 if self.is_late else WIDTH)
 
-    def begin(self, sequences: Seq[Sequence]) -> None:
-        """Draft a tree for each of these sequences, with as many drafts as it has places for."""
-        self._sequences = sequences
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Draft for the next window of these sequences; the step that verifies it waits for its order."""
+        super().go_on(sequences, counts, verifies=False)
+
+    def _is_tree(self, seq: Sequence) -> bool:
+        """True unless all tokens before a position decide what is drawn there."""
+        params = seq.group.request.params
+        return not (params.has_penalties or params.min_tokens > 0 or params.is_guided)
+
+    def _tree_for(self, seq: Sequence, num_drafts: int) -> DraftTree:
+        """The tree that drafts of a sequence are."""
+        return (tree_of if self._is_tree(seq) else chain_of)(num_drafts)
+
+    def _shape(self, seq: Sequence, num_drafted: int) -> None:
+        """Note what the drafts of a sequence are to each other: the first nodes of a larger tree."""
+        seq.draft_backs = self._tree_for(seq, num_drafted).backs[: len(seq.drafts)]
+
+    def _run_turns(self, sequences: Seq[Sequence]) -> None:
+        """Launch and read the turns one by one."""
         self._most_behind = min(MAX_DRAFTS, WINDOW_TOKENS // len(sequences))  # a turn is one window
-        places, trees = [seq.drafts for seq in sequences], [_tree_for(seq) for seq in sequences]
+        places = [seq.drafts for seq in sequences]
+        trees = [self._tree_for(seq, len(seq.drafts)) for seq in sequences]
         found: list[list[int]] = [[0] * len(each) for each in places]
         try:
             starts = self._catch_up(sequences)
@@ -53,13 +76,13 @@ class TreeModel(DraftModel):
         for seq, tree, drafts in zip(sequences, trees, found, strict=True):
             seq.drafts, seq.draft_backs = tuple(drafts), tree.backs
 
-    def collect(self) -> list[list[int]]:
-        """The drafts of each sequence; the main line of each is what is computed of a text."""
-        drafts = [list(seq.drafts) for seq in self._sequences]
-        for seq, found in zip(self._sequences, drafts, strict=True):
-            self._note_text(seq, found[: _tree_for(seq).depth])
-        self._sequences = ()
-        return drafts
+    def _read_turns(self) -> list[list[int]]:
+        """The drafts of turns that have been read."""
+        return [list(seq.drafts) for seq in self._sequences]
+
+    def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
+        """Remember that the main line is computed, whose keys and values lie where a text's would."""
+        super()._note_text(seq, drafts[: main_line(seq.draft_backs)])
 
     def _turn(
         self,
@@ -87,10 +110,3 @@ class TreeModel(DraftModel):
             for node, (back, rank, depth) in enumerate(zip(*tree, strict=True), 1):
                 if depth == turn + 1:
                     found[number][node - 1] = ids[first_of[node - back] + rank]
-
-
-def _tree_for(seq: Sequence) -> DraftTree:
-    """The tree that the drafts of a sequence are."""
-    params = seq.group.request.params
-    counts_tokens = params.has_penalties or params.min_tokens > 0 or params.is_guided
-    return chain_of(len(seq.drafts)) if counts_tokens else tree_of(len(seq.drafts))

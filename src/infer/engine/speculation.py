@@ -44,6 +44,10 @@ class Drafter(Protocol):
         """True if `collect` may come after the step that verifies the drafts is launched."""
         ...
 
+    def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
+        """The drafts that these sequences get instead of these counts, given those that are being made."""
+        ...
+
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Begin to draft for these sequences, as many ids as each has places for."""
         ...
@@ -161,6 +165,8 @@ class Speculation:
                     for (seq, wish), drafts in zip(pairs, proposed, strict=True)
                 ]
         counts = self._counts(pairs, found)
+        if self._drafter is not None:
+            counts = self._drafter.fitted([seq for seq, _ in pairs], counts)
         if not any(counts):
             self._scheduler.state.ahead = 0
         for (seq, _), drafts, count in zip(pairs, found, counts, strict=True):

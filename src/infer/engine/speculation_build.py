@@ -54,13 +54,13 @@ from infer.speculative.careful import CarefulProposer
 from infer.speculative.ngram import NgramProposer
 from infer.speculative.proposer import Proposer
 from infer.speculative.suffix import SuffixProposer
-from infer.speculative.tree import survival, turns_of
+from infer.speculative.tree import survival, tree_of, turns_of
 
 logger = logging.getLogger(__name__)
 
 DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
 DRAFT_TOKENS: Final = 2048  # tokens of one order of a model that drafts, which catches up with long texts
-HOST_GAP_S: Final = 0.3e-3  # seconds that a GPU waits for the host where steps do not overlap
+HOST_GAP_S: Final = 0.3e-3  # seconds in which the host plans and reports, where steps do not overlap
 PROPOSES: Final = ("propose", "has_match", "finish")  # methods of a proposer
 ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
 
@@ -289,10 +289,9 @@ def make_speculation(
         target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
         if is_head:
             drafter = DraftHead(draft_device, state, target=target)
-        elif has_trees:
-            drafter = TreeModel(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS)
         else:
-            drafter = DraftModel(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
+            kind = TreeModel if has_trees else DraftModel
+            drafter = kind(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
     else:
         proposer = _make_proposer(settings)
     if costs is None:
@@ -395,7 +394,7 @@ def make_draft_device(
         if isinstance(network, HeadModel):
             return TorchHead(network, store, shape, **choices)
         return TorchDevice(network, store, shape, **choices)
-    attention, has_trees = config.backends.attention, config.settings.speculation.method == "tree"
+    attention = config.backends.attention
     return GpuDevice(
         network,
         store,
@@ -406,7 +405,6 @@ def make_draft_device(
         use_cuda_graphs=config.use_cuda_graphs,
         attention_backend="triton" if is_head and attention != "invariant" else attention,
         decode_attention_backend=config.backends.decode_attention,
-        num_drafts=0 if has_trees else config.settings.speculation.max_drafts,
-        window_tokens=WINDOW_TOKENS if has_trees else 0,
-        drafts_trees=has_trees,
+        num_drafts=config.settings.speculation.max_drafts,
+        tree_of=tree_of if config.settings.speculation.method == "tree" else None,
     )

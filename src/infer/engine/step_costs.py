@@ -2,7 +2,8 @@
 
 A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens, in blocks that hold nothing
 yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are written
-down with a recorded run: equal queues must give equal plans.
+down with a recorded run: equal queues must give equal plans. Where steps overlap, as on a GPU, some are
+launched behind each other: one takes what it adds to the time of the others, and the rest is the host's.
 
 Other programs can slow a start, above all on a CPU, and windows would stay short for as long as the engine
 lives. So a server's engine that is idle measures again, one step at a time, and keeps the shortest time of
@@ -26,7 +27,7 @@ from infer.execution.order import DECODE, DRAWS_BEST, EMPTY, VERIFY, RowFacts, S
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.speculative.adaptive import StepCosts
-from infer.speculative.tree import WIDTH
+from infer.speculative.tree import WIDTH, turns_of
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
 DRAFT_PROBES = 4  # drafts that are timed together
@@ -48,7 +49,7 @@ def measure_step_costs(
     draft_start: int = 0,
     has_trees: bool = False,
 ) -> StepCosts:
-    """Return what steps of a device take; the gaps are lost where they do not overlap.
+    """Return what steps of a device take; the gaps are those of the host where it overlaps other steps.
 
     `max_tokens`: tokens of a text that models can see and the cache can hold; a table may have room for more.
     `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.
@@ -59,20 +60,23 @@ def measure_step_costs(
         device.run(_window(shape, vocab_size, count)).wait()  # Triton compiles, which is not counted
     pairs, began = [], time.perf_counter()
     while size <= room:
-        pairs.append((size, _fastest(device, _window(shape, vocab_size, size))))
+        alone, behind = _fastest_of(device, _window(shape, vocab_size, size), overlaps=gap_s > 0)
+        pairs.append((size, behind))
+        if size == 1:  # what the host takes for a step, and for the plan of the next
+            gap_s += alone - behind
         if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
             break
         size *= 2
     draft_s = draft_row_s = 0.0
     num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
-    if drafter is not None and has_trees:
+    if isinstance(drafter, GpuDevice):
+        draft_s, many = (_turn_seconds(drafter, shape, count, has_trees) for count in (1, num_rows))
+        draft_row_s = max(many - draft_s, 0.0) / num_rows
+    elif drafter is not None and has_trees:
         few, many = (
             _fastest(drafter, _best(_window(shape, vocab_size, size))) for size in (8, min(64, room))
         )
         draft_s, draft_row_s = few, max(many - few, 0.0) / 8
-    elif isinstance(drafter, GpuDevice):
-        draft_s, many = (_turn_seconds(drafter, shape, count) for count in (1, num_rows))
-        draft_row_s = max(many - draft_s, 0.0) / num_rows
     elif drafter is not None:
         draft_s = _draft_seconds(drafter, shape, draft_start)
         few, many = (_fastest(drafter, _turn(shape, count, draft_start)) for count in (1, num_rows))
@@ -84,7 +88,7 @@ def measure_step_costs(
         draft_s=draft_s,
         draft_row_s=draft_row_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
-        is_ahead=isinstance(drafter, GpuDevice) and not has_trees,
+        is_ahead=isinstance(drafter, GpuDevice),
     )
 
 
@@ -138,26 +142,37 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
     return best / len(turns)
 
 
-def _turn_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> float:
+def _turn_seconds(device: GpuDevice, shape: StateShape, num_rows: int, are_trees: bool) -> float:
     """Return what a turn takes in a graph of several."""
     device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # the token before has a place
     num_drafts, rows, best = min(DRAFT_PROBES, len(device.drafts_KS)), np.arange(num_rows), float("inf")
     for _ in range(1 + NUM_PROBES):  # the first one compiles, captures and allocates
         began = time.perf_counter()
-        device.draft(rows, np.full(num_rows, num_drafts)).wait()
+        device.draft(rows, np.full(num_rows, num_drafts), np.full(num_rows, are_trees)).wait()
         best = min(best, time.perf_counter() - began)
-    return best / num_drafts
+    return best / (turns_of(num_drafts) if are_trees else num_drafts)
 
 
 def _fastest(device: DeviceHalf, order: StepOrder) -> float:
     """Return the shortest time of a step."""
-    best = float("inf")
+    return _fastest_of(device, order, overlaps=False)[0]
+
+
+def _fastest_of(device: DeviceHalf, order: StepOrder, *, overlaps: bool) -> tuple[float, float]:
+    """Return the shortest time of a step alone, and of one that is launched while another runs."""
     device.run(order).wait()  # the first one compiles, captures and allocates
-    for _ in range(NUM_PROBES):
-        start = time.perf_counter()
-        device.run(order).wait()
-        best = min(best, time.perf_counter() - start)
-    return best
+    alone, both = (
+        min(_seconds(device, order, count) for _ in range(NUM_PROBES)) for count in (1, 1 + overlaps)
+    )
+    return alone, max(min(both - alone, alone), 1e-6) if overlaps else alone
+
+
+def _seconds(device: DeviceHalf, order: StepOrder, count: int) -> float:
+    """Return the time of a step that is launched this many times at once, until all have been read."""
+    start = time.perf_counter()
+    for step in [device.run(order) for _ in range(count)]:
+        step.wait()
+    return time.perf_counter() - start
 
 
 def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:

@@ -27,12 +27,13 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.execution.device import StateShape
 from infer.execution.order import DECODE, PADDING, READS_PROMPTS, VERIFY, StepOrder
-from infer.execution.trees import NO_TREE, nodes_of
+from infer.execution.trees import nodes_of
 from infer.kernels.attention.paged import attend_paged, attend_paged_reference
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.delta.reference import DeltaRule, StateSpan, pieces_of, run_spans
 from infer.kernels.elementwise.heads import write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
+from infer.kernels.elementwise.windows import NO_TREE
 from infer.layers.attention import AttentionLayer, StepContext
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call

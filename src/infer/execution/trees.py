@@ -14,13 +14,32 @@ Shapes:  T tokens of an order, M tokens whose keys and values are moved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from infer.execution.order import DRAWS_BEST, StepOrder
+from infer.kernels.elementwise.windows import NO_TREE
 
-NO_TREE: Final = 1 << 30  # window of a row without branches: it begins after every position
+
+class DraftTree(NamedTuple):
+    """The shape of some drafts; node 0 is the last token of the text, and drafts are numbered from 1."""
+
+    backs: tuple[int, ...]  # how many nodes before it each draft's parent is
+    ranks: tuple[int, ...]  # place of each draft among the guesses of its parent, from 0
+    depths: tuple[int, ...]  # drafts from the text to each, itself included
+
+    @property
+    def depth(self) -> int:
+        """The drafts of the main line, which is the longest path."""
+        return max(self.depths, default=0)
+
+    def cut(self, depth: int) -> DraftTree:
+        """The part of the tree up to a depth, its nodes in the same order."""
+        kept = [0, *(node for node, each in enumerate(self.depths, 1) if each <= depth)]
+        backs = [place - kept.index(node - self.backs[node - 1]) for place, node in enumerate(kept) if node]
+        ranks, depths = ([column[node - 1] for node in kept[1:]] for column in (self.ranks, self.depths))
+        return DraftTree(tuple(backs), tuple(ranks), tuple(depths))
 
 
 class TreeNodes(NamedTuple):

@@ -49,12 +49,12 @@ class StepCosts:
     """Seconds of a step by the number of its tokens: linear between measured pairs and after the last."""
 
     pairs: tuple[tuple[int, float], ...]  # tokens and seconds; more tokens never take less time
-    gap_s: float = 0.0  # seconds lost if any sequence has drafts: steps do not overlap, a proposer starts
+    gap_s: float = 0.0  # seconds of the host from one step with drafts to the next, in which nothing overlaps
     draft_s: float = 0.0  # seconds of drafting one more position, and
     draft_row_s: float = 0.0  # more for each sequence
-    row_gap_s: float = 0.0  # seconds lost for each sequence of a step with drafts
+    row_gap_s: float = 0.0  # more of them for each sequence of a step with drafts
     seen_s: float = 0.0  # seconds for each position that a token attends to
-    is_ahead: bool = False  # drafts are made in the gap, before the host has read the step that comes before
+    is_ahead: bool = False  # a device makes drafts in the gap, and may go on with the step that verifies them
 
     def __post_init__(self) -> None:
         if not self.pairs or self.pairs[0][0] < 0 or not self.pairs[0][1] > 0:
@@ -96,10 +96,16 @@ class StepCosts:
         slope = (later - less) / (more - fewer) if more > fewer else 0.0
         return less + slope * max(num_tokens - fewer, 0)
 
-    def drafting(self, num_rows: int, num_drafted: int, longest: int) -> float:
-        """The seconds of making drafts for some rows of a step, `longest` of them for one, and of its gap."""
-        gap, making = self.gap_s + num_rows * self.row_gap_s, self.draft_s + num_drafted * self.draft_row_s
-        return max(gap, making * longest) if self.is_ahead else gap + making * longest
+    def with_drafts(self, step_s: float, num_rows: int, num_drafted: int, longest: int) -> float:
+        """The seconds from one step to the next, one of `step_s`, for which some rows make drafts.
+
+        `longest`: the most drafts of a row. A device that is ahead waits only where the host takes longer.
+        """
+        host = num_rows * self.row_gap_s
+        making = (self.draft_s + num_drafted * self.draft_row_s) * longest
+        if self.is_ahead:
+            return max(step_s + max(making, host), self.gap_s + host)
+        return step_s + self.gap_s + host + making
 
     def is_host_slower(self, num_rows: int, longest: int) -> bool:
         """True if drafts for all rows of a step are made before the host has read the step before."""
@@ -111,9 +117,9 @@ class StepCosts:
 
         A kept one saves what a token takes in a step without drafts; all drafts share what they add.
         """
-        plain = self.seconds(num_rows)
-        drafting = self.drafting(num_rows, num_rows, longest)
-        return plain / num_rows, (self.seconds(num_rows + num_drafts) - plain + drafting) / num_drafts
+        plain, window = self.seconds(num_rows), self.seconds(num_rows + num_drafts)
+        added = self.with_drafts(window, num_rows, num_rows, longest) - plain
+        return plain / num_rows, added / num_drafts
 
 
 @dataclass(slots=True)
@@ -265,9 +271,12 @@ class DraftLengths:
         best, taken = base / seconds[0], order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
-            drafting = self.costs.drafting(base, len(rows), self._turns(cap))
+            turns = self._turns(cap)
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
-            speeds = [each / (taking + drafting) for each, taking in zip(gained, seconds, strict=False)]
+            speeds = [
+                each / self.costs.with_drafts(taking, base, len(rows), turns)
+                for each, taking in zip(gained, seconds, strict=False)
+            ]
             if (fastest := max(speeds)) > best:
                 best, taken = fastest, places[: speeds.index(fastest)]
         for place in taken:

@@ -20,32 +20,13 @@ The main line comes first, in the slots that a chain would have: if it is kept, 
 from __future__ import annotations
 
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from infer.config.speculation import MAX_DRAFTS
+from infer.execution.trees import DraftTree
 
 WIDTH: Final = 3  # children of a node, at most
 RATE: Final = 0.6  # rate of the best guesses that trees are made for
-
-
-class DraftTree(NamedTuple):
-    """The shape of some drafts; node 0 is the last token of the text, and drafts are numbered from 1."""
-
-    backs: tuple[int, ...]  # how many nodes before it each draft's parent is
-    ranks: tuple[int, ...]  # place of each draft among the guesses of its parent, from 0
-    depths: tuple[int, ...]  # drafts from the text to each, itself included
-
-    @property
-    def depth(self) -> int:
-        """The drafts of the main line, which is the longest path."""
-        return max(self.depths, default=0)
-
-    def cut(self, depth: int) -> DraftTree:
-        """The part of the tree up to a depth, its nodes in the same order."""
-        kept = [0, *(node for node, each in enumerate(self.depths, 1) if each <= depth)]
-        backs = [place - kept.index(node - self.backs[node - 1]) for place, node in enumerate(kept) if node]
-        ranks, depths = ([column[node - 1] for node in kept[1:]] for column in (self.ranks, self.depths))
-        return DraftTree(tuple(backs), tuple(ranks), tuple(depths))
 
 
 def chance(ranks: tuple[int, ...], rate: float) -> float:

@@ -110,7 +110,7 @@ def _architecture_of(headers: ModelHeaders) -> str:
 def _metadata(headers: ModelHeaders, architecture: str, directory: Path, kind: str) -> dict[str, Any]:
     config, scaling = headers.config, headers.config.rope_scaling
     window = next(iter(config.layer_windows), None)
-    sizes = {
+    sizes: dict[str, Any] = {
         "block_count": config.num_layers,
         "context_length": config.context_len,
         "embedding_length": config.hidden_size,
@@ -207,7 +207,7 @@ def _rows(tensor: _Stored) -> Iterator[torch.Tensor]:
         yield numbers.half() if kind is GGMLType.F16 else numbers.float()
         return
     step = max(1, _ROWS_AT_ONCE // numbers.shape[1])
-    yield from (round_to_blocks(rows, kind.name) for rows in numbers.split(step))
+    yield from (round_to_blocks(rows, kind.name) for rows in torch.split(numbers, step))
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -226,12 +226,8 @@ def _typed(value: Any) -> bytes:
     """A value with its type before it."""
     if isinstance(value, list):
         inner = [_typed(each) for each in value]
-        return (
-            struct.pack("<I", 9)
-            + inner[0][:4]
-            + struct.pack("<Q", len(value))
-            + b"".join(each[4:] for each in inner)
-        )
+        kind = next(iter(inner), _typed(""))[:4]  # an empty list is one of text: no merges
+        return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + b"".join(e[4:] for e in inner)
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):

@@ -220,8 +220,11 @@ def shared_key(num: int) -> dict[str, Any]:
         (at_a(items=[{} for _ in range(20_000)]), "the schema at # holds more than 20000 schemas"),
         ({"properties": {str(i): {} for i in range(1_001)}}, "has 1001 properties; at most 1000"),
         (at_a(oneOf=[{"const": i} for i in range(1_001)]), "has 1001 schemas; at most 1000"),
-        (at_a(pattern="(a|b|cd){0,5000}" * 3), "written out, are 60000 characters long"),
+        (at_a(pattern="(a|b|cd){0,5000}" * 3), "written out, are 60120 characters long"),
         (at_a(pattern="((a{99}){99}){99}"), "repeat less often"),
+        (at_a(pattern=".*" * 501), "with 40 for each part that may be left out"),
+        (at_a(pattern="(.?)(?:a|b)" * 900), "repeat less often"),
+        (at_a(anyOf=[{"pattern": ".?" * 400} for _ in range(100)]), "of all patterns, written out"),
         (at_a(pattern="a" * 10_001), "has 10001 characters; at most 10000"),
     ],
 )
@@ -274,7 +277,7 @@ def test_the_largest_that_are_taken() -> None:
     check_keywords(products(4), param="x")
     check_keywords(at_a(enum=list(range(10_000))), param="x")
     check_keywords(at_a(anyOf=[{"const": i} for i in range(1_000)]), param="x")
-    check_pattern("(a|b|cd){0,5000}", param="x")
+    check_pattern("(a|b|cd){0,4990}", param="x")
 
 
 def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -363,7 +366,16 @@ def test_a_repetition_is_seen_however_its_number_is_written(pattern: str) -> Non
 @pytest.mark.parametrize(
     ("pattern", "size"),
     [("", 0), ("abc", 3), ("a{3}", 3), ("[abc]{2,5}", 5), ("(ab){3}", 6), ("((ab){3}c){2}", 14)]
-    + [("a*b+c?", 3), (r"\d{4}", 4), (r"\x{41}", 1), ("(a|bc){9,}", 27), (")", 1), ("(ab", 2), ("a{4", 3)]
+    + [
+        ("a*b+c?", 83),
+        (r"(?:a|b)(c\?)", 5),
+        (r"\d{4}", 4),
+        (r"\x{41}", 1),
+        ("(a|bc){9,}", 27),
+        (")", 1),
+        ("(ab", 2),
+        ("a{4", 3),
+    ]
     + [("a{ 3}", 3), ("(a{ 3 , 4 }){\n2}", 8), ("a{000000000000003}", 3), ("([[])]a]b{3}){2}", 8)],
 )
 def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
@@ -401,6 +413,7 @@ def test_rules_are_counted_and_texts_with_colons_are_not() -> None:
         ('start: a\na[lazy, stop="]"]: B{999}\nB: /a{999}/', "the terminal a, written out"),
         ("start: %lark {start: A\nA: B{999}\nB: /a{999}/}", "the terminal A, written out"),
         ("start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(99)) + '\nA99: "a"', "A8"),
+        ("start: A\nA: " + "B " * 60 + "\nB: /" + ".?" * 10 + "/", "the terminal A, written out"),
         ("start: " + " | ".join(["/(a{140}){140}/"] * 60), "of all expressions, written out, are 1176000"),
         ("\n".join(f"A{i}: /a/{{19000}}" for i in range(60)), "of all terminals, written out"),
         ('start: %json {"x-guidance": {"whitespace_pattern": " *"}}', "x-guidance"),

@@ -7,10 +7,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from infer.errors import ConfigError, DeviceLost
+from infer.execution.torch_device import MAX_PARTS
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.runtime.gpu_communicator import _wait_for_all, check_alike
+from infer.kernels.runtime.gpu_way import (
+    DEPTH,
+    IDS,
+    NUM_BLOCKS,
+    NUM_THREADS,
+    NUM_UNITS,
+    GpuWay,
+    RankMemory,
+)
 
 
 def test_gpus_of_different_kinds_are_refused_by_name() -> None:
@@ -29,3 +40,15 @@ def test_ranks_that_do_not_come_together_are_not_waited_for(is_aborted: bool, wa
         _wait_for_all(cast(SharedCommunicator, shared), wait_s, thread)
     over.set()
     thread.join()
+
+
+@pytest.mark.parametrize("num_ids", [1, 1024, 1025, 8192, NUM_BLOCKS * NUM_THREADS * NUM_UNITS])
+def test_ids_of_all_parts_of_a_step_have_room_on_their_way(num_ids: int) -> None:
+    """Stages take them when they need them, and rank 0 must not wait for that."""
+    launched: list[int] = []
+    kernels: Any = {"tell": lambda num_blocks, *_: launched.append(num_blocks)}
+    memory = RankMemory([0, 0], 0, 0, 0, rank=0)
+    way = GpuWay(kernels, memory, torch.device("cpu"), IDS, 0, [1])
+    way.go(torch.zeros(num_ids, dtype=torch.int64))
+    sets_of_slots = -(-num_ids // (launched[0] * NUM_THREADS * NUM_UNITS))
+    assert launched[0] <= NUM_BLOCKS and sets_of_slots * MAX_PARTS <= DEPTH

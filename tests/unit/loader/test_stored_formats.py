@@ -31,6 +31,7 @@ from infer.loader.headers import WeightSource
 from infer.loader.quantization import Rule
 from infer.loader.weight_plan import Kept, form_of, is_four_bit, stored_form
 from infer.quant.coded import CodedRows
+from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import QuantizedRows, quantized_rows
 from infer.quant.projection import WeightSpec
 from infer.quant.rounding import fit_rows
@@ -449,14 +450,14 @@ def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_squeezellm(bits: int, sparse: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [None, 0.05, 0.0], ids=["dense", "sparse", "sparse without any"])
+def test_squeezellm(bits: int, share: float | None, tmp_path: Path) -> None:
     codes, _, _ = draw(bits)
     table = torch.randn(N, 2**bits)
     expected = torch.stack([table[row][torch.from_numpy(codes[row])] for row in range(N)])
     leaves = {"qweight": packed(codes.T, bits, axis=0), "lookup_table": table}
-    if sparse:
-        outliers = torch.where(torch.rand(N, K) < 0.05, torch.randn(N, K), torch.zeros(N, K))
+    if share is not None:
+        outliers = torch.where(torch.rand(N, K) < share, torch.randn(N, K), torch.zeros(N, K))
         outliers[3] = 0  # a row without any
         where = outliers.nonzero()
         starts = torch.tensor([0, *outliers.count_nonzero(1).cumsum(0).tolist()], dtype=torch.int32)
@@ -467,6 +468,12 @@ def test_squeezellm(bits: int, sparse: bool, tmp_path: Path) -> None:
         expected = expected + outliers
     tensor = opened(tmp_path, leaves)
     assert tensor.format.name == "squeezellm" and torch.equal(numbers(tensor), expected)
+    assert tensor.codes is not None and (tensor.codes.num_outliers > 0) == bool(share)
+    device, count = torch.device("cpu"), tensor.codes.num_outliers
+    form = form_of(tensor)
+    projection = GPUWeights(WeightSpec(N, K, torch.float32, device, form=form, num_outliers=count))
+    projection.load(tensor, part=None, expert=None, transposed=False)
+    torch.testing.assert_close(projection.dequantized(), expected)
 
 
 # -- integers for the kernels of a CPU -----------------------------------------------------------------

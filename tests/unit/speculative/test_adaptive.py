@@ -60,6 +60,23 @@ def random_costs(source: random.Random) -> StepCosts:
 # -- costs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("is_ahead", "gap_s", "longest", "expected"),
+    [
+        (False, 0.9, 3, 1.0 + 0.9 + 2 * 0.1 + 3 * (0.2 + 2 * 0.05)),  # one after the other
+        (True, 0.9, 8, 1.0 + 8 * 0.3),  # the device is never idle
+        (True, 3.0, 1, 3.0 + 2 * 0.1),  # it is
+    ],
+)
+def test_a_device_that_is_ahead_waits_only_for_a_slower_host(
+    is_ahead: bool, gap_s: float, longest: int, expected: float
+) -> None:
+    costs = StepCosts(
+        ((1, 1.0),), gap_s=gap_s, draft_s=0.2, draft_row_s=0.05, row_gap_s=0.1, is_ahead=is_ahead
+    )
+    assert costs.with_drafts(1.0, 2, 2, longest) == pytest.approx(expected)
+
+
 def test_seconds_are_interpolated_and_extrapolated() -> None:
     costs = StepCosts(((2, 1.0), (4, 2.0), (8, 2.5)))
     found = [costs.seconds(tokens) for tokens in (0, 1, 2, 3, 4, 6, 8, 12)]

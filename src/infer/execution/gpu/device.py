@@ -8,7 +8,8 @@
              an order that awaits masks is sampled when these are there                       (masks.py)
              a step for which there is no memory is run in halves                             (halves.py)
              a head that drafts sees what was computed and drawn, in the same graph     (head_model.py)
-    draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last
+    draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last;
+             those of a tree compute the nodes at a depth                                  (tree_turns.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
@@ -48,6 +49,7 @@ import numpy as np
 import torch
 
 from infer.cache.kv_store import KVStore
+from infer.config.speculation import WINDOW_TOKENS
 from infer.errors import DeviceLost
 from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
 from infer.execution.embedding import Pooled, pool_hidden
@@ -59,6 +61,7 @@ from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
+from infer.execution.gpu.tree_turns import TreeTurn, best_ids, tree_turns
 from infer.execution.halves import SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge, PromptTable
@@ -66,7 +69,6 @@ from infer.execution.layout import needed_tokens
 from infer.execution.order import (
     AWAITS_MASKS,
     DECODE,
-    DRAWS_BEST,
     NO_MASKS,
     NONE,
     ON_HOST,
@@ -79,13 +81,14 @@ from infer.execution.order import (
 )
 from infer.execution.rank_ring import RankMessage
 from infer.execution.torch_device import MAX_PARTS, OtherRanks
-from infer.execution.trees import branched_rows, main_line, moved_slots, nodes_of
+from infer.execution.trees import DraftTree, branched_rows, main_line, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
-from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
+from infer.kernels.elementwise.tree_nodes import next_nodes
+from infer.kernels.elementwise.windows import FIRST_CODE, NO_TREE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.communicator import Pipe
 from infer.kernels.runtime.dispatch import is_gpu
@@ -129,19 +132,6 @@ class EarlyWindow(NamedTuple):
     ids_KS: PendingTensor  # its drafts
     decided: dict[int, int]
     ids: PendingIds
-
-
-class MovedResult(NamedTuple):
-    """The result of a step whose drafts are trees: what is kept of them is moved once it is known."""
-
-    pending: Pending[StepResult]
-    move: Callable[[list[tuple[int, ...]]], None]
-
-    def wait(self) -> StepResult:
-        """The result; the next step finds keys and values in their slots."""
-        result = self.pending.wait()
-        self.move(result.ids)
-        return result
 
 
 class AwaitedIds(NamedTuple):
@@ -206,7 +196,7 @@ class GpuDevice:
         num_drafts: int = 0,
         drafter: GpuDevice | None = None,
         has_trees: bool = False,
-        drafts_trees: bool = False,
+        tree_of: Callable[[int], DraftTree] | None = None,
         adapters: AdapterBank | None = None,
         ranks: OtherRanks | None = None,
         communicator: GpuCommunicator | None = None,
@@ -215,12 +205,13 @@ class GpuDevice:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `has_trees`: drafts may be trees, and with `drafts_trees`
-        it makes them. `adapters` are those of the model. `communicator` joins
-        the ranks that share the model; `ranks` are those that rank 0 tells each order. With a `pipe` the
-        layers are in stages.
+        block tables; a head follows its steps, too. `has_trees`: drafts may be trees; `tree_of` has
+        those that it makes. `adapters` are those of the model. `communicator` joins
+        the ranks that share the model; `ranks` are those that rank 0 tells each order. With a
+        `pipe` the layers are in stages.
         """
-        self._adapters, self._has_trees = adapters, has_trees or drafts_trees
+        self._adapters, self._has_trees = adapters, has_trees or tree_of is not None
+        self._tree_of = tree_of
         self._ranks, self._communicator = ranks, communicator
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
         self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
@@ -248,8 +239,9 @@ class GpuDevice:
             None if drafter is None else drafter.rows.tables_KRB,
         )
         self._sampler = HostSampler(model, self.rows.book, send)
-        # the first turn of a model that drafts computes two tokens of each row
-        max_rows = max(max_batch_size * (1 + (num_drafts > 0 and not is_head)), window_tokens)
+        # the first turn of a model that drafts computes two tokens of each row, others those of a window
+        max_rows = max_batch_size * (1 + (num_drafts > 0 and not is_head))
+        max_rows = max(max_rows, WINDOW_TOKENS if tree_of else window_tokens)
         self.drafts_KS = torch.zeros((num_drafts, max_batch_size), dtype=torch.int64, device=device)
         self._places = torch.arange(max_batch_size, device=device)
         self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
@@ -327,7 +319,7 @@ class GpuDevice:
             window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
             num_drafts=num_drafts,
-            only_windows=drafts_trees,
+            drafts_trees=tree_of is not None,
             profile=profile,
         )
         self.graphs.is_agreed = communicator is None
@@ -379,11 +371,14 @@ class GpuDevice:
 
     def compute_part(self, order: StepOrder) -> None:
         """Launch an order as a rank other than 0."""
-        for _, part in self._parts(order):
+        parts = self._parts(order)
+        for _, part in parts:
             step = self._run(part)
             if order.flags & AWAITS_MASKS:  # rank 0 has them
                 step.masks(0)
                 step.sample((), ())
+        if len(parts) > 1:
+            self._decoded = None  # rows of a part
 
     def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
         """The parts in which stages compute an order at the same time, equal on every rank.
@@ -525,7 +520,7 @@ class GpuDevice:
             if window is not None:
                 found = self._find_early(order, window, late, early)
                 return self._start_window(order, window, late) if found is None else found
-            assert not (len(order.backs) or order.flags & DRAWS_BEST), "trees are windows"
+            assert not len(order.backs), "trees are windows"
             if late is not None:
                 late.read(order)
             size = None if is_verified or not runs_plain else self._size_of(order)
@@ -694,12 +689,6 @@ class GpuDevice:
         windows = partial(_windows_of, order, ends - 1, decided, backs)
 
         def sample(masks: StepMasks) -> Pending[StepResult]:
-            if order.flags & DRAWS_BEST:
-                with torch.inference_mode():
-                    logits_SV = self.graphs.sample(size)[
-                        send(torch.from_numpy(drawn_places(order)), self.device)
-                    ]
-                    return ReadyResult(self._sampler.draw_best(order, logits_SV))
             self.has_judged = True
             if order.flags & AWAITS_MASKS:
                 numbers = np.asarray(masks.numbers, dtype=np.int64)
@@ -708,17 +697,9 @@ class GpuDevice:
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
-            pending = pending.scatter(windows)
-            return MovedResult(pending, partial(self._compact, order)) if backs else pending
+            return pending.scatter(windows)
 
         return sample
-
-    @torch.inference_mode()
-    def _compact(self, order: StepOrder, ids: list[tuple[int, ...]]) -> None:
-        """Move keys and values of drafts that are kept of trees to the slots after the text."""
-        with _losing_device(order.step):
-            if (moves_2M := moved_slots(order, ids)).size:
-                self.store.move_slots(send(torch.from_numpy(moves_2M), self.device))
 
     @torch.inference_mode()
     def verify_early(self, rows: np.ndarray, counts: np.ndarray, ids_KS: PendingTensor) -> None:
@@ -804,6 +785,9 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
+        if size.has_trees:
+            self._end_tree_turn(logits_SV, self._tree_turns(size)[-1], num_rows)
+            return
         if size.num_drafts:
             self._end_turn(logits_SV, size.num_drafts - 1)
             return
@@ -821,12 +805,26 @@ class GpuDevice:
             sampled_S, advanced_S = inputs.window(num_rows)[2:4].int()
             ids_S = self.sample_rows(logits_SV, sampled_S, positions_S + 1, advanced_S)
             if self.drafter is not None:
-                state, decided_S = self.drafter.rows, inputs.window(num_rows)[-1]
-                where = state.last_token_R, state.previous_R, state.position_R
-                judge_windows(rows_S, inputs.table_XT[0, :num_rows], positions_S, ids_S, decided_S, *where)
+                self._judge(self.drafter, rows_S, ids_S)
         else:  # the sampled token's place is the one after its input's
             ids_S = self.sample_rows(logits_SV, rows_S, positions_S + 1)
         self._follow(lambda: Followed(ids_S, slice(None), rows_S))
+
+    def _judge(self, drafter: GpuDevice, rows_S: torch.Tensor, ids_S: torch.Tensor) -> None:
+        """Let the rows of what drafts go on from what windows keep, which is moved if windows are trees."""
+        inputs, state = self.inputs, drafter.rows
+        tokens_S, positions_S, slots_S = inputs.table_XT[:3, : len(ids_S)]
+        decided_S, tree_2S = inputs.window(len(ids_S))[-1], inputs.tree_2S[:, : len(ids_S)]
+        sources_S = places_S = slots_S
+        if self._has_trees:  # padding is copied with the first token, which is never moved, to where it is
+            places_S = torch.where(slots_S < 0, slots_S[:1], slots_S).clamp(min=0)
+            sources_S = places_S.clone()
+        judge_windows(
+            rows_S, tokens_S, positions_S, ids_S, decided_S, tree_2S, slots_S,
+            state.last_token_R, state.previous_R, state.position_R, sources_S,
+        )  # fmt: skip
+        for store in (self.store, drafter.store) if self._has_trees else ():
+            store.move_slots(torch.stack([sources_S, places_S]))
 
     def _follow(self, followed: Callable[[], Followed]) -> None:
         """Let the head see the step that was sampled last; without memory, it guesses worse from here on."""
@@ -947,29 +945,34 @@ class GpuDevice:
             self.rows.previous_R[rows_2K[0]] = rows_2K[1]
 
     @torch.inference_mode()
-    def draft(self, rows: np.ndarray, counts: np.ndarray) -> PendingTensor:
-        """Launch as many turns of each row as it has count; rows go on from their state, which stays.
+    def draft(self, rows: np.ndarray, counts: np.ndarray, are_trees: np.ndarray) -> PendingTensor:
+        """Launch the turns that make as many drafts of each row as it has count, in a chain or a tree.
 
-        Returns the ids, a column for each row; they are also in `drafts_KS` until the next call. Rows with
-        different counts take several launches.
+        Rows go on from their state, which stays. Returns the ids, a column for each row; they are also in
+        `drafts_KS` until the next call. Rows with different counts, or chains next to trees, take several
+        launches.
         """
         with _losing_device(0):
             parts = list[tuple[torch.Tensor, torch.Tensor]]()
-            for count in np.unique(counts).tolist():
-                (group,) = (counts == count).nonzero()
-                ids_KS = self._draft(rows[group], count)
+            kinds = [*zip(counts.tolist(), are_trees.tolist(), strict=True)]
+            for kind in sorted({*kinds}):
+                group = np.array([number for number, each in enumerate(kinds) if each == kind])
+                ids_KS = self._draft(rows[group], kind[0], is_tree=bool(kind[1]))
                 if len(group) < len(rows):
                     parts.append((send(torch.from_numpy(group), self.device), ids_KS.clone()))
             for group_G, ids_KG in parts:
                 self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
             return self._readback.fetch_drafts(self.drafts_KS)
 
-    def _draft(self, rows: np.ndarray, num_drafts: int, *, is_last_try: bool = False) -> torch.Tensor:
+    def _draft(
+        self, rows: np.ndarray, num_drafts: int, *, is_tree: bool, is_last_try: bool = False
+    ) -> torch.Tensor:
         """Launch the turns of some rows; where there is no memory, those of one half after the other.
 
         Those of a single row are tried twice.
         """
-        size, ids_KS = self.graphs.draft_size_for(len(rows), num_drafts), self.drafts_KS[:num_drafts]
+        size = self.graphs.draft_size_for(len(rows), num_drafts, is_tree=is_tree)
+        ids_KS = self.drafts_KS[:num_drafts]
         try:
             self.graphs.ensure(size)
             self.inputs.send_rows(rows, size.num_rows)
@@ -979,10 +982,10 @@ class GpuDevice:
             if is_last_try:
                 raise
             if len(rows) == 1:
-                return self._draft(rows, num_drafts, is_last_try=True)
+                return self._draft(rows, num_drafts, is_tree=is_tree, is_last_try=True)
             half = len(rows) // 2
-            second_KS = self._draft(rows[half:], num_drafts).clone()
-            self._draft(rows[:half], num_drafts)
+            second_KS = self._draft(rows[half:], num_drafts, is_tree=is_tree).clone()
+            self._draft(rows[:half], num_drafts, is_tree=is_tree)
             ids_KS[:, half : len(rows)] = second_KS
         return ids_KS[:, : len(rows)]
 
@@ -994,8 +997,16 @@ class GpuDevice:
     def _compute_turns(self, model: Network, size: StepSize) -> torch.Tensor:
         """All turns of rows that draft, up to the logits of the last."""
         rows_S = self.inputs.rows_S[: size.num_rows]
+        if self._has_trees:  # the tokens of a text see all before them
+            self.inputs.tree_2S[:, : 2 * len(rows_S)] = NO_TREE
         hidden_SD, states_SD = self._first_turn(model, rows_S)
         logits_SV = model.logits(hidden_SD)
+        for grown in self._tree_turns(size)[:-1]:
+            self._end_tree_turn(logits_SV, grown, len(rows_S))
+            rows_M = rows_S.repeat(grown.num_next)
+            logits_SV = model.logits(self.forward(model, len(rows_M), rows_M, None, has_windows=True))
+        if size.has_trees:
+            return logits_SV
         for turn in range(1, size.num_drafts):
             self._end_turn(logits_SV, turn - 1)
             if isinstance(model, HeadModel):
@@ -1036,6 +1047,30 @@ class GpuDevice:
         ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
         drafts_S, size = self.drafts_KS[turn, :num_rows], self._block_size
         next_turn(rows_S, ids_S, state.tables_KRB[0], inputs, drafts_S, block_size=size)
+
+    def _tree_turns(self, size: StepSize) -> Sequence[TreeTurn]:
+        """The turns of trees; none for chains."""
+        tree_of = self._tree_of if size.has_trees else None
+        return () if tree_of is None else tree_turns(tree_of(size.num_drafts), self.device)
+
+    def _end_tree_turn(self, logits_MV: torch.Tensor, turn: TreeTurn, num_rows: int) -> None:
+        """Sample a turn of trees, and make its ids the nodes of the next."""
+        state, inputs, num_next = self.rows, self.inputs, turn.num_next * num_rows
+        rows_S, positions_M = inputs.rows_S[:num_rows], inputs.table_XT[1, : len(logits_MV)] + 1
+        rows_M = rows_S.repeat(len(logits_MV) // num_rows)
+        best_WM = best_ids(logits_MV, state.sampling, rows_M, positions_M, self._scratch, turn.num_best)
+        next_nodes(
+            rows_S,
+            best_WM,
+            turn.links_3C,
+            state.position_R,
+            state.tables_KRB[0],
+            inputs.turn(0, num_next),
+            inputs.tree_2S[:, :num_next],
+            self.drafts_KS,
+            block_size=self._block_size,
+            depth=turn.depth,
+        )
 
     # -- any other step -----------------------------------------------------------------------------
 

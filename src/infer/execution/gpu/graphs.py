@@ -45,12 +45,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from infer.config.profiles.profile import GraphProfile
+from infer.config.speculation import WINDOW_TOKENS
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,8 @@ class StepSize(NamedTuple):
     num_tokens: int  # tokens of prompts
     has_windows: bool = False
     has_adapters: bool = False  # some rows have one; without, a step does not even look
-    num_drafts: int = 0  # turns of a model that drafts, each of which goes on from the ids of the last
+    num_drafts: int = 0  # drafts of turns, each of which goes on from the ids of the last
+    has_trees: bool = False  # these drafts are trees
 
 
 class CapturedStep(NamedTuple):
@@ -119,8 +122,8 @@ class StepGraphs:
     them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
     of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
-    with adapters. `num_drafts`: the most turns of a model that drafts, whose rows do nothing else; 0: it does
-    not. `only_windows`: rows do nothing else than to verify drafts, as those of a model that drafts trees.
+    with adapters. `num_drafts`: the most drafts of a row, where rows do nothing but draft; 0: they do not.
+    `drafts_trees`: most of these are trees; turns of chains are captured when there are any.
     `profile` has the sizes.
     """
 
@@ -138,7 +141,7 @@ class StepGraphs:
         window_tokens: int = 0,
         has_adapters: bool = False,
         num_drafts: int = 0,
-        only_windows: bool = False,
+        drafts_trees: bool = False,
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
@@ -166,16 +169,11 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
-        if num_drafts or only_windows:  # its rows never decode by themselves, nor next to a prompt
-            sizes = [
-                size
-                for size in sizes
-                if (only_windows and size.has_windows)
-                or (size.num_tokens and size.num_rows in (0, self._mixed_rows[0]))
-            ]
-        if num_drafts:
-            turns = range(1, num_drafts + 1)
-            sizes += [StepSize(rows, 0, num_drafts=count) for rows in self._draft_rows for count in turns]
+        if num_drafts:  # its rows never decode by themselves, nor next to a prompt
+            sizes = [s for s in sizes if s.num_tokens and s.num_rows in (0, self._mixed_rows[0])]
+            for (fewer, rows), count in product(pairwise([0, *self._draft_rows]), range(1, num_drafts + 1)):
+                if not drafts_trees or (fewer + 1) * (count + 1) <= WINDOW_TOKENS:  # a step has room for them
+                    sizes.append(StepSize(rows, 0, num_drafts=count, has_trees=drafts_trees))
         if has_adapters:
             sizes += [size._replace(has_adapters=True) for size in sizes if not size.num_tokens]
         self.sizes = sorted(sizes, key=sum, reverse=True)
@@ -200,9 +198,10 @@ class StepGraphs:
             return None
         return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
 
-    def draft_size_for(self, num_rows: int, num_drafts: int) -> StepSize:
+    def draft_size_for(self, num_rows: int, num_drafts: int, *, is_tree: bool = False) -> StepSize:
         """The smallest size with room for rows that draft."""
-        return StepSize(_at_least(self._draft_rows, num_rows), 0, num_drafts=num_drafts)
+        rows = _at_least(self._draft_rows, num_rows)
+        return StepSize(rows, 0, num_drafts=num_drafts, has_trees=is_tree)
 
     def is_captured(self, size: StepSize) -> bool:
         """True if a step of this size is a graph by now."""

@@ -4,7 +4,9 @@
 
 A different source, compiler or processor has a different key, so nothing is ever stale and a cache
 that several machines share is safe. The compiler writes next to the final name and the result is
-renamed into place: two processes that start together both compile, and either result is whole.
+renamed into place: two processes that start together both compile, and either result is whole. Its checksum
+is its last 32 bytes, which loaders ignore. A library that was cut short, by a full disk or a machine that
+went down, would end the process that maps it (SIGBUS); one that does not match its checksum is made again.
 
 `cc` is whatever the system calls its C compiler. A build takes a few seconds, once.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
 TIMEOUT = 300.0  # seconds for the compiler
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-fno-math-errno")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -40,9 +43,17 @@ def build_library(*, extra_flags: tuple[str, ...] = (), directory: Path | None =
     flags = (*_FLAGS, _tuning_flag(), *extra_flags)
     directory = directory or cache_directory()
     path = directory / f"{_key(compiler, flags)}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _compile(compiler, flags, path)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest() == content[-_CHECKSUM_BYTES:]
 
 
 def find_compiler() -> str | None:
@@ -122,6 +133,9 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
                 lines, words = said.splitlines(), (os.strerror(errno.ENOSPC), "error")
                 first = next((line for word in words for line in lines if word in line), "it said nothing")
                 raise CBuildError(f"{compiler} failed: {first.strip()}")
+            with open(made, "r+b") as library:
+                checksum = hashlib.sha256(library.read()).digest()
+                library.write(checksum)
             os.replace(made, path)
     except OSError as error:
         raise CBuildError(f"{path.parent} cannot be written: {error.strerror}") from None

@@ -2,7 +2,7 @@
 
     turns       gather_step ─► model ─► ids ─ next_turn ─► the inputs of the next turn, and a line of drafts
     windows     lines of the host, drafts ─ unpack_window ─► the inputs of a step that verifies
-    its ids     tokens of the windows, ids ─ judge_windows ─► where the next turns begin
+    its ids     tokens of the windows, ids ─ judge_windows ─► where the next turns begin, and what is moved
 
 Nothing is read back between turns, nor between the last turn and the step that verifies what they drafted:
 the host writes a code where a draft is to be, which says where the draft lies. Nor does anything wait between
@@ -20,6 +20,7 @@ Y lines: 5 more, D drafts.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
 FIRST_CODE = -2  # code of draft 0, and of the position at which a row's turns begin
-LOOKED_BACK = 16  # tokens of a window before the last: MAX_DRAFTS
+MAX_DRAFTS = 16  # most drafts of a row, the number in config/speculation.py
+NO_TREE = 1 << 30  # position at which the window of a row without branches begins: after every one
 
 
 def next_turn_reference(
@@ -167,63 +169,91 @@ def unpack_window(
 
 def judge_windows_reference(
     rows_S: torch.Tensor, tokens_S: torch.Tensor, positions_S: torch.Tensor, ids_S: torch.Tensor,
-    decided_S: torch.Tensor, last_token_R: torch.Tensor, previous_R: torch.Tensor, position_R: torch.Tensor,
+    decided_S: torch.Tensor, tree_2S: torch.Tensor, slots_S: torch.Tensor, last_token_R: torch.Tensor,
+    previous_R: torch.Tensor, position_R: torch.Tensor, sources_S: torch.Tensor,
 ) -> None:  # fmt: skip
     """The specification of `judge_windows`."""
-    row = before = -1
-    is_right = False
-    columns = (x_S.tolist() for x_S in (rows_S, tokens_S, positions_S, ids_S, decided_S))
-    for now, token, position, drawn, decided in zip(*columns, strict=True):
-        if now < 0:
+    columns = (x_S.tolist() for x_S in (rows_S, tokens_S, positions_S, ids_S, decided_S, slots_S, *tree_2S))
+    lines = enumerate(zip(*columns, strict=True))
+    for row, group in groupby(lines, key=lambda line: line[1][0]):
+        if row < 0:
             continue
-        is_right = now != row or (is_right and before == token)
-        row, before = now, drawn
-        if decided == 1 or (decided < 0 and is_right):  # the last of these counts
-            last_token_R[row], previous_R[row], position_R[row] = max(drawn, 0), token, position + 1
+        nodes = [*group]
+        first, path, seen = nodes[0][0], [0], [line[-1] for _, line in nodes]
+        for node, (_, (_, token, *_, decided, _, start, bits)) in enumerate(nodes[1:], 1):
+            now = path[-1]
+            is_child = node == now + 1 if start == NO_TREE else bits == seen[now] | 1 << node
+            is_right = nodes[now][1][3] == token
+            if decided >= 0:
+                is_child, is_right = True, any(line[4] == 1 for _, line in nodes[node:])
+            if is_child and is_right:
+                path.append(node)
+        _, (_, token, position, drawn, *_) = nodes[path[-1]]
+        last_token_R[row], previous_R[row], position_R[row] = max(drawn, 0), token, position + 1
+        for depth, node in enumerate(path):
+            sources_S[first + depth] = nodes[node][1][5]
 
 
 @jit
 def _judge_windows_kernel(
-    rows_ptr, tokens_ptr, positions_ptr, ids_ptr, decided_ptr, last_token_ptr, previous_ptr, position_ptr,
-    num_tokens, LOOKED_BACK: tl.constexpr,
+    rows_ptr, tokens_ptr, positions_ptr, ids_ptr, decided_ptr, tree_ptr, slots_ptr,
+    last_token_ptr, previous_ptr, position_ptr, sources_ptr,
+    num_tokens, tree_stride, NO_TREE: tl.constexpr, MAX_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    token, drawn = tl.load(tokens_ptr + index), tl.load(ids_ptr + index)
-    places = index - tl.arange(
-        0, LOOKED_BACK
-    )  # tokens up to here, each after one that may be of the same row
-    is_there = places > 0
-    is_mine = is_there & (tl.load(rows_ptr + places - 1, mask=is_there, other=-1) == row)
-    before = tl.load(ids_ptr + places - 1, mask=is_mine, other=0)
-    now = tl.load(tokens_ptr + places, mask=is_mine, other=0)
-    num_wrong = tl.sum((is_mine & (before != now)).to(tl.int32), 0)
-    has_next = index + 1 < num_tokens
-    has_next &= tl.load(rows_ptr + index + 1, mask=has_next, other=-1) == row
-    goes_on = has_next & (tl.load(tokens_ptr + index + 1, mask=has_next, other=0) == drawn)
-    decided = tl.load(decided_ptr + index)
-    is_last = (row >= 0) & ((decided == 1) | ((decided < 0) & (num_wrong == 0) & (goes_on == 0)))
-    tl.store(last_token_ptr + row, tl.maximum(drawn, 0), mask=is_last)
-    tl.store(previous_ptr + row, token, mask=is_last)
-    tl.store(position_ptr + row, tl.load(positions_ptr + index) + 1, mask=is_last)
+    first = tl.program_id(0)
+    row = tl.load(rows_ptr + first).to(tl.int64)
+    before = tl.load(rows_ptr + first - 1, mask=first > 0, other=-1)
+    if (row >= 0) & (row != before):
+        nodes = tl.arange(0, 2 * MAX_DRAFTS)
+        places = first + nodes
+        is_mine = (nodes <= MAX_DRAFTS) & (places < num_tokens)
+        is_mine &= tl.load(rows_ptr + places, mask=is_mine, other=-1) == row
+        tokens = tl.load(tokens_ptr + places, mask=is_mine, other=0)
+        ids = tl.load(ids_ptr + places, mask=is_mine, other=0)
+        bits = tl.load(tree_ptr + tree_stride + places, mask=is_mine, other=0)
+        slots = tl.load(slots_ptr + places, mask=is_mine, other=0)
+        decided = tl.load(decided_ptr + places, mask=is_mine, other=-1)
+        last_decided = tl.max(tl.where(decided == 1, nodes, -1), 0)
+        is_tree = tl.load(tree_ptr + first) != NO_TREE
+        now, depth = first * 0, first * 0
+        seen, drawn = tl.load(tree_ptr + tree_stride + first), tl.load(ids_ptr + first)
+        for node in tl.static_range(1, MAX_DRAFTS + 1):
+            is_node = (nodes == node) & is_mine
+            bits_here = tl.sum(tl.where(is_node, bits, 0), 0)
+            is_child = tl.where(is_tree, bits_here == (seen | (1 << node)), node == now + 1)
+            is_right = is_child & (tl.sum(tl.where(is_node, tokens, 0), 0) == drawn)
+            is_right = tl.where(last_decided >= 0, node <= last_decided, is_right)
+            is_kept = is_right & (tl.sum(is_node.to(tl.int32), 0) > 0)
+            depth += is_kept.to(tl.int32)
+            now, seen = tl.where(is_kept, node, now), tl.where(is_kept, bits_here, seen)
+            drawn = tl.where(is_kept, tl.sum(tl.where(is_node, ids, 0), 0), drawn)
+            tl.store(sources_ptr + first + depth, tl.sum(tl.where(is_node, slots, 0), 0), mask=is_kept)
+        tl.store(last_token_ptr + row, tl.maximum(drawn, 0))
+        tl.store(previous_ptr + row, tl.load(tokens_ptr + first + now))
+        tl.store(position_ptr + row, tl.load(positions_ptr + first + now) + 1)
 
 
 def judge_windows(
     rows_S: torch.Tensor, tokens_S: torch.Tensor, positions_S: torch.Tensor, ids_S: torch.Tensor,
-    decided_S: torch.Tensor, last_token_R: torch.Tensor, previous_R: torch.Tensor, position_R: torch.Tensor,
+    decided_S: torch.Tensor, tree_2S: torch.Tensor, slots_S: torch.Tensor, last_token_R: torch.Tensor,
+    previous_R: torch.Tensor, position_R: torch.Tensor, sources_S: torch.Tensor,
 ) -> None:  # fmt: skip
     """Let the rows of a step that verifies go on from the last token that each keeps, and the id drawn there.
 
-    The tokens of a row stand side by side. One that follows an id other than itself is not kept, nor is what
-    follows it. The result is of no use for a window of more than `LOOKED_BACK` drafts.
+    The tokens of a row stand side by side, `MAX_DRAFTS` after the first at most. From that one on, the walk
+    goes to the first child that is the id drawn before: in a chain to the next token, in a tree (`tree_2S`)
+    to one that sees what the token before sees, and itself. `sources_S` begins as the slots of all tokens;
+    the first ones of a row get the slots of those that it keeps.
     """
+    tensors = (
+        rows_S, tokens_S, positions_S, ids_S, decided_S, tree_2S, slots_S, last_token_R, previous_R,
+        position_R, sources_S,
+    )  # fmt: skip
     if not use_triton(rows_S):
-        judge_windows_reference(
-            rows_S, tokens_S, positions_S, ids_S, decided_S, last_token_R, previous_R, position_R
-        )
+        judge_windows_reference(*tensors)
         return
-    tensors = rows_S, tokens_S, positions_S, ids_S, decided_S, last_token_R, previous_R, position_R
     num_tokens = rows_S.shape[0]
     launch_triton(
-        _judge_windows_kernel, (num_tokens,), tensors, (num_tokens,), LOOKED_BACK=LOOKED_BACK, num_warps=1
-    )
+        _judge_windows_kernel, (num_tokens,), tensors, (num_tokens, tree_2S.stride(0)),
+        NO_TREE=NO_TREE, MAX_DRAFTS=MAX_DRAFTS, num_warps=1,
+    )  # fmt: skip

@@ -156,7 +156,8 @@ class CodedWeights:
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
         """The matrix in other memory; the matrices of all experts, if tensors have one more axis in front."""
         assert self.outliers is None, "the matrices of experts have none"
-        return replace(self, **{name: tensors[name] for name in self.tensors()})
+        cells, scales, minima, tables = (tensors[name] for name in ("cells", "scales", "minima", "tables"))
+        return replace(self, cells=cells, scales=scales, minima=minima, tables=tables)
 
     def fill(
         self, first_row: int, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None,

@@ -37,9 +37,7 @@ _TALL = 256  # rows of W in a tile, gate and up together
 _CHUNK = 64  # columns of a stage
 _STAGES = 4
 NUM_THREADS = 3 * 128  # two warpgroups that multiply, four warps that load
-SHARED_BYTES = (
-    _STAGES * ((BLOCK_ROWS + _TALL) * _CHUNK * 2 + 16) + 1024
-)  # stages, barriers, room to begin at 1,024
+SHARED_BYTES = _STAGES * ((BLOCK_ROWS + _TALL) * _CHUNK * 2 + 16) + 1024  # stages, barriers, alignment
 _TYPES = (
     *(TensorMap,) * 2,
     *(ctypes.c_void_p,) * 5,

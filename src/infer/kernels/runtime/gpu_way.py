@@ -63,6 +63,8 @@ class GpuWay:
         way: int, teller: int, listeners: Sequence[int],
     ) -> None:  # fmt: skip
         self._kernels, self._tells = kernels, memory.rank == teller
+        # ids of all parts of a step may be on their way, each in one set of slots; rows are heard sooner
+        self._sets = 1 if way == IDS else DEPTH // 2
         self._numbers = torch.zeros(_LANES, dtype=torch.int32, device=device)
         if self._tells:
             inboxes = [memory.inbox(rank, way) for rank in listeners]
@@ -82,7 +84,7 @@ class GpuWay:
         if count:
             launch = self._kernels["tell" if self._tells else "hear"]
             # few blocks, which may all be told without a wait: a stage on the same GPU needs the others
-            num_blocks = min(NUM_BLOCKS, -(-count // (NUM_THREADS * NUM_UNITS * DEPTH // 2)))
+            num_blocks = min(NUM_BLOCKS, -(-count // (NUM_THREADS * NUM_UNITS * self._sets)))
             launch(num_blocks, x.data_ptr(), *self._ends, *self._of_way, count)
 
 

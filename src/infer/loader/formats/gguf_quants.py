@@ -75,7 +75,8 @@ def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor
     group = codes.shape[1] // scales.shape[1]
     bits = 4 if kind in FOUR_BITS else 5 if codes.dtype is torch.uint8 else 8
     by_row = [part.reshape(num_rows, -1) for part in (scales, *minima)]
-    return CodedRows(codes.reshape(num_rows, -1), bits, by_row[0], zeros, group, *by_row[1:])
+    held = next(iter(by_row[1:]), None)
+    return CodedRows(codes.reshape(num_rows, -1), bits, by_row[0], zeros, group, held)
 
 
 def stored_codes(kind: GGMLType, size: int) -> StoredCodes | None:

@@ -461,7 +461,7 @@ def _open_squeezellm(module: StoredModule, layout: Layout, tensors: Tensors) -> 
 
     def rows(part: slice) -> CodedRows:
         words, outliers = tensors["qweight"][:, part].T.to(table.device), None
-        if starts is not None:
+        if starts is not None and len(cols):
             bounds = starts[part.start : part.stop + 1]
             inside = slice(int(bounds[0]), int(bounds[-1]))
             outliers = Outliers(bounds - bounds[0], tensors["cols"][inside], vals[inside])
