@@ -142,6 +142,19 @@ def test_a_file_has_the_name_of_its_model_and_not_of_a_snapshot(root: Path, tmp_
     assert gguf.GGUFReader(tmp_path / "a.gguf").fields["general.name"].contents() == "tiny"
 
 
+def test_rows_that_the_blocks_do_not_fill_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of 64 and 128: no Q4_K, whatever the name of the file will be."""
+    make_checkpoint("qwen3", tmp_path / "qwen3", dtype="bfloat16", sizes=Sizes(hidden_size=64, num_layers=1))
+    source = resolve_model(str(tmp_path / "qwen3"), show_progress=False)
+    for scheme, said in (
+        ("gguf-q4_k", ["rows of 7 of the 7 matrices do not fill blocks of Q4_K: these are written in Q4_1"]),
+        ("gguf-q8_0", []),
+    ):
+        caplog.clear()
+        quantize_checkpoint(source, tmp_path / f"{scheme}.gguf", Recipe(scheme=scheme))
+        assert caplog.messages == said
+
+
 def test_a_tokenizer_that_merges_nothing_is_written(root: Path, tmp_path: Path) -> None:
     """Each byte is a token, as in small models of characters."""
     shutil.copytree(dense(root, "qwen3"), tmp_path / "bytes")

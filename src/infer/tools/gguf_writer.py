@@ -13,6 +13,7 @@ gguf_tensors.py and tokenizer/gguf_vocab.py, for architectures whose files need 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import struct
@@ -32,6 +33,8 @@ from infer.models.config import ModelConfig
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_metadata import tokenizer_metadata
 from infer.tools.gguf_blocks import round_to_blocks
+
+log = logging.getLogger(__name__)
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # family -> GGUF
 KINDS = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1", "gguf-q4_k": "Q4_K"}
@@ -59,6 +62,7 @@ def write_gguf(headers: ModelHeaders, out: Path, kind: str, advance: Callable[[i
     architecture = _architecture_of(headers)
     metadata = _metadata(headers, architecture, kind)
     tensors = list(_tensors(headers, architecture, GGMLType[kind]))
+    _warn_of_others(tensors, kind)
     with out.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
         for key, value in metadata.items():
@@ -157,6 +161,16 @@ def _tensors(headers: ModelHeaders, architecture: str, kind: GGMLType) -> Iterat
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         factors = _llama3_factors(config)
         yield _Stored(ROPE_FACTORS, tuple(factors.shape), GGMLType.F32, factors)
+
+
+def _warn_of_others(tensors: list[_Stored], kind: str) -> None:
+    """Warn of matrices of layers that do not have the type asked for."""
+    of_layers = [each.kind.name for each in tensors if each.name.startswith("blk.") and len(each.shape) == 2]
+    for other in sorted({*of_layers} - {kind}):
+        log.warning(
+            "rows of %d of the %d matrices do not fill blocks of %s: these are written in %s",
+            of_layers.count(other), len(of_layers), kind, other,
+        )  # fmt: skip
 
 
 def _kind_for(shape: tuple[int, ...], kind: GGMLType) -> GGMLType:

@@ -395,6 +395,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers", "where the client runs"),
         ({"container": "c"}, "container", "runs no code"),
         ({"stop": ["a"]}, "stop", "takes stop_sequences"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "is empty; give a text"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
         (
             {"output_config": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
@@ -488,6 +489,11 @@ def test_what_a_response_cannot_have(fields: dict[str, Any], param: str, said: s
         response(**fields)
     assert caught.value.param == param
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])
+def test_an_answer_that_says_nothing_is_no_message(content: list[dict[str, str]]) -> None:
+    assert message(messages=[{"role": "assistant", "content": content}]).messages == []
 
 
 def test_a_block_of_the_wrong_type_is_malformed() -> None:

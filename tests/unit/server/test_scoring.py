@@ -112,6 +112,11 @@ def test_a_model_that_is_no_reranker_says_so(wire: Wire, oracle: LLM) -> None:
     assert "neither a reranker" in error["message"]
 
 
+def test_a_list_that_may_not_be_empty_says_so(wire: Wire) -> None:
+    said = wire.refused("/v1/rerank", {"query": "q", "documents": []}, 400)["message"]
+    assert said == "documents: input should be a list that is not empty, got []"
+
+
 def test_a_long_query_is_not_repeated_for_many_documents(wire: Wire) -> None:
     answer = wire.post("/v1/score", {"text_1": "q" * 100_000, "text_2": ["a"] * 2000})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")

@@ -228,7 +228,11 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
         return MalformedRequest(whole_body_fault(kind, first, headers))
     if kind == "missing":
         return MalformedRequest.missing(where)
-    forms = [str(each["msg"]) for each in of_field if _steps(each) == _steps(first)]
+    forms = [
+        re.sub("List should have at least 1 item.*", "Input should be a list that is not empty", each["msg"])
+        for each in of_field
+        if _steps(each) == _steps(first)
+    ]
     said = " or ".join((forms[0], *(form.removeprefix("Input should be ") for form in forms[1:])))
     said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # JSON's name for it
     message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"

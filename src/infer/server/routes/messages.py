@@ -215,7 +215,7 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
     fields: dict[str, Any] = {"model": body.model, "messages": turns.messages()}
-    last = fields["messages"][-1] if body.messages else {}
+    last = fields["messages"][-1] if fields["messages"] else {}  # an assistant's blocks may say nothing
     if last.get("role") == "assistant" and (is_answered or "tool_calls" not in last):
         fields["continue_final_message"] = True  # the answer goes on where its text ends
     if body.tools:
@@ -242,6 +242,10 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
     if said.role not in BLOCKS:
         where = spell_path((*path, "role"))
         raise RequestError.about(where, f"is {show_value(said.role)}, allowed are {', '.join(BLOCKS)}")
+    if said.content == [] and said.role != "assistant":
+        raise RequestError.about(
+            spell_path((*path, "content")), "is empty; give a text, or at least one block"
+        )
     _add_content(turns, said.role, said.content, (*path, "content"), BLOCKS[said.role])
 
 
