@@ -72,6 +72,8 @@ NOT_MEASURED = {
         "leave 6 % out at either end": "ranges that are tried",
         "32 times as long (two seconds at most)": "a rule",
     },
+    "live-view": {"at most 0.5 % of the engine's time": "a limit of snapshots"},
+    "quantization": {"The largest 0.45 % of a matrix": "a default of the command"},
     "engine-process": {"+ 0.25 s": "an interval", "after 0.5 s, 1 s, 2 s, 4 s": "intervals"},
     "gpu": {
         "2.4 % in Qwen 3 8B (36 layers) and 5.6 %": "matrix products, counted",
