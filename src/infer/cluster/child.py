@@ -124,7 +124,8 @@ class ReplicaProcess:
                     self._is_told.set()
                     continue
                 self._last.append(line)
-                print(line, file=sys.stderr, flush=True)
+                with suppress(OSError, ValueError):  # nowhere to write, and the process must still be read
+                    print(line, file=sys.stderr, flush=True)
         self._is_told.set()
         self._process.wait()
         with suppress(BrokenPipeError):

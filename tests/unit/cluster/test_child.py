@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
@@ -20,6 +22,15 @@ def test_a_process_that_prints_much_is_not_kept_waiting(capfd: pytest.CaptureFix
     waiter.join(PATIENCE_S)
     assert ends and ends[0].startswith("its process ended with code 7"), ends
     assert "a line of a package" in capfd.readouterr().err
+
+
+def test_a_log_that_is_closed_keeps_no_process_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", closed)
+    process = ReplicaProcess({}, "tests.support.chatty_replica")
+    assert process.wait_ready() == "http://127.0.0.1:1"
+    assert process.wait_end().startswith("its process ended with code 7")
 
 
 def test_a_process_that_ends_before_it_serves_says_why() -> None:
