@@ -28,7 +28,7 @@ from infer.kernels.attention.prefill import (
     tokens_per_tile,
 )
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales, write_codes_reference
-from infer.kernels.elementwise.windows import NO_TREE
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.runtime.dispatch import use_triton
 from infer.layers.attention import AttentionLayer
 from infer.speculative.tree import tree_of

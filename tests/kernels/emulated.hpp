@@ -173,6 +173,18 @@ static const Words* exchange(const Words& own) {  // what each lane of the warp 
     return board + me / WARP_SIZE * WARP_SIZE;
 }
 
+static unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
+    const unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned int result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned int chosen = selector >> 4 * i & 0xf;
+        unsigned int byte = bytes >> 8 * (chosen & 7) & 0xff;
+        if (chosen & 8) byte = byte & 0x80 ? 0xff : 0;  // the sign of the byte, eight times
+        result |= byte << 8 * i;
+    }
+    return result;
+}
+
 template <typename T>
 static T __shfl_xor_sync(unsigned int, T value, int distance) {
     Words words;

@@ -101,13 +101,6 @@ static T __ldcg(const T* address) { return *address; }
 template <typename T>
 static void __stcg(T* address, const T& x) { *address = x; }
 
-static unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int selector) {
-    const unsigned long long both = a | (unsigned long long)b << 32;
-    unsigned int result = 0;
-    for (int i = 0; i < 4; ++i) result |= (unsigned int)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return result;
-}
-
 // ---- codes of 8 bits: from the definition of e4m3, each of its 128 magnitudes tried ---------------
 
 static float log_of_two(float x) { return log2f(x); }

@@ -27,6 +27,7 @@ from infer.kernels.elementwise.heads import (
     write_slots_reference,
 )
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.kernels.elementwise.rope import rope
 from infer.kernels.elementwise.step_state import (
@@ -37,7 +38,6 @@ from infer.kernels.elementwise.step_state import (
 )
 from infer.kernels.elementwise.tree_nodes import next_nodes, next_nodes_reference
 from infer.kernels.elementwise.windows import (
-    NO_TREE,
     DraftedRows,
     judge_windows,
     judge_windows_reference,

@@ -33,7 +33,7 @@ from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.delta.reference import DeltaRule, StateSpan, pieces_of, run_spans
 from infer.kernels.elementwise.heads import write_slots_reference
 from infer.kernels.elementwise.kv_codes import read_both
-from infer.kernels.elementwise.windows import NO_TREE
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.layers.attention import AttentionLayer, StepContext
 
 MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infer.execution.order import DRAWS_BEST, StepOrder
-from infer.kernels.elementwise.windows import NO_TREE
+from infer.kernels.elementwise.no_tree import NO_TREE
 
 
 class DraftTree(NamedTuple):

@@ -24,6 +24,7 @@ WITHOUT_REFERENCE = {
     "plan": "writes a schedule, not a function of numbers: attention over it is held to its own reference",
     "activate": "elementwise form of gated_activation; the table ACTIVATIONS is its reference",
     "linear_invariant": "F.linear is its reference",
+    "add_to_matrix": "its other half, in PyTorch, is its reference, which it takes without Triton",
     "look_up": "CodedWeights.dequantized is its reference",
     "recur_paged": "run_spans of delta/reference.py is its reference, which it calls without Triton",
 }

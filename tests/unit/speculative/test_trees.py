@@ -19,7 +19,7 @@ from infer.execution.device import StateShape
 from infer.execution.host_sampling import SyntheticJudge, kept_nodes, num_kept
 from infer.execution.order import DRAWS_BEST, EMPTY, PROMPT, VERIFY, StepOrder, read, to_bytes
 from infer.execution.trees import kept_path, main_line, moved_slots, nodes_of
-from infer.kernels.elementwise.windows import NO_TREE
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.sampling.params import SamplingParams
 from infer.sampling.sampler import SampleRow, best_ids, sample
 from infer.speculative.adaptive import Acceptance, DraftLengths, StepCosts

@@ -86,9 +86,10 @@ from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.tree_nodes import next_nodes
-from infer.kernels.elementwise.windows import FIRST_CODE, NO_TREE, DraftedRows, judge_windows, next_turn
+from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.communicator import Pipe
 from infer.kernels.runtime.dispatch import is_gpu
@@ -505,12 +506,14 @@ class GpuDevice:
         """Launch a step up to its logits; return the function that launches the rest."""
         decoded, self._decoded = self._decoded, None
         if decoded is not None and order.flags & REPEATS:
-            self._go_on(order)
+            if self._awaited:
+                self._go_on(order)
             self.rows.apply_tables(order)
             self._clear_masks(order)
             return self._start_decode(order, decoded, are_sent=self.inputs.has_rows)
         with torch.inference_mode():
-            self._go_on(order)
+            if self._awaited:
+                self._go_on(order)
             self.rows.apply(order)
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
                 return _nothing

@@ -33,8 +33,9 @@ from infer.execution.gpu.sending import send, send_into
 from infer.execution.order import DECODE, VERIFY, StepOrder
 from infer.execution.trees import TreeNodes
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.step_state import StepInputs
-from infer.kernels.elementwise.windows import NO_TREE, DraftedRows, unpack_window
+from infer.kernels.elementwise.windows import DraftedRows, unpack_window
 from infer.kernels.runtime.dispatch import is_gpu
 
 

@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 import torch
 
+from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.step_state import StepInputs
 from infer.kernels.runtime.dispatch import jit, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
 FIRST_CODE = -2  # code of draft 0, and of the position at which a row's turns begin
 MAX_DRAFTS = 16  # most drafts of a row, the number in config/speculation.py
-NO_TREE = 1 << 30  # position at which the window of a row without branches begins: after every one
 
 
 def next_turn_reference(
