@@ -97,7 +97,7 @@ class SharedCommunicator(Communicator):
         self._library, self._memory, self.address = library, memory, address_of(memory)
 
     def everyone(self) -> SharedCommunicator:
-        """The same end among the ranks of all stages; all ranks call either this one or theirs."""
+        """Return a communicator of the ranks of all stages; a call is made by all ranks or by none."""
         found = copy(self)
         found.rank, found.size, found._first = self._number, self._total, 0
         return found

@@ -216,8 +216,9 @@ ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, cons
 }
 #endif
 
-/* One tile times `rows` rows of activations, from row m on. `rows`, `bits` and `digits` are constants wherever this
- * is inlined, so the loops over them disappear: sums that are found by an index which is no constant are in memory. */
+/* One tile times `rows` rows of activations, from row m on. `rows`, `kind` and `digits` are constants wherever this
+ * is inlined, so the loops over them are unrolled and the sums stay in registers: a variable index would put them in
+ * memory. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                  const int rows, const int kind, const int digits) {
     const int bits = BITS_OF(kind), parts = PARTS_OF(kind);
