@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak_server --minutes 60                        # `make soak`: a tiny random model
     python -m benchmarks.soak_server --minutes 5 --model DIR --device cuda --out FILE
+    python -m benchmarks.soak_server --minutes 5 --device cuda --neighbour-gib 150
 
 64 streams ask without a pause, each request of another kind and length: completions with salts, seeds,
 logprobs and several answers, regular expressions, JSON schemas, tools, `/v1/messages`, stored and continued
@@ -10,6 +11,10 @@ cycles:
 
     | 64 streams ... load a second model, ask it, unload it ... memory is compared | SIGKILL to the engine
     0                0.25                           0.6         0.75               1
+
+With `--neighbour-gib` another process takes and frees that much of the device's memory while the load is
+on, on a GPU at most all that is free there. While a model is loaded or an engine starts, it leaves them
+ROOM.
 
 A *session* (one or a few requests that belong together) is made by a kind and a number, and nothing else.
 Logits do not depend on the batch (`--deterministic`, float32), so the same session alone must get the same
@@ -42,13 +47,14 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from benchmarks.memory_taker import GIB, Neighbour
 from infer.bench.report import commit, machine, versions
 from infer.bench.sse_client import BrokenAnswer, Client, Connection, Endpoint, error_message
 from infer.cache.memory import resident_bytes
@@ -68,6 +74,7 @@ GRACE_S = 2.0  # after an engine is back, a request may still learn of its end
 MAX_DRIFT = 0.02
 TOLERANCE = 1e-5  # difference of two numbers, as a share of the embedding's largest, or of a logprob (of 1)
 NUM_READINGS = 240
+ROOM = 12 * GIB  # what a neighbour leaves to an engine that starts
 SECOND_FROM, SECOND_TO, JUDGED_FROM = 0.25, 0.6, 0.75  # shares of a cycle
 
 WORDS = (
@@ -453,9 +460,10 @@ class Soak:
     """The load, the operator who loads, unloads and kills, and the reader of memory."""
 
     def __init__(
-        self, server: Server, *, minutes: float, streams: int, seed: int, model: str, knobs: dict[str, Any]
-    ) -> None:
-        self.server, self.streams, self.seed = server, streams, seed
+        self, server: Server, neighbour: Neighbour, *, minutes: float, streams: int, seed: int, model: str,
+        knobs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.server, self.neighbour, self.streams, self.seed = server, neighbour, streams, seed
         self.duration_s = minutes * 60
         self.num_cycles = max(5, int(minutes) // 10)
         self.cycle_s = self.duration_s / self.num_cycles
@@ -473,6 +481,7 @@ class Soak:
         """Warm up, put the load on, repeat some sessions alone."""
         await self._visit_everything()
         self.quiet.append(await self._read_quiet())
+        self.neighbour.start()
         self._started = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number in range(self.streams):
@@ -584,7 +593,8 @@ class Soak:
         await asyncio.sleep(max(0.0, cycles * self.cycle_s - self._now()))
 
     async def _load_second(self) -> None:
-        await self.operator.send("POST", "/admin/models/load", self._second)
+        async with self._room():
+            await self.operator.send("POST", "/admin/models/load", self._second)
         self._has_second = True
         self.seen.num_loads += 1
 
@@ -600,20 +610,28 @@ class Soak:
         (victim,) = self.server.engines()
         window = Window("kill", self._now())
         self.seen.windows.append(window)
-        os.kill(victim, signal.SIGKILL)
-        self.seen.num_kills += 1
-        give_up_at = time.monotonic() + BACK_S
-        while True:
-            await asyncio.sleep(0.1)
-            with contextlib.suppress(BrokenAnswer, OSError):
-                if self.server.engines() not in ([], [victim]):  # else the end may not be known yet
-                    await self.operator.send("GET", "/health")
-                    break
-            if time.monotonic() > give_up_at:
-                raise SystemExit(f"no engine is back {BACK_S:g} s after a kill; see {self.server.log}")
+        async with self._room():
+            os.kill(victim, signal.SIGKILL)
+            self.seen.num_kills += 1
+            give_up_at = time.monotonic() + BACK_S
+            while True:
+                await asyncio.sleep(0.1)
+                with contextlib.suppress(BrokenAnswer, OSError):
+                    if self.server.engines() not in ([], [victim]):  # else the end may not be known yet
+                        await self.operator.send("GET", "/health")
+                        break
+                if time.monotonic() > give_up_at:
+                    raise SystemExit(f"no engine is back {BACK_S:g} s after a kill; see {self.server.log}")
         down = self._now() - window.start
         self.seen.longest_down_s = max(self.seen.longest_down_s, down)
         window.stop = self._now() + GRACE_S
+
+    @contextlib.asynccontextmanager
+    async def _room(self) -> AsyncIterator[None]:
+        """Have the neighbour leave room for an engine that starts."""
+        await asyncio.to_thread(self.neighbour.leave, ROOM)
+        yield
+        await asyncio.to_thread(self.neighbour.leave, 0)
 
     # -- memory and files -----------------------------------------------------------------------------
 
@@ -699,6 +717,8 @@ def judge(soak: Soak, exit_code: int) -> dict[str, str]:
     with soak.server.log.open() as lines:
         if tracebacks := sum("Traceback" in line for line in lines):
             faults["log"] = f"{tracebacks} tracebacks in {soak.server.log}"
+    if "died" in soak.neighbour.summary:
+        faults["neighbour"] = soak.neighbour.summary
     if exit_code:
         faults["exit code"] = str(exit_code)
     return faults
@@ -732,6 +752,7 @@ def make_report(soak: Soak, faults: Mapping[str, str], command: str) -> dict[str
         "kills": seen.num_kills,
         "loads": seen.num_loads,
         "longest_down_s": round(seen.longest_down_s, 2),
+        "neighbour": soak.neighbour.summary,
         "host_drift": round(drift, 5),
         "host_bytes_of_cycles": medians,
         "before": asdict(soak.quiet[0]),
@@ -757,6 +778,7 @@ def one_page(report: Mapping[str, Any]) -> str:
         *(f"  {line}" for line in report["wrong_answers"][:5]),
         f"engine kills: {report['kills']}, longest time without an engine {report['longest_down_s']:g} s; "
         f"loads of the second model: {report['loads']}; preemptions: {report['preemptions']:g}",
+        f"neighbour that takes and frees memory: {report['neighbour']}",
         f"expected errors: {sum(report['expected_errors'].values())}",
         *(f"  {count:6} {text}" for text, count in report["expected_errors"].items()),
         f"unexpected errors: {sum(report['unexpected_errors'].values())}",
@@ -793,6 +815,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--num-blocks", type=int, default=512, help="of the cache, 16 tokens each")
+    parser.add_argument(
+        "--neighbour-gib", type=float, default=0.0, metavar="GIB",
+        help="what a process beside the server takes and frees of the device's memory, at most",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak"), metavar="FILE", help="FILE.json, FILE.txt")
     parser.add_argument("flags", nargs="*", help="after --: further flags of infer serve")
@@ -803,6 +829,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def tell(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         model = args.model or _tiny_model(Path(scratch) / "tiny")
         knobs: dict[str, Any] = {
@@ -815,11 +842,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         keys = (f"--api-key={KEY}", f"--admin-key={ADMIN_KEY}", "--response-store=200")
         server = Server([f"{NAME}={model}", "--port=0", *shown, *keys, *args.flags], Path(scratch))
+        neighbour = Neighbour(args.device, args.neighbour_gib, args.seed)
         try:
             soak = Soak(
-                server, minutes=args.minutes, streams=args.streams, seed=args.seed, model=model, knobs=knobs
-            )
-            asyncio.run(soak.run(tell))
+                server, neighbour, minutes=args.minutes, streams=args.streams, seed=args.seed, model=model,
+                knobs=knobs,
+            )  # fmt: skip
+            with neighbour:
+                asyncio.run(soak.run(tell))
         except BaseException:
             tell(f"the end of the server's log:\n{server.log.read_text()[-3000:]}")
             raise

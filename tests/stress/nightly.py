@@ -240,6 +240,10 @@ class Journal:
         self._count(seed, events, report)
         self._write({"seed": seed, "events": events, "report": report}, "a")
 
+    def summary(self) -> str:
+        """What has happened in all cases that have ended, an event per line."""
+        return "".join(f"{self.totals[name]:12,} {name}\n" for name in sorted(self.totals))
+
     def _count(self, seed: int, events: dict[str, int], report: str | None) -> None:
         self.ended.add(seed)
         self.totals.update(events)
@@ -280,8 +284,6 @@ def run_many(journal: Journal, jobs: int) -> int:
                 told_at = time.monotonic()
                 counts = len(journal.ended), number, len(seeds), journal.num_failed
                 print(progress(told_at - started, *counts), flush=True)
-    for name in sorted(journal.totals):
-        print(f"{journal.totals[name]:12,} {name}")
     return journal.num_failed
 
 
@@ -311,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print(f"\ninterrupted after {len(journal.ended)} of {len(journal.seeds)} cases; {journal.resume}")
             return 130
+        finally:
+            print(journal.summary(), end="")
     case = Case(args.seed, args.size, without)
     fault = fault_of(case)
     print(f"{case.command}: {fault or 'passed'}")

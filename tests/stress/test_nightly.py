@@ -86,8 +86,10 @@ def test_without_a_journal_an_interrupted_run_says_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(journal: Journal, jobs: int) -> int:
+        journal.add(9, Counter(checked=4711), None)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(nightly, "run_many", interrupt)
     assert nightly.main(["--first-seed", "9"]) == 130
-    assert "begin again with --first-seed 9" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "begin again with --first-seed 9" in out and "4,711 checked\n" in out

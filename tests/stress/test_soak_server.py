@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_taker import Holder, Neighbour
 from benchmarks.soak_server import (
     Answer,
     Reading,
@@ -103,9 +104,38 @@ def test_drift_is_from_the_second_cycle_to_the_last() -> None:
     assert drift_of_cycles(cycles[:2])[0] == 0.0
 
 
+def test_a_neighbour_takes_what_it_may_and_leaves_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Holder("cpu", 20 * 2**20, seed=0)
+    held = set()
+    for _ in range(20):
+        holder.change()
+        held.add(holder.held)
+    assert max(held) == holder.most_held == 20 * 2**20 and len(held) > 3
+    monkeypatch.setattr(holder, "_free", lambda: 10 * 2**20 - holder.held)  # as a GPU says what is free
+    holder.leaves = 6 * 2**20
+    for _ in range(20):
+        holder.change()
+        assert holder.held <= 4 * 2**20
+
+
+def test_a_neighbour_is_a_process_that_ends_with_the_soak() -> None:
+    with Neighbour("cpu", 0.01, seed=0) as neighbour:
+        neighbour.start()
+        neighbour.leave(2**30)
+        process = neighbour._process
+        assert process is not None and process.poll() is None
+    assert process.returncode == 0 and "amounts, the largest 0.0 GiB" in neighbour.summary
+    with Neighbour("cpu", 0.0, seed=0) as nothing:
+        nothing.start()
+        nothing.leave(0)
+    assert nothing.summary == "none"
+
+
 @pytest.mark.slow
 def test_a_short_soak_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["--minutes", "1.5", "--streams", "12", "--out", str(tmp_path / "soak")])
+    code = main(
+        ["--minutes", "1.5", "--streams", "12", "--neighbour-gib", "0.2", "--out", str(tmp_path / "soak")]
+    )
     report = json.loads((tmp_path / "soak.json").read_text())
     report["faults"].pop("memory", None)  # 18 s are too short for an engine to warm up
     assert not report["faults"], capsys.readouterr().out
