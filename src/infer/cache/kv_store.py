@@ -110,8 +110,10 @@ class KVStore:
             num_places = CROSSING_BYTES * num_host_blocks // sum(host.nbytes for _, host in self._parts)
             if num_places:
                 self._crossing = _Crossing(self._parts, min(num_places, num_host_blocks, MOST_CROSSING))
-        if is_gpu(device) and num_blocks:
-            self.transfer([(TransferKind.COPY, 0, 0)])  # compiles the kernel now rather than within a request
+        if is_gpu(device) and num_blocks:  # kernels are compiled and loaded now rather than within a request
+            self.transfer([(TransferKind.COPY, 0, 0)])
+            if num_host_blocks:
+                self.transfer([(TransferKind.SWAP_OUT, 0, 0), (TransferKind.SWAP_IN, 0, 0)])
 
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False

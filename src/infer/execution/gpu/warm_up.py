@@ -1,7 +1,8 @@
 """Preparations for the first step: compiled kernels, loaded libraries, captured graphs.
 
     compile   every kernel that a step of any size needs, unless it is in Triton's cache
-    try       steps of padding that are never captured: libraries choose and load kernels by their size
+    try       steps of padding that are never captured: libraries choose and load kernels by their size, and
+              some of what few requests ask for (rare_orders.py)
     capture   the sizes that are graphs (graphs.py), while cuDNN makes its plans
 
 A step of padding reads nothing from the cache and writes nothing to it. It runs on a *view* of the model that
@@ -79,6 +80,9 @@ class WarmUp:
                 yield "try"
             self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
+            for order, masks in device.rare_orders():
+                self._try(partial(device.run_half, order, masks))
+                yield "try"
         self._capture_during_plans()
         yield "capture"
         seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
