@@ -184,7 +184,7 @@ class WarmUp:
             self.device.inputs.blank()
             self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
 
-    def _try(self, run: Callable[[], None]) -> None:
+    def _try(self, run: Callable[[], object]) -> None:
         """Run some work on padding; it is not an error if it cannot run."""
         try:
             run()
