@@ -19,14 +19,10 @@ from typing import Any
 from torch import nn
 
 from infer.layers.attention import StepContext
-from infer.layers.mlp import GatedMLP
 from infer.layers.norm import LayerNorm
-from infer.layers.rotary import Rotary
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import RawConfig, read_window
-from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import Target, WeightMap
 from infer.quant.residual import ResidualStream
 
@@ -36,8 +32,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     top = RawConfig(raw)
     top.refuse("use_qk_norm", "norms of queries and keys are not supported in this family")
     eps = top.number("layer_norm_eps", default=1e-5)
-    given = {name: value for name, value in raw.items() if name != "head_dim"}  # always an equal share
-    keys = RawConfig(given).with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
+    # a head is always an equal share
+    keys = top.without("head_dim").with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
     pattern = keys.size("sliding_window_pattern", default=4)
     shared = llama.read_shared_config(
         keys,
@@ -58,12 +54,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 class Block(nn.Module):
     """Attention and the MLP of one norm, both added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.norm = LayerNorm(size, eps=config.norm_eps, has_bias=False)
-        self.attention = SelfAttention(config, layer, rotary)
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, has_bias=False)
+        self.attention, self.mlp = attention, mlp
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
         """Add attention's output to the stream, and that of the MLP for the same input."""
@@ -72,14 +66,13 @@ class Block(nn.Module):
         stream.add(self.mlp(step.needed(normed_TD)))
 
 
-class Cohere2(Model):
+class Cohere2(llama.Llama):
     """A stack of parallel blocks."""
+
+    block = Block
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(
-            Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
-        )
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps, has_bias=False)
 
 

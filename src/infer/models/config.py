@@ -40,11 +40,8 @@ class RopeScaling:
         """The context of a model whose config says `context_len`: some configs give the unstretched one."""
         if self.kind == "dynamic":
             return int(context_len * max(self.factor, 1.0))
-        return (
-            max(context_len, int(self.original_context_len * self.factor))
-            if self.kind == "yarn"
-            else context_len
-        )
+        stretched = int(self.original_context_len * self.factor) if self.kind == "yarn" else 0
+        return max(context_len, stretched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,8 @@ class ModelConfig:
     clip_qkv: float | None = None  # OLMoE: queries, keys and values are cut off at this size
     layer_windows: tuple[int | None, ...] = ()  # windows in tokens; None: the layer sees all; (): all do
 
-    embedding_scale: float | None = None  # Granite: embeddings are multiplied by it; Gemma's is in its file
+    norm_offset: float = 0.0  # Gemma, Qwen 3.5: 1, because weights of norms are stored centred on zero
+    embedding_scale: float | None = None  # Granite, Gemma: embeddings are multiplied by it
     residual_scale: float = 1.0  # Granite: factor on what attention and MLP add to the stream
     logit_scale: float = 1.0  # Granite: logits are multiplied by it
     query_scale: float | None = None  # attention scores are multiplied by it; None = head_dim ** -0.5
@@ -126,9 +124,8 @@ class ModelConfig:
     logit_softcap: float | None = None  # Gemma 2: the same for logits
     learned_positions: bool = False  # GPT-2: a stored vector per position, instead of rotary tables
     local_rope_theta: float | None = None  # Gemma 3, OLMo 3: the RoPE base of layers with a window, unscaled
-    query_growth: float = (
-        0.0  # Ministral 3: queries grow by it times ln(1 + number of trained contexts that are past)
-    )
+    # Ministral 3: queries grow by it times ln(1 + number of trained contexts that are past)
+    query_growth: float = 0.0
     still_layers: tuple[int, ...] = ()  # SmolLM3: layers that do not rotate their heads
 
     experts: ExpertConfig | None = None  # Mixtral, Qwen 2 MoE, Qwen 3 MoE
@@ -141,7 +138,6 @@ class ModelConfig:
     impl: str = "infer"  # owner of the code that computes it: "infer" or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which makes no tokens
 
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     def window(self, layer: int) -> int | None:

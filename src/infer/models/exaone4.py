@@ -23,9 +23,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     window: int | None = None
     slides: Callable[[int], bool] = lambda layer: False
     if "sliding_window" in raw and raw["sliding_window"] is None:  # the reference then ignores the types
-        keys = RawConfig(
-            {name: value for name, value in keys.raw.items() if name != "layer_types"}, keys.where
-        )
+        keys = keys.without("layer_types")
     else:
         window, slides = keys.size("sliding_window", default=4096), _pattern(keys)
     shared = llama.read_shared_config(keys, family="exaone4", window=window, slides=slides)

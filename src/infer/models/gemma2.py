@@ -43,6 +43,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
     return replace(
         shared,
+        norm_offset=1.0,
+        embedding_scale=shared.hidden_size**0.5,
         query_scale=keys.number("query_pre_attn_scalar") ** -0.5,
         attention_softcap=_read_cap(given, "attn_logit_softcapping", 50.0),
         logit_softcap=_read_cap(given, "final_logit_softcapping", 30.0),

@@ -28,14 +28,10 @@ from typing import Any
 from torch import nn
 
 from infer.layers.attention import StepContext
-from infer.layers.mlp import GatedMLP
-from infer.layers.norm import RMSNorm
-from infer.layers.rotary import Rotary
 from infer.models import llama, qwen3
 from infer.models.config import ModelConfig
-from infer.models.model import Model, layer_rotaries
+from infer.models.model import norm_of
 from infer.models.raw_config import RawConfig, read_two_ropes, read_window
-from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
 from infer.quant.residual import ResidualStream
 
@@ -46,6 +42,7 @@ _DEFAULTS = {  # the reference's: published multimodal configs leave out what eq
     "head_dim": 256,
     "max_position_embeddings": 131_072,
     "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
 }
 
 
@@ -73,34 +70,28 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     global_theta, local_theta, rope_scaling = read_two_ropes(
         keys, context_len, shared.head_dim, theta=1_000_000.0, local_theta=local_theta
     )
-    eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
-    bos_ids = top.token_ids("bos_token_id", shared.vocab_size)
     return replace(
-        shared,
+        llama.with_outer_config(shared, top),
+        norm_offset=1.0,
+        embedding_scale=shared.hidden_size**0.5,
         context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
-        tie_embeddings=top.flag("tie_word_embeddings", default=True),
         rope_theta=global_theta,
         rope_scaling=rope_scaling,
         local_rope_theta=local_theta,
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
-        bos_id=next(iter(bos_ids), None) if shared.bos_id is None else shared.bos_id,
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
 
 
 class Block(nn.Module):
     """Attention, then the MLP, each between two norms and each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary, *, norm_offset: float) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = RMSNorm(size, eps=eps, offset=norm_offset)
-        self.attention = SelfAttention(config, layer, rotary, norm_offset=norm_offset)
-        self.post_attention_norm = RMSNorm(size, eps=eps, offset=norm_offset)
-        self.mlp_norm = RMSNorm(size, eps=eps, offset=norm_offset)
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
-        self.post_mlp_norm = RMSNorm(size, eps=eps, offset=norm_offset)
+        self.attention_norm, self.attention = norm_of(config), attention
+        self.post_attention_norm = norm_of(config)
+        self.mlp_norm, self.mlp = norm_of(config), mlp
+        self.post_mlp_norm = norm_of(config)
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
         """Add attention's output to the stream, then the MLP's, each normalised once more."""
@@ -108,25 +99,10 @@ class Block(nn.Module):
         stream.add(self.post_mlp_norm(self.mlp(self.mlp_norm(stream))))
 
 
-class Sandwich(Model):
-    """A stack of these blocks, with one rotary table for each kind of layer."""
+class Sandwich(llama.Llama):
+    """A stack of these blocks."""
 
-    def __init__(
-        self, config: ModelConfig, *, norm_offset: float = 0.0, embedding_scale: float | None = None
-    ) -> None:
-        super().__init__(config, embedding_scale=embedding_scale)
-        self.layers = nn.ModuleList(
-            Block(config, layer, rotary, norm_offset=norm_offset)
-            for layer, rotary in enumerate(layer_rotaries(config))
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
-
-
-class Gemma3(Sandwich):
-    """A stack with centred norms and scaled embeddings."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
+    block = Block
 
 
 # A norm after each half; the name of Llama's second norm means another one here. Else Qwen 3's names.

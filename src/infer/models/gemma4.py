@@ -82,9 +82,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = text.with_defaults(**_DEFAULTS)
     keys = RawConfig({**keys.raw, "hidden_act": keys.raw["hidden_activation"]}, keys.where)
     types = keys.get("layer_types")
-    if (
-        isinstance(types, list) and types
-    ):  # the reference's last layer sees everything, whatever the list says
+    if isinstance(types, list) and types:  # the last layer sees everything, whatever the list says
         keys = RawConfig({**keys.raw, "layer_types": [*types[:-1], "full_attention"]}, keys.where)
     num_layers = keys.size("num_hidden_layers")
     shared = llama.read_shared_config(
@@ -104,10 +102,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"'vocab_size_per_layer_input' in {keys.where} is {rows} and the vocabulary has "
             f"{shared.vocab_size} tokens; only equal sizes are supported"
         )
-    eos_ids = shared.eos_ids + top.token_ids("eos_token_id", shared.vocab_size)
     return replace(
-        shared,
-        tie_embeddings=top.flag("tie_word_embeddings", default=shared.tie_embeddings),
+        llama.with_outer_config(shared, top),
+        embedding_scale=shared.hidden_size**0.5,
         num_kv_heads=max(spec.num_kv_heads for spec in specs),
         head_dim=max(spec.head_dim for spec in specs),
         rope_theta=theta,
@@ -121,8 +118,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         experts=_read_experts(keys, shared.intermediate_size),
         layer_specs=specs,
         layer_input_size=input_size,
-        bos_id=next(iter(top.token_ids("bos_token_id", shared.vocab_size)), shared.bos_id),
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
     )
 
 
@@ -315,7 +310,7 @@ class Gemma4(Model):
     """A stack of local and global blocks, with one rotary table for each kind."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, embedding_scale=config.hidden_size**0.5)
+        super().__init__(config)
         self.input_size = config.layer_input_size
         if self.input_size:
             width = config.num_layers * self.input_size

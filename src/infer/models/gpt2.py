@@ -47,7 +47,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if hidden_size % num_heads:
         raise CheckpointError(f"n_embd {hidden_size} is not a multiple of n_head {num_heads}")
     vocab_size = keys.size("vocab_size")
-    bos_ids = keys.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
         family="gpt2",
         vocab_size=vocab_size,
@@ -67,7 +66,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         gated_mlp=False,
         learned_positions=True,
         query_scale=None if keys.flag("scale_attn_weights", default=True) else 1.0,
-        bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=keys.token_ids("eos_token_id", vocab_size),
     )
 

@@ -11,8 +11,8 @@ Its members differ in three facts of ModelConfig, each read exactly once, in sel
     layer_windows    Mistral 7B v0.1
 
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
-A family with another MLP in the same block overrides `make_mlp` (mixtral.py), one that scales its halves
-`block` (granite.py); a model that needs a fourth switch gets its own file (gemma3.py, olmo2.py, gpt2.py).
+A family with other parts in its blocks overrides `make_mlp` (mixtral.py) or `make_attention` (qwen3_5.py), and
+one that joins the two in another way `block` (granite.py, olmo2.py, gemma3.py).
 
 x is the residual stream, an object that layers add to. Norms, projections and additions around it are fused
 by the projections themselves (quant/residual.py).
@@ -31,9 +31,9 @@ from torch import nn
 from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
-from infer.layers.norm import RMSNorm
+from infer.layers.rotary import Rotary
 from infer.models.config import ModelConfig
-from infer.models.model import Model, layer_rotaries
+from infer.models.model import Model, layer_rotaries, norm_of
 from infer.models.raw_config import (
     MAX_LAYERS,
     RawConfig,
@@ -98,21 +98,27 @@ def read_shared_config(
         qkv_bias=has_bias,
         attention_out_bias=has_bias,
         layer_windows=read_windows(raw, num_layers, window, slides or (lambda layer: window is not None)),
-        bos_id=next(iter(raw.token_ids("bos_token_id", vocab_size)), None),
         eos_ids=raw.token_ids("eos_token_id", vocab_size),
+    )
+
+
+def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
+    """The config of a text model, completed from the config around it."""
+    return replace(
+        text,
+        tie_embeddings=top.flag("tie_word_embeddings", default=text.tie_embeddings),
+        eos_ids=tuple(dict.fromkeys(text.eos_ids + top.token_ids("eos_token_id", text.vocab_size))),
     )
 
 
 class Block(nn.Module):
     """Attention, then the MLP, each after a norm and each added to the residual stream."""
 
-    def __init__(
-        self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, *, norm_offset: float = 0.0
-    ) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
+        self.attention_norm = norm_of(config)
         self.attention = attention
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=norm_offset)
+        self.mlp_norm = norm_of(config)
         self.mlp = mlp
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
@@ -124,15 +130,19 @@ class Block(nn.Module):
 class Llama(Model):
     """A stack of blocks that keep their global numbers."""
 
-    block: type[Block] = Block
+    block: Callable[[ModelConfig, nn.Module, nn.Module], nn.Module] = Block
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, embedding_scale=config.embedding_scale)
+        super().__init__(config)
         self.layers = nn.ModuleList(
-            self.block(config, SelfAttention(config, layer, rotary), self.make_mlp(config, layer))
+            self.block(config, self.make_attention(config, layer, rotary), self.make_mlp(config, layer))
             for layer, rotary in enumerate(layer_rotaries(config))
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = norm_of(config)
+
+    def make_attention(self, config: ModelConfig, layer: int, rotary: Rotary) -> nn.Module:
+        """The attention of one layer."""
+        return SelfAttention(config, layer, rotary)
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

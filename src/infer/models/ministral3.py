@@ -12,7 +12,7 @@ from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.raw_config import RawConfig, rope_section
+from infer.models.raw_config import RawConfig, read_window, rope_section
 
 _ROPE = {
     "rope_type": "yarn",
@@ -30,7 +30,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = RawConfig(raw).with_defaults(rms_norm_eps=1e-5, num_key_value_heads=8)
     if keys.get("rope_parameters", "rope_scaling") is None:
         keys = keys.with_defaults(rope_parameters=_ROPE)
-    window = keys.size("sliding_window") if keys.get("sliding_window") is not None else None
+    window = read_window(keys, default=None)
     shared = llama.read_shared_config(keys, family="ministral3", default_head_dim=128, window=window)
     section = rope_section(keys)
     has_growth = section.get("llama_4_scaling_beta") and shared.rope_scaling is not None

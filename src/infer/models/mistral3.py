@@ -13,7 +13,7 @@ from typing import Any
 from infer.errors import ConfigError
 from infer.models import llama, ministral3
 from infer.models.config import ModelConfig
-from infer.models.raw_config import RawConfig
+from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import IGNORED, Target, WeightMap
 
 _DEFAULTS = {  # the reference's: published configs leave out what equals them
@@ -39,18 +39,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         shared = ministral3.read_config(text.raw)
     elif kind == "mistral":
         keys = text.with_defaults(**_DEFAULTS)
-        window = keys.size("sliding_window") if keys.get("sliding_window") is not None else None
+        window = read_window(keys, default=None)
         shared = llama.read_shared_config(keys, family="mistral3", window=window)
     else:
         raise ConfigError(f"'model_type' in {text.where} is {kind!r}; supported: mistral, ministral3")
-    is_tied = text.flag("tie_word_embeddings", default=False)
-    return replace(
-        shared,
-        family="mistral3",
-        tie_embeddings=top.flag("tie_word_embeddings", default=is_tied),
-        bos_id=next(iter(top.token_ids("bos_token_id", shared.vocab_size)), shared.bos_id),
-        eos_ids=shared.eos_ids or top.token_ids("eos_token_id", shared.vocab_size),
-    )
+    return replace(llama.with_outer_config(shared, top), family="mistral3")
 
 
 _TEXT = {key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"}

@@ -17,7 +17,7 @@ from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
 from infer.models import llama
 from infer.models.config import ExpertConfig, ModelConfig
-from infer.models.raw_config import RawConfig
+from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Target, WeightMap
 
 MAX_EXPERTS = 4096
@@ -26,9 +26,8 @@ _DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `MixtralForCausalLM`."""
-    keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
-    window = None if keys.get("sliding_window") is None else keys.size("sliding_window")
-    shared = llama.read_shared_config(keys, family="mixtral", window=window)
+    keys = RawConfig(raw).with_defaults(**_DEFAULTS)
+    shared = llama.read_shared_config(keys, family="mixtral", window=read_window(keys, default=None))
     experts = read_experts(keys, (8, 2), size=shared.intermediate_size, normalized=True)
     return replace(shared, experts=experts)
 

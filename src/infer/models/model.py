@@ -78,10 +78,10 @@ class Model(nn.Module):
     pipe: Pipe | None = None  # the stages before and after these layers; None: all layers are here
     norm: RMSNorm | LayerNorm
 
-    def __init__(self, config: ModelConfig, *, embedding_scale: float | None = None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config, self.dtype = config, torch.get_default_dtype()
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, scale=embedding_scale)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
         tied_weight = self.embedding.weight if config.tie_embeddings else None
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
         self.outer: OuterAdapters | None = None  # adapters of these two, where there is room for them
@@ -137,6 +137,11 @@ class Model(nn.Module):
         if cap is not None:
             return (cap * torch.tanh(logits_SV.float() / cap)).to(logits_SV.dtype)
         return logits_SV if factor == 1.0 else scaled(logits_SV, factor)
+
+
+def norm_of(config: ModelConfig) -> RMSNorm:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset)
 
 
 def layer_rotaries(config: ModelConfig) -> list[Rotary]:

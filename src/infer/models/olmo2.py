@@ -16,14 +16,10 @@ from typing import Any
 from torch import nn
 
 from infer.layers.attention import StepContext
-from infer.layers.mlp import GatedMLP
-from infer.layers.norm import RMSNorm
-from infer.layers.rotary import Rotary
 from infer.models import llama, qwen3
 from infer.models.config import ModelConfig
-from infer.models.model import Model, layer_rotaries
+from infer.models.model import norm_of
 from infer.models.raw_config import RawConfig
-from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import Target, WeightMap
 from infer.quant.residual import ResidualStream
 
@@ -38,13 +34,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 class Block(nn.Module):
     """Attention, then the MLP, each normalised and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
-        self.attention = SelfAttention(config, layer, rotary)
-        self.post_attention_norm = RMSNorm(size, eps=eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation, bias=False)
-        self.post_mlp_norm = RMSNorm(size, eps=eps)
+        self.attention, self.post_attention_norm = attention, norm_of(config)
+        self.mlp, self.post_mlp_norm = mlp, norm_of(config)
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
         """Add the norm of attention's output to the stream, then that of the MLP's."""
@@ -52,15 +45,10 @@ class Block(nn.Module):
         stream.add(self.post_mlp_norm(self.mlp(stream.settle())))
 
 
-class Olmo2(Model):
+class Olmo2(llama.Llama):
     """A stack of blocks with norms at their ends."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(
-            Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+    block = Block
 
 
 # fmt: off

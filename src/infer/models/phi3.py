@@ -15,7 +15,7 @@ from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.raw_config import RawConfig, rope_section
+from infer.models.raw_config import RawConfig, read_window, rope_section
 from infer.models.weight_map import Target, WeightMap
 
 
@@ -27,9 +27,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     section = rope_section(keys)
     if section.get("rope_type", "type") in ("su", "yarn"):  # older names of longrope
         longrope = {"rope_type": "longrope", **{k: v for k, v in section.raw.items() if "type" not in k}}
-        rest = {k: v for k, v in keys.raw.items() if k not in ("rope_parameters", "rope_scaling")}
-        keys = RawConfig(rest | {"rope_scaling": longrope}, keys.where)
-    window = keys.size("sliding_window") if keys.get("sliding_window") is not None else None
+        keys = keys.without("rope_parameters", "rope_scaling").with_defaults(rope_scaling=longrope)
+    window = read_window(keys, default=None)
     has_bias = keys.flag("attention_bias", default=False)
     shared = llama.read_shared_config(keys, family="phi3", window=window, rotary_share=1.0)
     return replace(shared, qkv_bias=has_bias)

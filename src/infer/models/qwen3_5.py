@@ -35,12 +35,10 @@ from infer.errors import ConfigError
 from infer.layers.attention import StepContext
 from infer.layers.delta import DeltaAttention
 from infer.layers.linear import Linear
-from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models import llama
 from infer.models.config import DeltaConfig, ModelConfig
 from infer.models.mixtral import Mixtral
-from infer.models.model import Model, make_rotary
 from infer.models.raw_config import RawConfig
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
@@ -63,28 +61,17 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Qwen3_5ForCausalLM`, or the text part of a `Qwen3_5ForConditionalGeneration`."""
     top = RawConfig(raw)
     text = top.section("text_config") if "text_config" in raw else top
-    shared = read_hybrid_config(text, family="qwen3_5")
-    return with_outer_config(shared, top)
-
-
-def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
-    """The config of a text model, completed from the config around it."""
-    eos_ids = text.eos_ids + top.token_ids("eos_token_id", text.vocab_size)
-    return replace(
-        text,
-        tie_embeddings=top.flag("tie_word_embeddings", default=text.tie_embeddings),
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
-    )
+    return llama.with_outer_config(read_hybrid_config(text, family="qwen3_5"), top)
 
 
 def read_hybrid_config(text: RawConfig, *, family: str) -> ModelConfig:
     """Read the keys that the families of this block share."""
     keys = text.with_defaults(**_DEFAULTS)
-    others = RawConfig({**keys.raw, "layer_types": None}, keys.where)
-    shared = llama.read_shared_config(others, family=family, rotary_share=0.25)
+    shared = llama.read_shared_config(keys.without("layer_types"), family=family, rotary_share=0.25)
     if keys.flag("attention_bias", default=False):
         raise ConfigError(f"attention_bias in {keys.where} is not supported")
-    return replace(shared, qk_norm=True, delta=_read_delta(keys, shared.num_layers))
+    delta = _read_delta(keys, shared.num_layers)
+    return replace(shared, norm_offset=1.0, qk_norm=True, delta=delta)
 
 
 def _read_delta(keys: RawConfig, num_layers: int) -> DeltaConfig:
@@ -118,7 +105,7 @@ class GatedAttention(SelfAttention):
     """Attention in which a part of each head turns, and whose output is gated."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
-        super().__init__(config, layer, rotary, norm_offset=1.0)
+        super().__init__(config, layer, rotary)
         N, G, H = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv = Linear(
             config.hidden_size, 2 * (N + G) * H, bias=False, parts={"q": 2 * N * H, "k": G * H, "v": G * H}
@@ -158,25 +145,14 @@ def _turned_order(head_dim: int, rotated_dim: int) -> list[int]:
     ]  # fmt: skip
 
 
-class Qwen35(Model):
+class Qwen35(Mixtral):
     """A stack of blocks with linear and with full attention."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.rotary = make_rotary(config, config.rope_theta, config.rope_scaling)
-        self.layers = nn.ModuleList(
-            llama.Block(
-                config, self._attention(config, layer), Mixtral.make_mlp(config, layer), norm_offset=1.0
-            )
-            for layer in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, offset=1.0)
-
-    def _attention(self, config: ModelConfig, layer: int) -> GatedAttention | DeltaAttention:
-        if not config.has_state(layer):
-            return GatedAttention(config, layer, self.rotary)
+    def make_attention(self, config: ModelConfig, layer: int, rotary: Rotary) -> nn.Module:
+        """The attention of one layer, of either kind."""
         delta = config.delta
-        assert delta is not None
+        if delta is None or layer not in delta.layers:
+            return GatedAttention(config, layer, rotary)
         parts, order = self.delta_parts(delta)
         return DeltaAttention(
             config.hidden_size, layer,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from infer.models import llama
 from infer.models.config import ModelConfig
 from infer.models.mixtral import read_experts
 from infer.models.qwen2_moe import SHARED_EXPERT
-from infer.models.qwen3_5 import TEXT_MAP, read_hybrid_config, with_outer_config, with_prefixes
+from infer.models.qwen3_5 import TEXT_MAP, read_hybrid_config, with_prefixes
 from infer.models.qwen3_moe import EXPERTS, read_dense_layers
 from infer.models.raw_config import RawConfig
 from infer.models.weight_map import WeightMap
@@ -20,7 +21,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     top = RawConfig(raw)
     text = top.section("text_config") if "text_config" in raw else top
     keys = text.with_defaults(num_experts=256, num_experts_per_tok=8, norm_topk_prob=True)
-    return with_outer_config(read_hybrid_moe_config(keys, family="qwen3_5_moe"), top)
+    return llama.with_outer_config(read_hybrid_moe_config(keys, family="qwen3_5_moe"), top)
 
 
 def read_hybrid_moe_config(keys: RawConfig, *, family: str) -> ModelConfig:

@@ -47,6 +47,10 @@ class RawConfig:
         given = {name: value for name, value in self.raw.items() if value is not None}
         return RawConfig(defaults | given, self.where)
 
+    def without(self, *names: str) -> RawConfig:
+        """A copy of the config that lacks these keys."""
+        return RawConfig({key: self.raw[key] for key in self.raw if key not in names}, self.where)
+
     def get(self, *names: str) -> Any:
         """The first of these keys that is present and not null, or None."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
@@ -310,11 +314,12 @@ def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
     return section.number("attention_factor", default=default)
 
 
-def read_window(raw: RawConfig) -> int | None:
+def read_window(raw: RawConfig, *, default: int | None = DEFAULT_WINDOW) -> int | None:
     """The sliding window in tokens. Here null differs from absent: it switches the window off."""
-    if "sliding_window" in raw.raw and raw.raw["sliding_window"] is None:
+    is_off = default is None or "sliding_window" in raw.raw
+    if is_off and raw.get("sliding_window") is None:
         return None
-    return raw.size("sliding_window", default=DEFAULT_WINDOW)
+    return raw.size("sliding_window", default=default)
 
 
 def read_windows(

@@ -31,28 +31,18 @@ from infer.quant.residual import NormedInput, as_tensor
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; G kv heads serve N query heads.
 
-    `norm_offset` is 1 where the weights of a QK-norm are stored centred on zero (Gemma). `in_features` is the
-    width of the input where it is not the hidden size (EAGLE).
+    `in_features` is the width of the input where it is not the hidden size (EAGLE).
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        rotary: Rotary,
-        *,
-        norm_offset: float = 0.0,
-        in_features: int | None = None,
+        self, config: ModelConfig, layer: int, rotary: Rotary, *, in_features: int | None = None
     ) -> None:
         super().__init__()
-        self.sinks = (
-            nn.Parameter(torch.empty(config.num_heads), requires_grad=False)
-            if config.attention_sinks
-            else None
-        )
+        sinks_N = torch.empty(config.num_heads) if config.attention_sinks else None
+        self.sinks = None if sinks_N is None else nn.Parameter(sinks_N, requires_grad=False)
         self._layer = AttentionLayer(layer, config.scale, config.window(layer), config.attention_softcap)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.eps, self.norm_offset = config.norm_eps, norm_offset
+        self.eps, self.norm_offset = config.norm_eps, config.norm_offset
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear(
             in_features or config.hidden_size,

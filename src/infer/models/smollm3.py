@@ -14,7 +14,7 @@ from typing import Any
 from infer.errors import CheckpointError
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.raw_config import MAX_LAYERS, RawConfig
+from infer.models.raw_config import MAX_LAYERS, RawConfig, read_window
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -26,22 +26,15 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rotates = keys.get("no_rope_layers")
     if rotates is None:
         rotates = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if (
-        not isinstance(rotates, list)
-        or len(rotates) != num_layers
-        or not all(each in (0, 1) for each in rotates)
-    ):
+    is_list = isinstance(rotates, list) and len(rotates) == num_layers
+    if not is_list or not all(each in (0, 1) for each in rotates):
         raise CheckpointError(
             f"'no_rope_layers' in {keys.where} must have {num_layers} entries of 0 or 1, got {rotates!r}"
         )
     still = tuple(layer for layer in range(num_layers) if not rotates[layer])
-    window = None
-    if keys.flag("use_sliding_window", default=False) and keys.get("sliding_window") is not None:
-        window = keys.size("sliding_window")
-    else:  # the reference then ignores the types
-        keys = RawConfig(
-            {name: value for name, value in keys.raw.items() if name != "layer_types"}, keys.where
-        )
+    window = read_window(keys, default=None) if keys.flag("use_sliding_window", default=False) else None
+    if window is None:  # the reference then ignores the types
+        keys = keys.without("layer_types")
     shared = llama.read_shared_config(
         keys,
         family="smollm3",

@@ -314,7 +314,6 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
         attention_softcap=first.softcap,
         attention_sinks=first.has_sinks,
         layer_windows=tuple(layer.window for layer in found),
-        bos_id=raw["bos_token_id"] if type(raw.get("bos_token_id")) is int else None,
         eos_ids=tuple(i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int),
     )
 

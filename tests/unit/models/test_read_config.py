@@ -197,7 +197,6 @@ def test_llama_3_2_is_read() -> None:
             high_freq_factor=4.0,
             original_context_len=8192,
         ),
-        bos_id=128000,
         eos_ids=(128001, 128008, 128009),
     )
 
@@ -462,7 +461,7 @@ def test_kv_heads_default_to_the_query_heads() -> None:
 def test_token_ids_outside_the_vocabulary_are_left_out() -> None:
     config = read(GPT2, vocab_size=33)
 
-    assert (config.bos_id, config.eos_ids) == (None, ())
+    assert config.eos_ids == ()
 
 
 @pytest.mark.parametrize(

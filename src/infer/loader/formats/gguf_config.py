@@ -71,7 +71,6 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "model_type": architecture,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_ids(file.metadata),
     }
     if architecture == "gpt2":
