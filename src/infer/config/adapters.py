@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from infer.config.knobs import check_positive, knob
+from infer.config.knobs import check_knobs, knob
 from infer.errors import ConfigError
 
 MAX_ADAPTERS: Final = 1024
@@ -42,10 +42,11 @@ class AdapterConfig:
     max_lora_rank: int | None = knob(
         None,
         f"largest rank of a LoRA adapter, {MAX_RANK} or less; default: that of lora_modules, 16 at least",
+        most=MAX_RANK,
     )
 
     def __post_init__(self) -> None:
-        check_positive(self, "max_loras", "max_lora_rank")
+        check_knobs(self)
         modules = self.modules
         if len(modules) < len(self.lora_modules):
             raise ConfigError("lora_modules gives two adapters one name; each needs its own")
@@ -58,8 +59,6 @@ class AdapterConfig:
                 f"max_loras must be from {max(len(modules), 1)}, the adapters of lora_modules, to "
                 f"{MAX_ADAPTERS}, got {self.max_loras}"
             )
-        if self.max_lora_rank is not None and self.max_lora_rank > MAX_RANK:
-            raise ConfigError(f"max_lora_rank must be at most {MAX_RANK}, got {self.max_lora_rank}")
 
     @property
     def is_on(self) -> bool:

@@ -50,9 +50,8 @@ class Chosen(NamedTuple):
 
 
 def choices(operation: str) -> tuple[str, ...]:
-    """Return every value that the knob of an operation takes, whatever the device."""
-    names = [row.name for row in BACKENDS if operation in row.operations]
-    return (AUTO, *names, *(other for other, name in OTHER_SPELLINGS.items() if name in names))
+    """Return every value that the knob of an operation takes, whatever the device, in its usual spelling."""
+    return (AUTO, *(row.name for row in BACKENDS if operation in row.operations))
 
 
 def available(operation: str, device: str) -> list[str]:

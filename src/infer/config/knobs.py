@@ -37,6 +37,9 @@ def knob(
     help: str,
     *,
     choices: tuple[str, ...] = (),
+    same_as: Mapping[str, str] = types.MappingProxyType({}),
+    least: int | None = 1,
+    most: int | None = None,
     aliases: tuple[str, ...] = (),
     opposites: tuple[str, ...] = (),
     formerly: tuple[str, ...] = (),
@@ -48,10 +51,12 @@ def knob(
     """Return a dataclass field that is a knob.
 
     `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
-    the release before this one. `takes_code`: a name of the user's own code (own_code.py) is a choice too.
-    `takes_several`: one use of the flag takes several values, and a keyword may be a mapping.
+    the release before this one. `same_as` has other spellings of choices, `least` and `most` the bounds of an
+    integer. `takes_code`: a name of the user's own code (own_code.py) is a choice too. `takes_several`: one
+    use of the flag takes several values, and a keyword may be a mapping.
     """
-    metadata: dict[str, Any] = {"help": help, "choices": choices, "aliases": aliases, "opposites": opposites}
+    metadata: dict[str, Any] = {"help": help, "aliases": aliases, "opposites": opposites}
+    metadata |= {"choices": (*choices, *same_as), "same_as": same_as, "least": least, "most": most}
     metadata |= {"formerly": formerly, "is_size": is_size, "is_json": is_json, "takes_code": takes_code}
     metadata["takes_several"] = takes_several
     return field(default=default, metadata=metadata)
@@ -68,6 +73,9 @@ class KnobRow:
     default: Any
     help: str
     choices: tuple[str, ...]
+    same_as: Mapping[str, str] = field(default_factory=dict)  # the choice that each other spelling stands for
+    least: int | None = 1  # bounds of an integer
+    most: int | None = None
     aliases: tuple[str, ...] = ()
     opposites: tuple[str, ...] = ()
     formerly: tuple[str, ...] = ()
@@ -283,19 +291,21 @@ def parse_memory(text: str, total: int, name: str) -> int:
         ) from None
 
 
-def check_choice(section: Any, name: str) -> None:
-    """Refuse a value that is not among the knob's choices."""
-    metadata = next(f for f in fields(section) if f.name == name).metadata
-    value = getattr(section, name)
-    if value in metadata["choices"] or (metadata["takes_code"] and names_code(value)):
-        return
-    also = " (or code of your own, as module:Name or file.py:Name)" if metadata["takes_code"] else ""
-    raise ConfigError(f"{name} must be one of {', '.join(metadata['choices'])}{also}, got {value!r}")
-
-
-def check_positive(section: Any, *names: str) -> None:
-    """Refuse a value that is neither unset nor an integer from 1 on."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+def check_knobs(section: Any) -> None:
+    """Refuse what the knobs of a section do not take; another spelling of a choice becomes the usual one."""
+    section_type: type = type(section)
+    for row in knob_rows("", section_type):
+        value = getattr(section, row.name)
+        if row.choices:
+            if value not in row.choices and not (row.takes_code and names_code(value)):
+                also = " (or code of your own, as module:Name or file.py:Name)" if row.takes_code else ""
+                taken = ", ".join(row.choices)
+                raise ConfigError(f"{row.name} must be one of {taken}{also}, got {value!r}")
+            object.__setattr__(section, row.name, row.same_as.get(value, value))
+        elif row.kind is int and value is not None:
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or (row.least is not None and value < row.least):
+                what = "a positive integer" if row.least == 1 else f"an integer >= {row.least}"
+                raise ConfigError(f"{row.name} must be {what}, got {value!r}")
+            if row.most is not None and value > row.most:
+                raise ConfigError(f"{row.name} must be at most {row.most}, got {value}")

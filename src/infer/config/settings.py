@@ -29,8 +29,7 @@ from infer.config.backends import OTHER_SPELLINGS, choices
 from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
 from infer.config.knobs import (
     KnobRow,
-    check_choice,
-    check_positive,
+    check_knobs,
     given_names,
     host_size,
     knob,
@@ -48,7 +47,6 @@ from infer.config.speculation import SpeculationConfig
 from infer.errors import ConfigError
 
 _CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # numbers that the help texts quote
-KV_SPELLINGS = {"fp8_e4m3": "fp8", "int8_per_token_head": "int8"}
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_RANKS = 64  # processes that share a model
 MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
@@ -106,11 +104,14 @@ class LoadConfig:
         "longest prompt + output in tokens; default: the model's context",
         aliases=("max_model_len", "ctx_size"),
     )
-    num_threads: int | None = knob(None, "CPU threads; default: one per physical core", aliases=("threads",))
+    num_threads: int | None = knob(
+        None, "CPU threads; default: one per physical core", most=MAX_THREADS, aliases=("threads",)
+    )
     tensor_parallel_size: int = knob(
         1,
         "processes that share the weights and the KV cache of the model, each computing its part of every "
         "step: a GPU for each, or parts of a CPU (docs/features/tensor-parallelism.md)",
+        most=MAX_RANKS,
         aliases=("tp", "tp_size"),
     )
     pipeline_parallel_size: int = knob(
@@ -126,41 +127,31 @@ class LoadConfig:
         "each; on CPUs only so far (docs/features/nodes.md)",
     )
     node_rank: int = knob(
-        0, "with nnodes: the number of this machine; 0 has the server, and the others only compute"
+        0, "with nnodes: the number of this machine; 0 has the server, and the others only compute", least=0
     )
     master_addr: str = knob("127.0.0.1", "with nnodes: the address at which node 0 waits for the others")
-    master_port: int = knob(29501, "with nnodes: the TCP port there")
+    master_port: int = knob(29501, "with nnodes: the TCP port there", most=65535)
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype")
-        check_choice(self, "model_impl")
+        check_knobs(self)
         if isinstance(self.quantization, str):
             object.__setattr__(self, "quantization", self.quantization.lower())
-        check_positive(self, "max_seq_len", "num_threads", "tensor_parallel_size", "pipeline_parallel_size")
-        if self.tensor_parallel_size > MAX_RANKS:
-            raise ConfigError(
-                f"tensor_parallel_size must be at most {MAX_RANKS}, got {self.tensor_parallel_size}"
-            )
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got "
                 f"{self.tensor_parallel_size} * {self.pipeline_parallel_size}"
             )
-        if self.nnodes < 1 or self.num_ranks % self.nnodes:
+        if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"nnodes must divide the {self.num_ranks} ranks of tensor_parallel_size="
                 f"{self.tensor_parallel_size} and pipeline_parallel_size={self.pipeline_parallel_size}, got "
                 f"{self.nnodes}"
             )
-        if not 0 <= self.node_rank < self.nnodes:
+        if self.node_rank >= self.nnodes:
             raise ConfigError(
                 f"node_rank must be from 0 to {self.nnodes - 1} with nnodes={self.nnodes}, got "
                 f"{self.node_rank}"
             )
-        if not 0 < self.master_port < 1 << 16:
-            raise ConfigError(f"master_port must be from 1 to 65535, got {self.master_port}")
-        if self.num_threads is not None and self.num_threads > MAX_THREADS:
-            raise ConfigError(f"num_threads must be at most {MAX_THREADS}, got {self.num_threads}")
         device, _, index = self.device.partition(":")
         if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
@@ -197,7 +188,8 @@ class CacheConfig:
         "number format of keys and values; see docs/features/kv-cache-dtype.md: none: the dtype; int8 or "
         "fp8, with one scale for each token and head, or fp8 with those of a checkpoint that has some, "
         "unless it is called fp8_per_token_head; auto: fp8 if the checkpoint has scales, else the dtype",
-        choices=("auto", "none", "fp8", "int8", "fp8_per_token_head", *KV_SPELLINGS),
+        choices=("auto", "none", "fp8", "int8", "fp8_per_token_head"),
+        same_as={"fp8_e4m3": "fp8", "int8_per_token_head": "int8"},
     )
     block_size: int = knob(16, "tokens per KV-cache block", aliases=("page_size",))
     num_blocks: int | None = knob(
@@ -226,6 +218,7 @@ class CacheConfig:
     swap_blocks: int = knob(
         0,
         "blocks in host memory for preempted sequences and for cached prefixes that make room; 0: none",
+        least=0,
         formerly=("num_host_blocks",),
     )
     swap_space: str | None = knob(
@@ -251,30 +244,24 @@ class CacheConfig:
         "what computes attention; auto: the fastest that the device has; torch_ref or naive: the readable "
         "reference; see docs/features/backends.md",
         choices=choices("attention"),
+        same_as=OTHER_SPELLINGS,
     )
     decode_attention_backend: str = knob(
         "auto",
         "what computes attention of rows that decode, if not what attention_backend says",
         choices=choices("decode_attention"),
+        same_as=OTHER_SPELLINGS,
     )
 
     def __post_init__(self) -> None:
-        check_choice(self, "kv_cache_backend")
-        check_choice(self, "kv_cache_dtype")
-        check_choice(self, "block_allocator")
-        object.__setattr__(self, "kv_cache_dtype", KV_SPELLINGS.get(self.kv_cache_dtype, self.kv_cache_dtype))
+        check_knobs(self)
         if self.kv_cache_dtype != "auto" and not self.keeps_cache:
             raise ConfigError(
                 f"kv_cache_dtype={self.kv_cache_dtype} needs a cache, and kv_cache_backend=naive keeps none; "
                 "leave one of the two out"
             )
-        check_backend(self, "attention_backend")
-        check_backend(self, "decode_attention_backend")
-        check_positive(self, "block_size", "num_blocks")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
-        if not isinstance(self.swap_blocks, int) or self.swap_blocks < 0:
-            raise ConfigError(f"swap_blocks must be an integer >= 0, got {self.swap_blocks!r}")
         if self.swap_space is not None:
             if self.swap_blocks:
                 raise ConfigError("swap_blocks and swap_space both size the host memory; give one of them")
@@ -388,14 +375,10 @@ class SchedulerConfig:
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
     )
-    seed: int = knob(0, "seed of requests that bring none")
+    seed: int = knob(0, "seed of requests that bring none", least=None)
 
     def __post_init__(self) -> None:
-        for name in ("batching_mode", "scheduler_policy", "preemption"):
-            check_choice(self, name)
-        check_positive(self, "max_batch_size", "max_num_batched_tokens", "prefill_chunk_size")
-        check_positive(self, "prefill_tokens_while_decoding", "max_prefill_chunks_per_step")
-        check_positive(self, "max_wait_steps", "max_decode_gap", "max_queue")
+        check_knobs(self)
         target = self.itl_target_ms
         if target is not None and not (math.isfinite(target) and target > 0):
             raise ConfigError(f"itl_target_ms must be a number of milliseconds above 0, got {target!r}")
@@ -428,6 +411,7 @@ class RunConfig:
         "auto",
         "what computes the feed-forward half of a block: kernels (auto), or the readable reference",
         choices=choices("mlp"),
+        same_as=OTHER_SPELLINGS,
     )
     cpu_products: str = knob(
         "exact",
@@ -440,8 +424,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        check_backend(self, "mlp_backend")
-        check_choice(self, "cpu_products")
+        check_knobs(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,7 +510,7 @@ class ServerConfig:
     """The server's address, its clients, and the amount of work that it takes."""
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = knob(8000, "TCP port; 0: any free one")
+    port: int = knob(8000, "TCP port; 0: any free one", least=0, most=65535)
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
     served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
     model_alias: tuple[str, ...] = knob(
@@ -577,13 +560,15 @@ class ServerConfig:
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
     max_body_size: str = knob("8MiB", "largest request body", is_size=True)
     max_prompts: int = knob(256, "prompts in one completion request (embeddings: 2048 inputs)")
-    max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt")
+    max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt", most=MAX_SEQUENCES)
     request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
     drain_timeout: float = knob(
         30.0, "seconds that running requests get when the server stops", aliases=("shutdown_timeout",)
     )
     api_processes: int | None = knob(
-        None, "processes that answer HTTP; default: one per 4 cores beside a GPU, at most 8, else 1"
+        None,
+        "processes that answer HTTP; default: one per 4 cores beside a GPU, at most 8, else 1",
+        most=MAX_API_PROCESSES,
     )
     replicas: int = knob(
         1,
@@ -626,12 +611,15 @@ class ServerConfig:
         choices=("ignore", "refuse"),
     )
     response_store: int = knob(
-        1000, "responses of /v1/responses kept in memory, to be continued with previous_response_id; 0: none"
+        1000,
+        "responses of /v1/responses kept in memory, to be continued with previous_response_id; 0: none",
+        least=0,
     )
     explain_requests: int = knob(
         256,
         "requests that have ended and can still be explained at /explain/ID, for each engine and each "
         "process that answers HTTP; 0: none, nor those that run",
+        least=0,
     )
     record: str | None = knob(
         None,
@@ -693,15 +681,13 @@ class ServerConfig:
             raise ConfigError("record needs engines in processes of their own; leave out in_process")
 
     def __post_init__(self) -> None:
+        check_knobs(self)
         self._check_record()
-        check_choice(self, "unknown_fields")
-        check_choice(self, "cache_isolation")
         if self.cache_isolation == "key" and not self.api_key:
             raise ConfigError(
                 "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
                 "client an api_key, or leave cache_isolation out"
             )
-        check_positive(self, "max_prompts", "max_n", "replicas", "max_loaded_models")
         for name in ("max_loaded_models", "loaded_memory", "idle_unload"):
             if getattr(self, name) and not self.on_demand:
                 raise ConfigError(f"{name} is for models on demand; set on_demand")
@@ -712,27 +698,16 @@ class ServerConfig:
         if self.model_memory is not None:
             check_room_for_models("model_memory", self.model_memory)
             self._check_model_memory(self.model_memory)
-        check_choice(self, "cluster")
         for name in ("target_queue_time", "scale_down_after"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         self._check_cluster()
-        if self.response_store < 0:
-            raise ConfigError(f"response_store must be >= 0 (0: keep none), got {self.response_store}")
-        if self.explain_requests < 0:
-            raise ConfigError(f"explain_requests must be >= 0 (0: explain none), got {self.explain_requests}")
-        if self.api_processes is not None and not 1 <= self.api_processes <= MAX_API_PROCESSES:
-            raise ConfigError(f"api_processes must be in 1..{MAX_API_PROCESSES}, got {self.api_processes}")
         if self.in_process and (self.api_processes or 1) > 1:
             raise ConfigError(
                 f"api_processes is {self.api_processes}, but with in_process the engine is a thread of the "
                 "only process; leave one of the two out"
             )
-        if self.max_n > MAX_SEQUENCES:
-            raise ConfigError(f"max_n must be at most {MAX_SEQUENCES}, got {self.max_n}")
         parse_bytes(self.max_body_size, "max_body_size")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in 0..65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout", "stuck_timeout", "idle_unload"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -794,13 +769,6 @@ def weight_fault(weight: float) -> str | None:
     if math.isfinite(weight) and weight > 0:
         return None
     return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"
-
-
-def check_backend(section: Any, name: str) -> None:
-    """Refuse a backend that no device has; another spelling becomes the usual one."""
-    check_choice(section, name)
-    value = getattr(section, name)
-    object.__setattr__(section, name, OTHER_SPELLINGS.get(value, value))
 
 
 def engine_sections() -> dict[str, type]:

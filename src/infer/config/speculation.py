@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from infer.config.knobs import check_choice, check_positive, knob, knob_rows, parse_knob
+from infer.config.knobs import check_knobs, knob, knob_rows, parse_knob
 from infer.config.own_code import names_code
 from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
@@ -45,7 +45,8 @@ class SpeculationConfig:
         "a small model; eagle3: a head trained for the model; tree: a small model, several guesses of each "
         "token; auto: what draft_model names, suffix where "
         "suffix_max_answers is given, else ngram",
-        choices=("auto", *LOOKUPS, *DRAFTED, *METHODS),
+        choices=("auto", *LOOKUPS, *DRAFTED),
+        same_as=METHODS,
         aliases=("speculative_algorithm",),
         takes_code=True,
     )
@@ -53,6 +54,7 @@ class SpeculationConfig:
         None,
         f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); default: 8 looked up "
         "or in a tree, 5 computed one after the other",
+        most=MAX_DRAFTS,
         aliases=("spec_length", "draft_max", "draft", "draft_n", "speculative_num_steps"),
     )
     draft_model: str | None = knob(
@@ -74,6 +76,7 @@ class SpeculationConfig:
     suffix_max_answers: int = knob(
         4096,
         "for suffix: recent answers that guesses come from; 0: the text of the request alone",
+        least=0,
         aliases=("suffix_decoding_max_cached_requests",),
     )
     adaptive_speculation: bool = knob(
@@ -96,13 +99,8 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
             self._take_json(self.speculative_config)
-        method = METHODS.get(self.speculative_method, self.speculative_method)
-        object.__setattr__(self, "speculative_method", method)
-        check_choice(self, "speculative_method")
-        check_positive(self, "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
-        count, share = self.num_speculative_tokens, self.synthetic_acceptance
-        if count is not None and count > MAX_DRAFTS:
-            raise ConfigError(f"num_speculative_tokens must be at most {MAX_DRAFTS}, got {count}")
+        check_knobs(self)
+        share = self.synthetic_acceptance
         if share is not None and not 0 <= share <= 1:
             raise ConfigError(f"synthetic_acceptance must be from 0 to 1, got {share!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -110,8 +108,6 @@ class SpeculationConfig:
                 f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is "
                 f"{self.prompt_lookup_max}; the shortest match must not be longer than the longest"
             )
-        if self.suffix_max_answers < 0:
-            raise ConfigError(f"suffix_max_answers must be >= 0 (0: none), got {self.suffix_max_answers}")
         if self.speculative_method in DRAFTED and self.draft_model is None:
             raise ConfigError(
                 f"speculative_method={self.speculative_method} needs the files of what drafts; name them "

@@ -252,7 +252,7 @@ def test_ids_of_any_length_and_shape_are_unknown(oracle: LLM, engine: InProcessC
 
 
 def test_a_negative_number_of_stories_is_refused() -> None:
-    with pytest.raises(ConfigError, match="explain_requests must be >= 0"):
+    with pytest.raises(ConfigError, match="explain_requests must be an integer >= 0"):
         ServerConfig(explain_requests=-1)
 
 

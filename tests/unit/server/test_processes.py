@@ -52,8 +52,8 @@ def test_a_machine_with_a_gpu_has_a_process_for_every_four_cores(
 
 
 def test_numbers_that_cannot_be_had_are_refused() -> None:
-    for number in (0, -1, 65):
-        with pytest.raises(ConfigError, match=f"api_processes must be in 1..64, got {number}"):
+    for number, bound in ((0, "a positive integer"), (-1, "a positive integer"), (65, "at most 64")):
+        with pytest.raises(ConfigError, match=f"api_processes must be {bound}, got {number}"):
             ServerConfig(api_processes=number)
     with pytest.raises(ConfigError, match="api_processes is 2, but with in_process"):
         ServerConfig(api_processes=2, in_process=True)
