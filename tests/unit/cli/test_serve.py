@@ -163,7 +163,10 @@ def test_help_needs_neither_torch_nor_a_web_framework() -> None:
             "node_rank must be from 0 to 1 with nnodes=2, got 2",
         ),
         (["--node-rank", "1"], "node_rank must be from 0 to 0 with nnodes=1, got 1"),
-        (["-tp", "2", "--nnodes", "2", "--master-port", "0"], "master_port must be a positive integer, got 0"),
+        (
+            ["-tp", "2", "--nnodes", "2", "--master-port", "0"],
+            "master_port must be a positive integer, got 0",
+        ),
         (
             ["-tp", "2", "--nnodes", "2", "--replicas", "2"],
             "nnodes=2 is for one engine, and there would be 2",
