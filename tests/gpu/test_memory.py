@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from infer.execution.order import StepOrder
 from infer.layers.bind import bind
 from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
+from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.books import check_books
 
 pytestmark = pytest.mark.gpu
@@ -222,3 +224,21 @@ def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
     assert found["num_errors"] == 0, found
     assert repeated, f"256 MiB are too few for the largest steps; {reserved_by_pool()}"
     check_books(engine.scheduler)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dtype": "float32", "deterministic": True, "num_blocks": 512},
+        {"dtype": "bfloat16", "num_blocks": 512},
+        {"dtype": "bfloat16", "num_blocks": 120, "preemption": "swap", "swap_space": "64MiB"},
+    ],
+    ids=["deterministic", "fast", "swap"],
+)
+def test_features_used_first_beside_a_neighbour_need_no_memory_of_the_card(
+    knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    make_checkpoint("qwen2", tmp_path / "tiny", sizes=Sizes(context_len=1024))
+    command = [sys.executable, "-m", "tests.support.first_uses", str(tmp_path / "tiny"), json.dumps(knobs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
