@@ -12,6 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ ASKED: dict[str, dict[str, Any]] = {
 
 def features(llm: LLM) -> dict[str, Callable[[], object]]:
     """Calls that use a feature each, by name; the last has more sequences than the cache has room for."""
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda asked=asked: llm.generate(PROMPTS, llm.sampling_params(**asked, max_tokens=20))
-        for name, asked in ASKED.items()
-    }
+
+    def generate(asked: dict[str, Any]) -> object:
+        return llm.generate(PROMPTS, llm.sampling_params(**asked, max_tokens=20))
+
+    calls: dict[str, Callable[[], object]] = {name: partial(generate, asked) for name, asked in ASKED.items()}
     crowd = [f"{number} {PROMPTS[2]}" for number in range(40)]
     return {
         "embeddings": lambda: llm.embed(PROMPTS),
