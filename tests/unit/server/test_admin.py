@@ -52,6 +52,21 @@ def test_a_misspelt_field_hears_of_the_near_one_or_of_all(route: str, hint: str)
     assert answer.json()["error"]["message"] == f"unknown field 'modle'; {hint}"
 
 
+@pytest.mark.parametrize(
+    "body",
+    ['{"name": ["\\ud800"]}', '{"model": {"\\udfff": 1}}', '{"name": NaN}', "[" * 3000, '{"a": 1e999}'],
+)
+def test_bodies_of_the_operator_are_strict_json(body: str) -> None:
+    site = Site(admin_key="root")
+    paths = [path for path in site.app.openapi()["paths"] if path.startswith("/admin/") or "lora" in path]
+    assert len(paths) >= 9
+    for path in paths:
+        answer = site.request(
+            "POST", path, content=body, headers=ADMIN | {"content-type": "application/json"}
+        )
+        assert answer.status_code in (400, 405), (path, answer.text)
+
+
 def test_an_alias_can_be_made_and_pointed_elsewhere_but_not_onto_a_model() -> None:
     site = Site(admin_key="root")
     assert post(site, "/admin/models/alias", {"alias": "gpt-4", "name": "fake"}).status_code == 200

@@ -28,9 +28,10 @@ from infer.errors import CheckpointError, ConfigError, MalformedRequest, Request
 from infer.server.fleet.fleet import Fleet
 from infer.server.protocol.schemas import Body
 from infer.server.protocol.stream import unless_disconnected
+from infer.server.routes.json_route import JsonRoute
 
-router = APIRouter(prefix="/admin", tags=["admin"])
-vllm_router = APIRouter(tags=["admin"])
+router = APIRouter(prefix="/admin", tags=["admin"], route_class=JsonRoute)
+vllm_router = APIRouter(tags=["admin"], route_class=JsonRoute)
 
 
 class LoadBody(Body):
