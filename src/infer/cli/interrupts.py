@@ -1,4 +1,4 @@
-"""Ctrl-C while torch is being imported.
+"""Signals that end a command: Ctrl-C while torch is being imported, and endings that let it sweep.
 
 It takes a second or two, in which Ctrl-C may come. An exception that is raised in the middle of the import
 does not arrive: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
@@ -7,6 +7,9 @@ So during the import Ctrl-C raises nothing and ends the process, which has nothi
 
     with importing():
         from infer.frontend.llm import LLM
+
+SIGTERM and SIGHUP end a process on the spot: what it has half written stays. In a block of `sweeping` they
+are exceptions, as Ctrl-C is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from infer.cli.terminal import ENDINGS
 from infer.client.imports import quick_imports
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -36,6 +40,23 @@ def importing() -> Iterator[None]:
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def sweeping() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise, unless they are ignored."""
+    kept = {number: signal.getsignal(number) for number in ENDINGS}
+    for number in (each for each in ENDINGS if kept[each] is not signal.SIG_IGN):
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from infer.cli import flags
 from infer.cli.answer import write_out
+from infer.cli.interrupts import sweeping
 from infer.errors import ConfigError
 
 HELP = "write a checkpoint in GPTQ, AWQ, compressed-tensors, FP8, NF4, SqueezeLLM or GGUF"
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = Recipe(scheme=args.scheme, **chosen)
     source = resolve_model(args.model, revision=args.revision, show_progress=True)
     try:
-        quantize_checkpoint(source, args.out, recipe, show_progress=True)
+        with sweeping():
+            quantize_checkpoint(source, args.out, recipe, show_progress=True)
     except OSError as error:
         raise ConfigError(f"cannot write {args.out}: {error.strerror}") from error
     write_out(f"{args.out}\n")

@@ -28,6 +28,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,12 +179,8 @@ def _nf4(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     borders = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(blocks / absmax[:, None], borders).to(torch.uint8).flatten()[:count]
     pairs = torch.nn.functional.pad(codes, (0, count % 2)).view(-1, 2)
-    state: dict[str, Any] = {
-        "quant_type": "nf4",
-        "blocksize": 64,
-        "dtype": "float32",
-        "shape": list(weight.shape),
-    }
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32"}
+    state["shape"] = list(weight.shape)
     leaves = {"weight": (pairs[:, :1] << 4 | pairs[:, 1:]), "weight.quant_map": table}
     if recipe.nested:
         offset, levels = absmax.mean(), torch.linspace(-1, 1, 256)
@@ -214,10 +211,8 @@ def _squeezellm(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     leaves = {"qweight": pack(codes, recipe.bits).T.contiguous(), "lookup_table": table}
     if not count:
         return leaves
-    rest, rows = (
-        numbers - table.gather(1, nearest),
-        torch.nn.functional.pad(is_apart.sum(1).cumsum(0), (1, 0)),
-    )
+    rest = numbers - table.gather(1, nearest)
+    rows = torch.nn.functional.pad(is_apart.sum(1).cumsum(0), (1, 0))
     sparse = {"rows": rows.int(), "cols": is_apart.nonzero()[:, 1].int(), "vals": rest[is_apart]}
     return leaves | sparse
 
@@ -238,17 +233,9 @@ def _means_of_clusters(numbers_NK: torch.Tensor, counts_NK: torch.Tensor, num_cl
 
 
 _WRITERS: Mapping[str, Callable[[torch.Tensor, Recipe], Leaves]] = {
-    "gptq": _gptq,
-    "awq": _awq,
-    "ct-w4a16": _ct_packed,
-    "ct-w8a16": _ct_packed,
-    "ct-int8": _ct_int8,
-    "fp8-channel": _fp8,
-    "fp8-block": _fp8,
-    "fp8-tensor": _fp8,
-    "nf4": _nf4,
-    "squeezellm": _squeezellm,
-}
+    "gptq": _gptq, "awq": _awq, "ct-w4a16": _ct_packed, "ct-w8a16": _ct_packed, "ct-int8": _ct_int8,
+    "fp8-channel": _fp8, "fp8-block": _fp8, "fp8-tensor": _fp8, "nf4": _nf4, "squeezellm": _squeezellm,
+}  # fmt: skip
 SCHEME_NAMES = tuple(_WRITERS)
 ALL_NAMES = (*SCHEME_NAMES, *KINDS)
 
@@ -340,18 +327,15 @@ def quantize_checkpoint(
     if headers.quantization or published_as(headers.tensors):
         raise ConfigError(f"{source.name} is quantized already; give the checkpoint it was made of")
     if recipe.scheme in KINDS:
-        _write_gguf_file(source, headers, out_dir, recipe, show_progress=show_progress)
+        with (
+            _finished_as(out_dir, out_dir.parent) as unfinished,
+            _progress(source, headers, show_progress) as advance,
+        ):
+            write_gguf(headers, unfinished, KINDS[recipe.scheme], advance)
         return
-    out_dir.mkdir(parents=True, exist_ok=True)
     chosen = [name for name, tensor in headers.tensors.items() if _is_chosen(headers, name, tensor)]
     _warn_of_groups(recipe, {_row_size(headers, name) for name in chosen})
     matrices = {name.rpartition(".")[0] for name in chosen}
-    total = sum(tensor.num_bytes for tensor in headers.tensors.values())
-    with progress(f"quantizing {source.name}", total, is_shown=show_progress, counts_bytes=True) as advance:
-        _write_shards(out_dir, _tensors(headers, set(chosen), recipe, advance))
-    for file in source.path.iterdir():
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
-            shutil.copy(file, out_dir / file.name)
     dense = [name.removesuffix(".weight") for name in headers.tensors if name == "lm_head.weight"]
     dense += sorted(
         name.removesuffix(".weight")
@@ -359,7 +343,38 @@ def quantize_checkpoint(
         if len(tensor.shape) == 2 and ".layers." in name and name.removesuffix(".weight") not in matrices
     )
     raw = read_hf_config(source.path) | {"quantization_config": config_of(recipe, dense)}
-    (out_dir / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    with _finished_as(out_dir, out_dir) as unfinished:
+        unfinished.mkdir()
+        with _progress(source, headers, show_progress) as advance:
+            _write_shards(unfinished, _tensors(headers, set(chosen), recipe, advance))
+        for file in source.path.iterdir():
+            if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
+                shutil.copy(file, unfinished / file.name)
+        (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _finished_as(out: Path, home: Path) -> Iterator[Path]:
+    """A place in the directory `home` for what becomes `out` at the end of the block; it leaves no parts.
+
+    A file gets its name. The files of a directory move up to `home`, `config.json` last: without it nobody
+    takes the others for a model.
+    """
+    is_new = not home.exists()
+    home.mkdir(parents=True, exist_ok=True)
+    unfinished = home / f"{out.name}.unfinished"
+    try:
+        yield unfinished
+        if out is not home:
+            unfinished.rename(out)
+        else:
+            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+                file.rename(out / file.name)
+    finally:
+        shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                home.rmdir()
 
 
 def _check_out(out: Path, recipe: Recipe) -> None:
@@ -379,21 +394,11 @@ def _check_out(out: Path, recipe: Recipe) -> None:
         raise ConfigError(f"{out} exists; delete it or choose another name")
 
 
-def _write_gguf_file(
-    source: ModelSource, headers: ModelHeaders, out: Path, recipe: Recipe, *, show_progress: bool
-) -> None:
-    """Write the file under another name first: one that is cut short is never taken for a model."""
+def _progress(
+    source: ModelSource, headers: ModelHeaders, is_shown: bool
+) -> AbstractContextManager[Callable[[int], None]]:
     total = sum(tensor.num_bytes for tensor in headers.tensors.values())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    try:
-        with progress(
-            f"quantizing {source.name}", total, is_shown=show_progress, counts_bytes=True
-        ) as advance:
-            write_gguf(headers, unfinished, KINDS[recipe.scheme], advance)
-        unfinished.rename(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    return progress(f"quantizing {source.name}", total, is_shown=is_shown, counts_bytes=True)
 
 
 def _row_size(headers: ModelHeaders, name: str) -> int:
@@ -433,9 +438,7 @@ def _tensors(
     headers: ModelHeaders, chosen: set[str], recipe: Recipe, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     targets = {name: find_target(name, headers.family.weight_map)[0] for name in chosen}
-    sizes: dict[
-        tuple[str, int | None], torch.Tensor
-    ] = {}  # sizes of columns, of all that read the same input
+    sizes: dict[tuple[str, int | None], torch.Tensor] = {}  # of columns, by what reads the same input
     for name, place in targets.items() if recipe.act_order else ():
         key = (place.module, place.expert)
         sizes[key] = sizes.get(key, 0) + _column_sizes(_matrix(headers.tensors[name], place))
