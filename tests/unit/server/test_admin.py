@@ -291,7 +291,7 @@ def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(oracle: LLM
             assert not unloading.done() and not engine.is_closed
             engine.gate.set()
             assert (await asked).status_code == 200
-            assert (await unloading).json() == {"name": "fake", "default_model": None}
+            assert (await unloading).json()["cut_off_requests"] == 0
             assert engine.is_closed and model.num_held == 0
 
     asyncio.run(live())
@@ -371,19 +371,40 @@ def test_a_failed_replacement_leaves_the_old_model(oracle: LLM, monkeypatch: pyt
     assert site.request("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+class Hanging(FakeClient):
+    """Answers nothing until it is closed, which its requests are told the reason for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
+        raise EngineStopped(await self.closed)
+        yield
+
+    async def close(self, reason: str = "") -> None:
+        self.closed.set_result(reason)
+        self.is_closed = True
+
+
 def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:
     async def live() -> None:
-        engine = Gated()
+        engine = Hanging()
         site = Site(engine, encoder=oracle.encoder, admin_key="root", drain_timeout=0.05)
         transport = httpx.ASGITransport(site.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
             asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
             while not site.state.models["fake"].num_held:
                 await asyncio.sleep(0)
-            await client.post("/admin/models/unload", json={"name": "fake"})
-            assert engine.is_closed and not asked.done()
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            unloaded = await client.post("/admin/models/unload", json={"name": "fake"})
+            assert unloaded.status_code == 200 and engine.is_closed
+            assert unloaded.json() == {"name": "fake", "default_model": None, "cut_off_requests": 1}
+            answer = await asked
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == (
+                "model 'fake' was unloaded, and this request did not end in the 0.05 s (drain_timeout) that "
+                "it had left; send it to another model"
+            )
 
     asyncio.run(live())
 

@@ -512,7 +512,9 @@ def test_the_operator_adds_replaces_and_removes_models(monkeypatch: pytest.Monke
         assert stage.loaded == ["a"] and stage.starts["a2"] == 1
         assert (await admin("unload", name="b")).status_code == 200, "also one that is not loaded"
         assert (await stage.ask("b")).status_code == 422
-        assert (await admin("unload", name="a")).json() == {"name": "a", "default_model": "c"}
+        assert (await admin("unload", name="a")).json() == {
+            "name": "a", "default_model": "c", "cut_off_requests": 0
+        }  # fmt: skip
         assert [card["id"] for card in (await stage.client.get("/v1/models")).json()["data"]] == ["c", "d"]
 
     play(monkeypatch, oracle, scene)
@@ -523,7 +525,9 @@ def test_an_unload_ends_a_load_that_requests_wait_for(monkeypatch: pytest.Monkey
         asked = asyncio.create_task(stage.ask("a"))
         await until(lambda: stage.starts["a"])
         answer = await stage.client.post("/admin/models/unload", json={"name": "a"})
-        assert answer.json() == {"name": "a", "default_model": "b"}
+        assert answer.json() == {
+            "name": "a", "default_model": "b", "cut_off_requests": 0
+        }  # fmt: skip
         assert (await asked).status_code == 503
         assert (await stage.ask("a")).status_code == 422
 

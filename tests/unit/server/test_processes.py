@@ -407,6 +407,16 @@ def test_a_message_that_does_not_fit_its_handler_is_an_error(
     asyncio.run(main())
 
 
+def test_an_engine_that_ended_before_its_start_was_read_is_no_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        worker = Worker(Site().state, ServerMetrics("infer"), [])
+        worker.answer("spawned", {"engine": 0, "endpoint": f"ipc://{tmp_path}/gone/engine-0"})
+        worker.answer("down", {"engine": 0, "reason": "no such model"})
+        await worker.answer("gone", {"engines": [0]})
+
+    asyncio.run(main())
+
+
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 

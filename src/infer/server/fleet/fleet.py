@@ -39,14 +39,7 @@ from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.knobs import parse_bytes
-from infer.config.settings import (
-    EngineConfig,
-    LoadConfig,
-    ModelShares,
-    name_fault,
-    parse_alias,
-    weight_fault,
-)
+from infer.config.settings import EngineConfig, LoadConfig, ModelShares, name_fault, parse_alias, weight_fault
 from infer.engine.phases import spell_phases
 from infer.errors import (
     ConfigError,
@@ -96,7 +89,7 @@ class Fleet:
         self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
         self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one after the other
         self._is_closing = False
-        self._leaving: dict[asyncio.Task[None], ServedModel] = {}  # nameless models until their engines end
+        self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines end
         # unloaded models whose weights are in host memory, and their bytes, by name: the oldest in front
         self._asleep: dict[str, tuple[ServedModel, int]] = {}
         self._sleep_turn = asyncio.Lock()  # models fall asleep one after the other: they share a budget
@@ -213,16 +206,16 @@ class Fleet:
             self._watcher = asyncio.create_task(self._watch())
         return model
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> int:
         """Serve a model no longer; requests that hold it have `drain_timeout` seconds to finish.
 
-        A load under this name is ended. If the model was the default, the one that has been served the
-        longest is the default from now on.
+        Returns how many were cut off. A load under this name is ended. If the model was the default, the one
+        that has been served the longest is the default from now on.
         """
         if name in self._loading:
             await self._end_load(name, "the model was unloaded")
             if name not in self.state.names:
-                return
+                return 0
         if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         model = self.state.models.pop(name, None)
@@ -240,8 +233,9 @@ class Fleet:
             logger.warning("default model changed model=%s", self.state.default_model or "none")
         self._tell_names()
         await self._forget_asleep(name)
-        if model is not None:
-            await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
+        if model is None:
+            return 0
+        return await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
 
     async def _retire(self, model: ServedModel) -> None:
         """Unload a model on demand, which keeps its name, when the requests that hold it have ended."""
@@ -251,29 +245,33 @@ class Fleet:
 
     def _start_leaving(
         self, model: ServedModel, timeout_s: float, *, may_sleep: bool = False
-    ) -> asyncio.Task[None]:
+    ) -> asyncio.Task[int]:
         """Take away a model that lost its name, in a task that goes on when its caller leaves."""
         leaving = asyncio.create_task(self._take_away(model, timeout_s, may_sleep=may_sleep))
         self._leaving[leaving] = model
         leaving.add_done_callback(self._leaving.pop)
         return leaving
 
-    async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> None:
-        """Stop the engines of a model, or let them sleep; requests that hold it have that many seconds."""
-        is_asleep = False
+    async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> int:
+        """Stop the engines of a model, or let them sleep; requests that hold it have that many seconds.
+
+        Returns how many were cut off.
+        """
+        is_asleep, num_cut_off = False, 0
         try:
             elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
             await model.wait_unheld(timeout_s)
-            if model.num_held:
-                logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, model.num_held)
-            await elsewhere
+            num_cut_off = await elsewhere + model.num_held
+            if num_cut_off:
+                logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, num_cut_off)
             if may_sleep:
                 async with self._sleep_turn:
                     is_asleep = await self._put_to_sleep(model)
         finally:  # also at shutdown
             if not is_asleep:
-                await self._close(model)
+                await self._close(model, model.why_cut_off(timeout_s) if num_cut_off else CLOSED)
         logger.info("model unloaded model=%s%s", model.name, " weights=kept" if is_asleep else "")
+        return num_cut_off
 
     async def _put_to_sleep(self, model: ServedModel) -> bool:
         """Let the engines of a model keep their weights in host memory; False: they cannot, or do not fit."""

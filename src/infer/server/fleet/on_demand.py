@@ -43,7 +43,7 @@ class OnDemand:
         load: Callable[[str, EngineConfig], Awaitable[object]],
         retire: Callable[[ServedModel], Awaitable[None]],
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
-        leaving: Mapping[asyncio.Task[None], ServedModel],
+        leaving: Mapping[asyncio.Task[int], ServedModel],
         plan: Callable[[EngineConfig], Awaitable[Planned]],
     ) -> None:
         self.catalog: dict[str, EngineConfig] = {}  # configs by model name

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import socket
 import sys
 from functools import partial
@@ -128,8 +129,10 @@ class Worker:
         return call_typed(getattr(self, f"on_{name}"), body)
 
     def on_spawned(self, engine: int, endpoint: str) -> None:
-        """Bind the endpoint of an engine that was started."""
-        self._feeds.setdefault(engine, EngineFeed()).spawned(endpoint)
+        """Bind the endpoint of an engine that was started, unless it has ended and its directory is gone."""
+        feed = self._feeds.setdefault(engine, EngineFeed())
+        if os.path.exists(os.path.dirname(endpoint.removeprefix("ipc://"))):
+            feed.spawned(endpoint)
 
     def on_down(self, engine: int, reason: str) -> None:
         """End the requests of an engine that has ended."""
@@ -172,15 +175,15 @@ class Worker:
             gc.collect()
             gc.freeze()  # objects of the start-up stay; a model that is loaded later may go again
 
-    async def on_unserve(self, engines: list[int], timeout_s: float) -> None:
-        """Serve the model of these engines no longer; answers when no request here holds it.
+    async def on_unserve(self, engines: list[int], timeout_s: float) -> int:
+        """Serve the model of these engines no longer; answers how many requests were cut off after this time.
 
         If it had taken the place of another one, which is still here, that one is served again.
         """
         models = (*self._state.models.values(), *self._replaced)
         model = next((each for each in models if not set(engines).isdisjoint(each.engines)), None)
         if model is None:
-            return
+            return 0
         if self._state.models.get(model.name) is model:
             del self._state.models[model.name]
             for old in [each for each in self._replaced if each.name == model.name][-1:]:
@@ -189,12 +192,14 @@ class Worker:
         else:
             self._replaced.remove(model)
         await model.wait_unheld(timeout_s)
-        await self._close(model.clients)
+        num_cut_off = model.num_held
+        await self._close(model.clients, model.why_cut_off(timeout_s) if num_cut_off else CLOSED)
+        return num_cut_off
 
-    async def _close(self, clients: list[EngineClient]) -> None:
+    async def _close(self, clients: list[EngineClient], reason: str = CLOSED) -> None:
         for client in clients:
             self._metrics.remove(client)
-            await client.close()
+            await client.close(reason)
 
     def on_names(
         self,

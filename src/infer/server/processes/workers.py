@@ -130,9 +130,9 @@ class Workers:
         }
         await self.call("serve", **body)
 
-    async def unserve(self, model: ServedModel, timeout_s: float) -> None:
-        """Let no process serve a model; returns when no request holds it, or after that many seconds."""
-        await self.call("unserve", engines=list(model.engines), timeout_s=timeout_s)
+    async def unserve(self, model: ServedModel, timeout_s: float) -> int:
+        """Let no process serve a model; returns how many requests were cut off after that many seconds."""
+        return sum(await self.call("unserve", engines=list(model.engines), timeout_s=timeout_s))
 
     async def call(self, message: str, **body: Any) -> list[Any]:
         """Ask every process something; worker.py lists the questions."""
