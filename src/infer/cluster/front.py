@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, ResponseHead, Upstream
 from infer.server.metrics import CONTENT_TYPE, ServerMetrics
-from infer.server.middleware.access_log import EXPOSED_HEADERS, METRICS_PATH, AccessLog
+from infer.server.middleware.access_log import METRICS_PATH, AccessLog
 from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, Auth, route_path
-from infer.server.middleware.host_check import HostCheck
+from infer.server.middleware.host_check import HostCheck, cors_options
 from infer.server.middleware.limits import BodyLimit, Gate
-from infer.server.protocol.errors import REFUSED_HEADER, RETRY_LATER_S, ApiError, api_of
+from infer.server.protocol.errors import REFUSED_HEADER, ApiError, api_of
 from infer.server.protocol.stream import DONE, LAST_READ_S, named_event
 from infer.server.state import ServerState, current_id
 
@@ -55,13 +55,7 @@ def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -
     app: ASGIApp = Gate(Front(state, replicas), state)
     app = Auth(BodyLimit(app, config.max_body_size), config)
     if config.cors_origin:
-        app = CORSMiddleware(
-            app,
-            allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
+        app = CORSMiddleware(app, **cors_options(config))
     if check_host:
         app = HostCheck(app, config.allowed_host)
     metrics = ServerMetrics(config.metrics_prefix)
@@ -144,8 +138,7 @@ class Front:
         reason = reason or (None if self._replicas.up else "no replica serves at the moment")
         if reason is None:
             return Response(b'{"status":"ok"}', media_type="application/json")
-        headers = {"retry-after": str(RETRY_LATER_S)}
-        return ApiError(status=503, message=reason, headers=headers).response()
+        return ApiError.for_now(reason).response()
 
     async def _metrics(self) -> Response:
         servers = self._replicas.up
@@ -208,8 +201,7 @@ class Front:
             await answer.end()
             return
         if answer.num_begun < MAX_BEGUN:
-            message = "no replica serves at the moment; try again in a few seconds"
-            failure = ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)})
+            failure = ApiError.for_now("no replica serves at the moment; try again in a few seconds")
         else:
             message = f"{MAX_BEGUN} replicas ended with this request inside; it may be the reason"
             failure = ApiError(status=500, message=message, headers={"x-should-retry": "false"})
@@ -248,9 +240,8 @@ class Front:
                 await answer.fail(ApiError(status=500, message=message))
                 return None
             async for piece in _pieces(connection):
-                await answer.start(
-                    head
-                )  # not before there is something to say: until then the replica may still change
+                # not before there is something to say: until then the replica may still change
+                await answer.start(head)
                 await answer.pass_on(piece)
             await answer.start(head)
             await answer.end()

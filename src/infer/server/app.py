@@ -27,10 +27,10 @@ from infer.errors import ConfigError
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.metrics import ServerMetrics
-from infer.server.middleware.access_log import EXPOSED_HEADERS, AccessLog
+from infer.server.middleware.access_log import AccessLog
 from infer.server.middleware.auth import Auth
 from infer.server.middleware.forward import Ask, Forward
-from infer.server.middleware.host_check import HostCheck
+from infer.server.middleware.host_check import HostCheck, cors_options
 from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.protocol.errors import install_error_handlers
 from infer.server.routes import (
@@ -139,13 +139,7 @@ def build_app(
     app.add_middleware(BodyLimit, max_body_size=config.max_body_size)
     app.add_middleware(Auth, config=config, is_private=is_private)
     if config.cors_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's client describes itself in a dozen x-stainless-... headers
-            expose_headers=EXPOSED_HEADERS,
-        )
+        app.add_middleware(CORSMiddleware, **cors_options(config))
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
     ignores_unknown = config.unknown_fields == "ignore"

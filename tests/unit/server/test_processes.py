@@ -478,9 +478,9 @@ def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
         quick, hanging = Answering(), Answering()
         quick.is_awake.set()
         workers = processes_of(quick, hanging)
-        counts = [len(await workers.scrape()), len(await workers.scrape())]
+        counts = [len(await workers.ask_all("scrape")), len(await workers.ask_all("scrape"))]
         hanging.is_awake.set()
-        return [*counts, len(await workers.scrape())]
+        return [*counts, len(await workers.ask_all("scrape"))]
 
     assert asyncio.run(main()) == [1, 1, 2]
     assert [record.getMessage() for record in caplog.records] == [

@@ -457,7 +457,7 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
-        total = self.metrics.sum_with(await self._workers.scrape())
+        total = self.metrics.sum_with(await self._workers.ask_all("scrape"))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
         total.asleep = self.state.asleep
         return total.text()

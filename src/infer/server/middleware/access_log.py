@@ -50,10 +50,8 @@ MAX_KEPT_ERROR = 300  # characters
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
 MODEL_HEADER = b"x-infer-model"
-EXPOSED_HEADERS = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # pages can read these
 PLAIN_CHARS = string.punctuation + " "  # characters of names that a header may have as they are
 FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
-
 
 STRICT_PREFIXES = (SPECIFIED_PREFIX, "/admin")  # routes that refuse every unknown field
 

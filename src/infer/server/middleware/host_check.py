@@ -1,4 +1,4 @@
-"""Protection of a loopback server against DNS rebinding: it answers only for names of this machine.
+"""What pages of other origins may do: CORS, and protection of a loopback server against DNS rebinding.
 
 A page from anywhere can point its own domain at 127.0.0.1 once it is loaded (DNS rebinding) and then
 talk to a local server as if it were its own. The browser still names the page's domain in the Host
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,6 +19,15 @@ from infer.server.middleware.auth import header_of
 from infer.server.protocol.errors import ApiError
 
 _NAME_AND_PORT = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:]+)(:[0-9]*)?")
+
+_EXPOSED = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # pages can read these
+
+
+def cors_options(config: ServerConfig) -> dict[str, Any]:
+    """What pages of the origins that are allowed may send and read."""
+    # OpenAI's client describes itself in a dozen x-stainless-... headers
+    allowed = {"allow_origins": list(config.cors_origin), "allow_methods": ["GET", "POST", "DELETE"]}
+    return {**allowed, "allow_headers": ["*"], "expose_headers": _EXPOSED}
 
 
 def is_loopback(name: str) -> bool:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config.knobs import parse_bytes
 from infer.server.middleware.auth import EXPLAIN_PREFIX, header_of, is_admin, is_open, route_path
-from infer.server.protocol.errors import REFUSED_HEADER, RETRY_LATER_S, ApiError
+from infer.server.protocol.errors import REFUSED_HEADER, ApiError
 from infer.server.state import ServerState, mark
 
 BODY_TIMEOUT_S = 30.0
@@ -111,8 +111,8 @@ class Gate:
             if board.is_starting or board.is_draining:
                 what = "draining and takes no new requests" if board.is_draining else "starting"
                 message = f"the server is {what}; try again in a few seconds"
-                headers = {"retry-after": str(RETRY_LATER_S), REFUSED_HEADER: "1"}
-                await ApiError(status=503, message=message, headers=headers).response()(scope, receive, send)
+                refusal = ApiError.for_now(message, **{REFUSED_HEADER: "1"})
+                await refusal.response()(scope, receive, send)
             else:
                 await self._app(scope, receive, send)
         finally:

@@ -149,10 +149,6 @@ class Workers:
             with contextlib.suppress(EngineStopped):  # one that is gone needs no news
                 process.channel.tell(message, body)
 
-    async def scrape(self) -> list[dict[str, Any]]:
-        """The counts of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
-        return await self.ask_all("scrape")
-
     async def ask_all(self, message: str, **body: Any) -> list[Any]:
         """The answer of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
         asked = [self._ask(process, message, body) for process in self._processes]

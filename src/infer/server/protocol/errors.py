@@ -127,6 +127,11 @@ class ApiError(RequestFailure):
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def for_now(cls, message: str, **headers: str) -> ApiError:
+        """A 503 that asks to be tried again."""
+        return cls(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S), **headers})
+
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""

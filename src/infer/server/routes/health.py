@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from infer import __version__
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import CONTENT_TYPE
-from infer.server.protocol.errors import RETRY_LATER_S, ApiError
+from infer.server.protocol.errors import ApiError
 from infer.server.state import ServerState
 
 router = APIRouter(tags=["watching"])
@@ -39,8 +39,7 @@ async def get_health(http: Request) -> dict[str, str] | Response:
     reason = why_unwell(http.app.state.server)
     if reason is None:
         return {"status": "ok"}
-    headers = {"retry-after": str(RETRY_LATER_S)}
-    return ApiError(status=503, message=reason, headers=headers).response()
+    return ApiError.for_now(reason).response()
 
 
 @router.head("/version", response_model=None, include_in_schema=False)

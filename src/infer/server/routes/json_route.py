@@ -203,8 +203,7 @@ def make_router(error_body: type[BaseModel] = ErrorBody) -> APIRouter:
 
 def server_state(http: Request) -> ServerState:
     """The state that `build_app` gave to the routes."""
-    state = http.app.state.server
-    assert isinstance(state, ServerState)
+    state: ServerState = http.app.state.server
     return state
 
 

@@ -29,7 +29,7 @@ from infer.client.client import EngineClient
 from infer.engine.live import STEP_COLUMNS, LiveSnapshot
 from infer.errors import RequestError, UnknownModel
 from infer.server.middleware.auth import LIVE_PATH
-from infer.server.protocol.errors import RETRY_LATER_S, ApiError, to_api_error
+from infer.server.protocol.errors import ApiError, to_api_error
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.state import ServedModel, ServerState
 
@@ -182,5 +182,5 @@ async def look(http: HttpRequest, model: str | None = None, replica: int = Query
         )
     if feeds.num_pages >= MAX_PAGES:
         message = f"{MAX_PAGES} pages look at this server already; close one of them"
-        return ApiError(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S)}).response()
+        return ApiError.for_now(message).response()
     return LiveStream(state, feeds, served, replica)
