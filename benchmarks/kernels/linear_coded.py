@@ -116,9 +116,9 @@ def variants(shape: Shape, form: CodedForm | None, num_tokens: int) -> Iterator[
         plan = choose(num_tokens, matrix)
         outer = matrix, num_tokens, matrix.writes, matrix.reads
         if isinstance(plan, PdlConfig):
-            yield pdl.SOURCE, pdl.ARCH, pdl.defines_for(plan, *outer)
+            yield pdl.variant_for(plan, *outer)
         elif plan is not None:
-            yield wgmma.SOURCE, wgmma.ARCH, wgmma.defines_for(plan, *outer)
+            yield wgmma.variant_for(plan, *outer)
 
 
 @dataclass

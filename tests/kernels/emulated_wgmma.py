@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.cuda import Defines, Variant
 from infer.kernels.runtime.cuda_build import as_pointers
 from tests.kernels.emulated import compile_library
 
@@ -25,18 +25,15 @@ def compile_linear(defines: Defines, source: Path = linear_wgmma.SOURCE) -> ctyp
 class EmulatedLaunch:
     """Launches like `PreparedLaunch`, and returns when every block has run."""
 
-    def __init__(self, defines: Defines, source: Path = linear_wgmma.SOURCE) -> None:
-        known = dict(defines)
-        self.library = compile_linear(defines, source)
-        self.config = linear_wgmma._config_of(known)
+    def __init__(self, variant: Variant, *_: Any) -> None:
+        self.library, self.variant = compile_linear(variant.defines, variant.source), variant
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type() for of_type in linear_wgmma.types_of(self.config)]
+        values = [of_type() for of_type in self.variant.types]
         for value, argument in zip(values, arguments, strict=True):
             value.value = argument
-        broken = self.library.emulate(
-            num_blocks, self.config.num_threads, self.config.shared_bytes, as_pointers(values)
-        )
+        _, _, _, _, num_threads, _, shared_bytes = self.variant
+        broken = self.library.emulate(num_blocks, num_threads, shared_bytes, as_pointers(values))
         assert broken is None, broken.decode()
 
 

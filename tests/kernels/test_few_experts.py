@@ -9,7 +9,7 @@ import torch
 
 from infer.config.profiles.hopper_h200 import H200
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
-from infer.kernels.linear import pdl as linear_pdl
+from infer.kernels.linear import cuda as linear_cuda
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.moe import coded_grouped
@@ -33,7 +33,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_pdl, "load_variant", lambda defines, *_: EmulatedLaunch(defines))
+    monkeypatch.setattr(linear_cuda, "load_variant", EmulatedLaunch)
     monkeypatch.setattr(cuda_build, "index_of", lambda device: 0)
     with nan_in_fresh_memory():
         yield
@@ -48,7 +48,7 @@ def make(
 ) -> tuple[FewExperts, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = SHAPES[name]
     few = FewExperts(shape, H200.linear)
-    assert few.variants()
+    assert few.expect()
     gate_up = random(shape.num_experts, 2 * shape.size, shape.hidden_size, scale=0.1)
     down = random(shape.num_experts, shape.hidden_size, shape.size, scale=0.1)
     logits = random(num_tokens, shape.num_experts)
@@ -101,7 +101,7 @@ def test_coded_experts(form: CodedForm) -> None:
     stacks = [coded_stack(8, rows, size, form) for rows, size in ((256, 256), (256, 128))]
     shape = ExpertShape(256, 128, 8, 2, True, "silu", *(codes.form for codes, _ in stacks))
     few = FewExperts(shape, H200.linear)
-    assert few.variants()
+    assert few.expect()
     x, logits = random(2, 256), random(2, 8)
     y = few.down(few.gated(x, 0.0, logits, stacks[0][0]), logits, stacks[1][0])
     assert isinstance(y, torch.Tensor)
@@ -117,7 +117,7 @@ def test_coded_rows_in_order(form: CodedForm, num_tokens: int, monkeypatch: pyte
         GroupedLinear(codes.form, 128 if act else 256, codes.size, act)
         for (codes, _), act in zip(stacks, ("silu", ""), strict=True)
     )
-    assert all(kernel.variants() for kernel in both)
+    assert all(kernel.expect() for kernel in both)
     x, logits = random(num_tokens, 256), random(num_tokens, 6)
     logits[:, 4] = -9.0
     experts, weights = route_reference(logits, 2, True)
@@ -164,11 +164,11 @@ def test_shapes_that_have_no_cut() -> None:
     assert cut_gate_up(ExpertShape(256, 128, 7, 2, True, "silu")) is None
     for shape in SHAPES.values():
         few = FewExperts(shape._replace(num_experts=7), H200.linear)
-        assert not few.variants() and not few.is_for(1)
+        assert not few.expect() and not few.is_for(1)
 
 
 def test_codes_that_the_kernels_cannot_read_are_left_to_triton() -> None:
     form = CodedForm("mxfp4", 32)
     shape = ExpertShape(2048, 768, 128, 8, True, "silu", form, form)
-    assert FewExperts(shape, H200.linear).variants() == []
-    assert GroupedLinear(form, 768, 2048, "silu").variants() == []
+    assert FewExperts(shape, H200.linear).expect() == []
+    assert GroupedLinear(form, 768, 2048, "silu").expect() == []

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
+from infer.kernels.linear import cuda as linear_cuda
 from infer.kernels.linear import pdl as linear_pdl
 from infer.kernels.linear import small as linear_small
 from infer.kernels.linear.compiled import CompiledLinears
@@ -38,7 +39,7 @@ K = 640  # ten chunks: not a multiple of most numbers of warps
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_pdl, "load_variant", lambda defines, *_: EmulatedLaunch(defines))
+    monkeypatch.setattr(linear_cuda, "load_variant", EmulatedLaunch)
     linear_pdl._kernel.cache_clear()
     with nan_in_fresh_memory():
         yield

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.rms_norm import add_rms_norm_reference
+from infer.kernels.linear import cuda as linear_cuda
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.cuda import Defines
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.linear.small import launch, launch_add, launch_of_sum
 from infer.kernels.linear.wgmma import WgmmaConfig
@@ -33,7 +33,7 @@ SHORT = 136  # three chunks: fewer
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_wgmma, "_load", lambda defines, *_: EmulatedLaunch(defines))
+    monkeypatch.setattr(linear_cuda, "load_variant", EmulatedLaunch)
     monkeypatch.setattr(tensor_map, "encoder", lambda: encode_tiled)
     linear_wgmma._kernel.cache_clear()
     with nan_in_fresh_memory():
@@ -172,9 +172,6 @@ def test_the_emulator_sees_what_a_gpu_would_only_sometimes_show(
     assert line in source.read_text()
     source.write_text(source.read_text().replace(line, instead))
 
-    def load(defines: Defines, *_: object) -> EmulatedLaunch:
-        return EmulatedLaunch(defines, source)
-
-    monkeypatch.setattr(linear_wgmma, "_load", load)
+    monkeypatch.setattr(linear_wgmma, "SOURCE", source)
     with pytest.raises(AssertionError, match=rule):
         launch(WgmmaConfig(16, 64, stages=2, split=2), integers(16, LONG), integers(64, LONG))

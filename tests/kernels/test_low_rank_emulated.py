@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from infer.kernels.linear import cuda as linear_cuda
 from infer.kernels.linear import low_rank as linear_low_rank
 from infer.kernels.linear import shrink as linear_shrink
 from infer.kernels.linear import wgmma as linear_wgmma
-from infer.kernels.linear.cuda import Defines
+from infer.kernels.linear.cuda import Variant
 from infer.kernels.linear.low_rank import (
     LowRankStack,
     RowSlots,
@@ -37,19 +38,20 @@ SLOTS = [2, 0, 5, 5, 2, 5, 5, 5, 5, 5, 5, 5, 0]  # a full tile of 5, and a secon
 
 
 class EmulatedShrink:
-    def __init__(self, defines: Defines) -> None:
-        self.library = compile_library("emulated_shrink.cpp", linear_shrink.SOURCE, defines, "-O1")
+    def __init__(self, variant: Variant) -> None:
+        self.library = compile_library("emulated_shrink.cpp", variant.source, variant.defines, "-O1")
+        self.variant = variant
 
     def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type(each) for of_type, each in zip(linear_shrink._TYPES, arguments, strict=True)]
-        assert self.library.emulate(num_blocks, 32 * linear_shrink.WARPS, as_pointers(values))
+        values = [of_type(each) for of_type, each in zip(self.variant.types, arguments, strict=True)]
+        assert self.library.emulate(num_blocks, self.variant.num_threads, as_pointers(values))
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(linear_wgmma, "_load", lambda defines, *_: EmulatedLaunch(defines))
-    monkeypatch.setattr(linear_shrink, "_load", lambda defines, *_: EmulatedShrink(defines))
+    kinds = {linear_shrink.SOURCE: EmulatedShrink, linear_wgmma.SOURCE: EmulatedLaunch}
+    monkeypatch.setattr(linear_cuda, "load_variant", lambda variant, *_: kinds[variant.source](variant))
     monkeypatch.setattr(linear_low_rank, "make_tiles", tiles_by_hand)
     monkeypatch.setattr(tensor_map, "encoder", lambda: encode_tiled)
     linear_wgmma._kernel.cache_clear()

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from infer.kernels.linear.cuda import Defines
-from infer.kernels.moe import many
+from infer.kernels.linear import cuda
 from infer.kernels.moe.grouped import experts_mlp_reference
 from infer.kernels.moe.many import BLOCK_ROWS, ManyRows
 from infer.kernels.runtime import tensor_map
-from infer.kernels.runtime.cuda_build import as_pointers
-from tests.kernels.emulated_wgmma import compile_linear, encode_tiled
+from tests.kernels.emulated_wgmma import EmulatedLaunch, encode_tiled
 from tests.kernels.kernel_contract import nan_in_fresh_memory
 from tests.kernels.test_few_experts import order_rows_reference
-
-
-class EmulatedLaunch:
-    """Launches like `PreparedLaunch`, and returns when every block has run."""
-
-    def __init__(self, defines: Defines, *_: Any) -> None:
-        self.library = compile_linear(defines, ManyRows.source)
-
-    def __call__(self, num_blocks: int, *arguments: Any) -> None:
-        values = [of_type() for of_type in many._TYPES]
-        for value, argument in zip(values, arguments, strict=True):
-            value.value = argument
-        broken = self.library.emulate(num_blocks, many.NUM_THREADS, many.SHARED_BYTES, as_pointers(values))
-        assert broken is None, broken.decode()
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setattr(many, "_load", EmulatedLaunch)
+    monkeypatch.setattr(cuda, "load_variant", EmulatedLaunch)
     monkeypatch.setattr(tensor_map, "encoder", lambda: encode_tiled)
     with nan_in_fresh_memory():
         yield

@@ -17,7 +17,7 @@ from infer.config.profiles.find import KNOWN_GPUS
 from infer.errors import DeviceLost
 from infer.kernels.linear import compiled as compiled_linears
 from infer.kernels.linear import cuda as cuda_linears
-from infer.kernels.linear import pdl, wgmma
+from infer.kernels.linear import pdl
 from infer.kernels.linear import small as linear_small
 from infer.kernels.linear.coded import CodedForm
 from infer.kernels.linear.compiled import CompiledLinears
@@ -50,8 +50,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         compiled_linears, "gpu_of", lambda device: KNOWN_GPUS["h200"] if device.type == "cuda" else here
     )
-    for kernel in (pdl, wgmma):
-        monkeypatch.setattr(kernel, "load_variant" if kernel is pdl else "_load", Mock())
+    monkeypatch.setattr(cuda_linears, "load_variant", Mock())
     cuda_linears.cubin.cache_clear()
     yield
     cuda_linears.cubin.cache_clear()

@@ -32,9 +32,9 @@ import torch
 
 from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
-from infer.kernels.linear.cuda import CudaLinear, Matrix, compile_variants, is_for
+from infer.kernels.linear.cuda import CudaLinear, Matrix, OtherKernel, compile_variants, is_for
 from infer.kernels.linear.low_rank import LowRankStack
-from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.problems import LinearProblem
 from infer.kernels.linear.shrink import Shrink, takes
 from infer.kernels.linear.wgmma import WgmmaConfig
@@ -77,9 +77,9 @@ class CompiledLinears:
         self._heads: dict[Matrix, None] = {}
         self._low_rank: dict[Matrix, None] = {}
         self._shrink = Shrink()
-        self._others: list[PdlKernel] = []
+        self._others: list[OtherKernel] = []
 
-    def use(self, kernel: PdlKernel) -> None:
+    def use(self, kernel: OtherKernel) -> None:
         """Compile and load these kernels, too, where there is a GPU for them."""
         if self._enabled:
             self._others.append(kernel)
@@ -107,7 +107,7 @@ class CompiledLinears:
     def compiler(self) -> Callable[[], None]:
         """A function to call in a thread: compiles all that `load` will load, and touches no GPU."""
         wanted = [variant for kernel, matrices in self._uses() for variant in kernel.expect(matrices)]
-        wanted += [variant for kernel in self._others for variant in kernel.variants()]
+        wanted += [variant for kernel in self._others for variant in kernel.expect()]
 
         def run() -> None:
             with suppress(BuildError):  # `load` will say so
@@ -122,7 +122,6 @@ class CompiledLinears:
             kernel.load(matrices, self.device)
         for other in self._others:
             try:
-                compile_variants(other.variants())
                 other.load(self.device)
             except BuildError as error:
                 other.num_ready = 0

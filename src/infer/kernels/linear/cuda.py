@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,13 +27,13 @@ from infer.kernels.linear.residual import Epilogue
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.choice import Declined
+from infer.kernels.runtime.tensor_map import TensorMap, encoder
 
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # the numbers that linear/linear.cuh gives them
 
 Defines = tuple[tuple[str, int], ...]
-Variant = tuple[Path, str, Defines]  # a source, the GPU, constants
 Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, gated, form of weights
 Config = TypeVar("Config")
 
@@ -55,17 +55,27 @@ class Matrix(NamedTuple):
     form: CodedForm | None = None  # form of coded weights
 
 
+class Variant(NamedTuple):
+    """A kernel to compile and to load."""
+
+    source: Path
+    arch: str  # the GPU
+    defines: Defines
+    name: str  # the function in the source
+    num_threads: int
+    types: tuple[Any, ...]  # of its arguments
+    shared_bytes: int = 0
+
+
 @dataclass(slots=True)
 class CudaLinear(Generic[Config]):
     """One kernel for a range of tokens, and the matrices of one model that it has been compiled for."""
 
     source: Path
-    arch: str
     tokens: range
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
     choose: Callable[[int, Matrix], Config | Declined | None]  # the cut of a matrix for that many tokens
-    defines: Callable[[Config, Matrix, int, bool, bool], Defines]  # constants: bucket, adding, reading parts
-    load_variant: Callable[[Defines, int, bool], build.PreparedLaunch]  # loaded for a device, with PDL
+    variant: Callable[[Config, Matrix, int, bool, bool], Variant]  # by bucket, adding, reading parts
     is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
     ready: dict[Shape, Config] = field(default_factory=dict)
     declined: dict[Shape, Declined] = field(default_factory=dict)  # matrices without a cut of their own
@@ -101,7 +111,7 @@ class CudaLinear(Generic[Config]):
         """The variants to compile for these matrices; until `load`, `find` answers as if they were ready."""
         chosen, variants = self._cut(matrices) or ({}, [])
         self.ready.update(chosen)
-        return [(self.source, self.arch, defines) for defines in variants]
+        return variants
 
     def load(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
         """Compile and load all that these matrices can ask for; False if that fails (the log says why)."""
@@ -111,9 +121,9 @@ class CudaLinear(Generic[Config]):
         chosen, variants = cuts
         start = time.perf_counter()
         try:
-            compile_variants([(self.source, self.arch, defines) for defines in variants])
-            for defines in variants:
-                self.load_variant(defines, build.index_of(device), dispatch.PDL)
+            compile_variants(variants)
+            for variant in variants:
+                load_variant(variant, build.index_of(device), dispatch.PDL)
         except build.BuildError as error:
             first, last = self.tokens[0], self.tokens[-1]
             logger.info(
@@ -133,10 +143,10 @@ class CudaLinear(Generic[Config]):
         self.ready.update(chosen)
         return True
 
-    def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Defines]] | None:
+    def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Variant]] | None:
         """The cuts of these matrices and the variants they need, each once; None: not for this kernel."""
         chosen: dict[Shape, Config] = {}
-        variants: dict[Defines, None] = {}
+        variants: dict[Variant, None] = {}
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
             num_tokens = max(M for M in self.tokens if self.bucket(M) == bucket)
             for matrix in matrices:
@@ -156,10 +166,34 @@ class CudaLinear(Generic[Config]):
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))
         return (chosen, list(variants)) if chosen else None
 
-    def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Defines]:
+    def _variants_of(self, matrix: Matrix, config: Config, bucket: int) -> Iterator[Variant]:
         for adds, parts in ((False, False), (False, True), (True, False)):
             if (matrix.reads or not parts) and (matrix.writes or not adds):
-                yield self.defines(config, matrix, bucket, adds, parts)
+                yield self.variant(config, matrix, bucket, adds, parts)
+
+
+class OtherKernel:
+    """A kernel that is no linear of its own, compiled and loaded with the linears (compiled.py)."""
+
+    num_ready = 0  # variants that can be launched, or are expected to be until `load`
+
+    def variants(self) -> list[Variant]:
+        """All variants to compile; none where a matrix cannot be cut."""
+        raise NotImplementedError
+
+    def expect(self) -> list[Variant]:
+        """The variants to compile; until `load`, they are expected to be ready."""
+        found = self.variants()
+        self.num_ready = len(found)
+        return found
+
+    def load(self, device: torch.device) -> None:
+        """Compile and load all variants; BuildError where that fails."""
+        self.num_ready, found = 0, self.variants()
+        compile_variants(found)
+        for variant in found:
+            load_variant(variant, build.index_of(device), dispatch.PDL)
+        self.num_ready = len(found)
 
 
 def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
@@ -196,13 +230,6 @@ def form_defines(form: CodedForm | None) -> Defines:
         ("MINIMA", int(form.has_minima)),
         ("SCALE_ROWS", form.scale_rows),
     )
-
-
-def form_of(known: dict[str, int]) -> CodedForm | None:
-    """The form that constants were made for."""
-    if "WEIGHTS" not in known:
-        return None
-    return CodedForm(CODES[known["WEIGHTS"]], known["GROUP"], bool(known["MINIMA"]), known["SCALE_ROWS"])
 
 
 class OuterArguments(NamedTuple):
@@ -243,10 +270,22 @@ def is_for(gpu: Gpu) -> bool:
 def compile_variants(variants: Sequence[Variant]) -> None:
     """Compile many variants in parallel; BuildError if one fails."""
     with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda variant: cubin(*variant), variants))
+        list(pool.map(lambda variant: cubin(*variant[:3]), variants))
 
 
 @functools.cache
 def cubin(source: Path, arch: str, defines: Defines) -> bytes:
     """The cubin of a file, compiled with these constants."""
     return build.make_cubin(source, arch, dict(defines))
+
+
+@functools.cache
+def load_variant(variant: Variant, device: int, with_pdl: bool) -> build.PreparedLaunch:
+    """Compile and load one variant, once."""
+    if TensorMap in variant.types:
+        encoder()  # it cannot be launched without one
+    with torch.cuda.device(device):
+        kernels = build.LoadedKernels(cubin(variant.source, variant.arch, variant.defines))
+        return kernels.prepare(
+            variant.name, variant.num_threads, variant.types, pdl=with_pdl, shared_bytes=variant.shared_bytes
+        )

@@ -35,15 +35,14 @@ import torch
 
 from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import LinearProfile
+from infer.kernels.linear import cuda
 from infer.kernels.linear.coded import BAND, CodedForm, CodedWeights
 from infer.kernels.linear.cuda import (
     CudaLinear,
     Defines,
     Matrix,
     Variant,
-    cubin,
     form_defines,
-    form_of,
     outer_arguments,
     outer_defines,
 )
@@ -226,52 +225,16 @@ def launch(
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
     """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
-    return load_variant(defines_of(*variant), device, with_pdl)
+    return cuda.load_variant(variant_of(defines_of(*variant)), device, with_pdl)
 
 
-@functools.cache
-def load_variant(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-    """Compile and load one variant."""
-    with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
-        num_threads = 32 * dict(defines)["WARPS"]
-        return kernels.prepare("linear_pdl", num_threads, types_of(defines), pdl=with_pdl)
-
-
-class PdlKernel:
-    """A use of pdl.cu with variants of its own, compiled and loaded with the linears (compiled.py)."""
-
-    source, arch = SOURCE, ARCH
-    num_ready = 0  # variants that can be launched, or are expected to be until `load`
-
-    def defines(self) -> list[Defines]:
-        """The constants of all variants; none where a matrix cannot be cut."""
-        raise NotImplementedError
-
-    def variants(self) -> list[Variant]:
-        """All variants to compile; until `load`, they are expected to be ready."""
-        found = self.defines()
-        self.num_ready = len(found)
-        return [(self.source, self.arch, defines) for defines in found]
-
-    def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-        """Load one variant, once."""
-        return load_variant(defines, device, with_pdl)
-
-    def load(self, device: torch.device) -> None:
-        """Load what was compiled; BuildError where that fails."""
-        self.num_ready, found = 0, self.defines()
-        for defines in found:
-            self.load_variant(defines, build.index_of(device), dispatch.PDL)
-        self.num_ready = len(found)
-
-
-def types_of(defines: Defines) -> tuple[Any, ...]:
-    """The types of the arguments of a variant."""
+def variant_of(defines: Defines) -> Variant:
+    """The kernel that is compiled with these constants."""
     known = dict(defines)
-    coded = () if form_of(known) is None else (ctypes.c_void_p,)
+    coded = (ctypes.c_void_p,) if "WEIGHTS" in known else ()
     experts = known.get("EXPERTS", 0)
-    return (*coded, *_TYPES, *(_EXPERT_TYPES if experts else ()), *(_ROW_TYPES if experts == 3 else ()))
+    types = (*coded, *_TYPES, *(_EXPERT_TYPES if experts else ()), *(_ROW_TYPES if experts == 3 else ()))
+    return Variant(SOURCE, ARCH, defines, "linear_pdl", 32 * known["WARPS"], types)
 
 
 def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear) -> PdlConfig | Declined:
@@ -291,10 +254,10 @@ def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear
     return config or Declined("sizes or codes that no cut fits")
 
 
-def defines_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Defines:
-    """The constants of a matrix of a model, for `num_tokens` tokens."""
-    N, K, activation, bias, *_ = matrix
-    return defines_of(config, torch.bfloat16, token_tiles(num_tokens), N, K, activation, bias, adds, parts)
+def variant_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Variant:
+    """The kernel of a matrix of a model, for `num_tokens` tokens."""
+    sizes, outer = (token_tiles(num_tokens), matrix.N, matrix.K), (matrix.activation, matrix.bias)
+    return variant_of(defines_of(config, torch.bfloat16, *sizes, *outer, adds, parts))
 
 
 def _coded_bucket(num_tokens: int) -> int:
@@ -306,7 +269,6 @@ def make_kernel(profile: LinearProfile, *, coded: bool = False) -> CudaLinear[Pd
     """The kernel, compiled for no matrix yet."""
     tokens = range(1, (profile.coded_pdl_tokens if coded else profile.pdl_tokens) + 1)
     return CudaLinear(
-        SOURCE, ARCH, tokens, _coded_bucket if coded else token_tiles,
-        functools.partial(choose, profile=profile), defines_for,
-        lambda *variant: load_variant(*variant), is_for_each=coded,
+        SOURCE, tokens, _coded_bucket if coded else token_tiles, functools.partial(choose, profile=profile),
+        variant_for, is_for_each=coded,
     )  # fmt: skip

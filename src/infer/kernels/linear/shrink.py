@@ -10,16 +10,14 @@ Shapes:  T rows, K columns of x, C columns of h.
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
-from infer.kernels.linear.cuda import Defines, cubin
+from infer.kernels.linear import cuda
+from infer.kernels.linear.cuda import OtherKernel, Variant
 from infer.kernels.linear.low_rank import LowRankStack, RowSlots
-from infer.kernels.linear.pdl import PdlKernel
 from infer.kernels.linear.residual import LowRankTerm
-from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only
 
@@ -40,13 +38,15 @@ def split_of(K: int) -> int | None:
     return split if K % _CHUNK == 0 and _CHUNK * WARPS * split * _MAX_TURNS >= K else None
 
 
-def defines_of(stack: LowRankStack) -> Defines:
-    """The constants that the kernel of a matrix is compiled with."""
+def variant_of(stack: LowRankStack) -> Variant:
+    """The kernel of a matrix."""
     K, split = stack.a.shape[-1], split_of(stack.a.shape[-1])
     assert split is not None, f"rows of {K}"
     is_bfloat16 = int(stack.a.dtype is torch.bfloat16)
     names = ("IS_BFLOAT16", "K", "PARTS", "RANK", "WARPS", "SPLIT")
-    return tuple(zip(names, (is_bfloat16, K, len(stack.parts), stack.rank, WARPS, split), strict=True))
+    values = (is_bfloat16, K, len(stack.parts), stack.rank, WARPS, split)
+    defines = tuple(zip(names, values, strict=True))
+    return Variant(SOURCE, ARCH, defines, "shrink", 32 * WARPS, _TYPES)
 
 
 def takes(stack: LowRankStack) -> bool:
@@ -56,32 +56,19 @@ def takes(stack: LowRankStack) -> bool:
     )
 
 
-class Shrink(PdlKernel):
+class Shrink(OtherKernel):
     """The kernels of a model's matrices."""
 
-    source, arch = SOURCE, ARCH
-
     def __init__(self) -> None:
-        self._wanted: dict[Defines, None] = {}
+        self._wanted: dict[Variant, None] = {}
 
     def want(self, stack: LowRankStack) -> None:
         """Note a matrix of the model."""
-        self._wanted[defines_of(stack)] = None
+        self._wanted[variant_of(stack)] = None
 
-    def defines(self) -> list[Defines]:
-        """The constants of all matrices; many share a kernel."""
+    def variants(self) -> list[Variant]:
+        """The variants of all matrices; many share one."""
         return list(self._wanted)
-
-    def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-        """Load one variant, once."""
-        return _load(defines, device, with_pdl)
-
-
-@functools.cache
-def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-    with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
-        return kernels.prepare("shrink", 32 * WARPS, _TYPES, pdl=with_pdl)
 
 
 def shrink(x_TK: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> LowRankTerm:
@@ -90,9 +77,9 @@ def shrink(x_TK: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> LowRankTe
     term = LowRankTerm(stack.b, stack.parts, stack.used, tiles.h_TC, tiles.columns, tiles.table)
     if compiles_only():
         return term
-    defines = defines_of(stack)
-    num_blocks = tiles.num_tiles * len(stack.parts) * stack.rank // 16 * dict(defines)["SPLIT"]
-    _load(defines, x_TK.get_device(), dispatch.PDL)(
+    variant = variant_of(stack)
+    num_blocks = tiles.num_tiles * len(stack.parts) * stack.rank // 16 * dict(variant.defines)["SPLIT"]
+    cuda.load_variant(variant, x_TK.get_device(), dispatch.PDL)(
         num_blocks,
         *(each.data_ptr() for each in (x_TK, stack.a, tiles.table, stack.used, tiles.h_TC)),
         x_TK.stride(0) * 2, tiles.h_TC.stride(0) * 2, tiles.columns,

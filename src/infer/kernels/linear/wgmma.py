@@ -49,7 +49,7 @@ import torch
 
 from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import DeviceProfile, LinearProfile
-from infer.kernels.linear import pdl
+from infer.kernels.linear import cuda, pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
 from infer.kernels.linear.coded_triton import quantize_rows
 from infer.kernels.linear.cuda import (
@@ -57,9 +57,8 @@ from infer.kernels.linear.cuda import (
     CudaLinear,
     Defines,
     Matrix,
-    cubin,
+    Variant,
     form_defines,
-    form_of,
     outer_arguments,
     outer_defines,
 )
@@ -69,7 +68,7 @@ from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.choice import Declined
 from infer.kernels.runtime.dispatch import compiles_only
 from infer.kernels.runtime.profiles import device_profile
-from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap, encoder
+from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, TensorMap
 
 MAX_TOKENS = 128
 
@@ -83,10 +82,8 @@ _MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and lar
 _SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
 _RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
 
-ONE_TABLE, TABLE_BYTES = (
-    ("nf4", "fp4"),
-    16 << 10,
-)  # a table for all rows: 16 copies of the pairs of its numbers
+# a table for all rows: 16 copies of the pairs of its numbers
+ONE_TABLE, TABLE_BYTES = ("nf4", "fp4"), 16 << 10
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
 ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
@@ -420,40 +417,15 @@ def _lets_attention_in(config: WgmmaConfig, num_blocks: int, num_rows: int, prof
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
     """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
-    return _load(defines_of(*variant), device, with_pdl)
+    return cuda.load_variant(variant_of(*variant), device, with_pdl)
 
 
-@functools.cache
-def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-    encoder()  # nothing here can be launched without one
-    config = _config_of(dict(defines))
-    with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(SOURCE, ARCH, defines))
-        return kernels.prepare(
-            "linear_wgmma", config.num_threads, types_of(config),
-            pdl=with_pdl, shared_bytes=config.shared_bytes,
-        )  # fmt: skip
-
-
-def types_of(config: WgmmaConfig) -> tuple[Any, ...]:
-    """The types of the arguments of a cut."""
+def variant_of(config: WgmmaConfig, *outer: Any) -> Variant:
+    """The kernel of a cut; `outer` as for `defines_of`."""
     types = _TYPES if config.form is None else _CODED_TYPES
-    return (*types, *_LOW_RANK_TYPES) if config.low_rank else types
-
-
-def _config_of(known: dict[str, int]) -> WgmmaConfig:
-    width, rows, stages, split, blocks = (
-        known[name] for name in ("TOKENS", "ROWS", "STAGES", "SPLIT", "BLOCKS")
-    )
-    config = WgmmaConfig(width, rows, stages, split, blocks, low_rank="LOW_RANK" in known)
-    if (form := form_of(known)) is not None:
-        by_warps, rounds, many = (bool(known[name]) for name in ("BY_WARPS", "ROUNDS", "MANY"))
-        columns, teams, fp8_tokens = known["COLUMNS"], known["TEAMS"], bool(known["FP8_TOKENS"])
-        return replace(
-            config, form=form, columns=columns, by_warps=by_warps, rounds=rounds, many=many, teams=teams,
-            fp8_tokens=fp8_tokens,
-        )  # fmt: skip
-    return config
+    types = (*types, *_LOW_RANK_TYPES) if config.low_rank else types
+    defines = defines_of(config, *outer)
+    return Variant(SOURCE, ARCH, defines, "linear_wgmma", config.num_threads, types, config.shared_bytes)
 
 
 def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
@@ -466,9 +438,9 @@ def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaCon
     return choose_config(num_tokens, matrix.N, matrix.K, gated=gated, profile=profile)
 
 
-def defines_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Defines:
-    """The constants of a matrix of a model."""
-    return defines_of(config, activation=matrix.activation, bias=matrix.bias, adds=adds, parts=parts)
+def variant_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Variant:
+    """The kernel of a matrix of a model."""
+    return variant_of(config, torch.bfloat16, matrix.activation, matrix.bias, adds, parts)
 
 
 def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaConfig | None:
@@ -482,6 +454,4 @@ def make_kernel(
     """The kernel for these numbers of tokens, compiled for no matrix yet."""
     width = coded_width if coded else token_width
     choose = functools.partial(_choose_with_adapters if low_rank else _choose, profile=profile)
-    return CudaLinear(
-        SOURCE, ARCH, tokens, width, choose, defines_for, lambda *variant: _load(*variant), is_for_each=coded
-    )
+    return CudaLinear(SOURCE, tokens, width, choose, variant_for, is_for_each=coded)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import torch
 
-from infer.kernels.linear import pdl
+from infer.kernels.linear import cuda, pdl
 from infer.kernels.linear.coded import CodedForm, CodedWeights
-from infer.kernels.linear.cuda import Defines
-from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.cuda import OtherKernel, Variant
+from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only, next_power_of_two
@@ -33,7 +33,7 @@ def block_height(num_rows: int, num_experts: int) -> int:
     return min(max(next_power_of_two(-(-3 * num_rows // (2 * num_experts))), _HEIGHTS[0]), _HEIGHTS[-1])
 
 
-class GroupedLinear(PdlKernel):
+class GroupedLinear(OtherKernel):
     """The matrices of a layer's experts in one form: gate and up with an activation, or down without."""
 
     def __init__(self, form: CodedForm, N: int, K: int, activation: str) -> None:
@@ -49,14 +49,12 @@ class GroupedLinear(PdlKernel):
         height = len(row_order) // num_blocks
         cut = self.cuts[height]
         y_RN = torch.empty((num_rows, self.N), dtype=x.dtype, device=x.device)
-        assert cut is not None and w.form == self.form and x.stride(1) == 1 and x.stride(0) % 8 == 0, (
-            cut,
-            w.form,
-        )
+        assert cut is not None and w.form == self.form, (cut, w.form)
+        assert x.stride(1) == 1 and x.stride(0) % 8 == 0, x.stride()
         if compiles_only():
             return y_RN
         weights = 0 if weights_TC is None else weights_TC.data_ptr()
-        kernel = pdl.load_variant(self._defines_of(height, cut), build.index_of(x.device), dispatch.PDL)
+        kernel = cuda.load_variant(self._variant_of(height, cut), build.index_of(x.device), dispatch.PDL)
         kernel(
             cut.num_parts(self.N) * num_blocks,
             x.data_ptr(), w.cells.data_ptr(), w.scales.data_ptr(), 0, y_RN.data_ptr(), 0, 0, 0, 0,
@@ -71,18 +69,19 @@ class GroupedLinear(PdlKernel):
         cuts = (PdlConfig(rows_tiles, warps, depth, self.form) for warps in _WARPS for depth in _DEPTHS)
         return next((cut for cut in cuts if pdl.can_launch(cut, height, self.N, self.K, gated=gated)), None)
 
-    def defines(self) -> list[Defines]:
-        """The constants of all variants; none where the matrix cannot be cut."""
+    def variants(self) -> list[Variant]:
+        """One for each height of blocks; none where the matrix cannot be cut."""
         cuts = {height: cut for height, cut in self.cuts.items() if cut is not None}
         if len(cuts) < len(self.cuts):
             return []
-        return [self._defines_of(height, cut) for height, cut in cuts.items()]
+        return [self._variant_of(height, cut) for height, cut in cuts.items()]
 
-    def _defines_of(self, height: int, cut: PdlConfig) -> Defines:
+    def _variant_of(self, height: int, cut: PdlConfig) -> Variant:
         is_second = int(not self.activation)
-        return (
+        defines = (
             *pdl.defines_of(cut, torch.bfloat16, height // 8, self.N, self.K, self.activation),
             ("EXPERTS", 3),
             ("IS_SECOND", is_second),
             ("WEIGHTED", is_second),
         )
+        return pdl.variant_of(defines)

@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 
 from infer.config.profiles.profile import LinearProfile
-from infer.kernels.linear import pdl
+from infer.kernels.linear import cuda, pdl
 from infer.kernels.linear.coded import BAND, CELL_COLUMNS, CodedForm, CodedWeights
-from infer.kernels.linear.cuda import Defines
-from infer.kernels.linear.pdl import PdlConfig, PdlKernel
+from infer.kernels.linear.cuda import Defines, OtherKernel, Variant
+from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.runtime import cuda_build as build
 from infer.kernels.runtime import dispatch
@@ -57,7 +57,7 @@ class ExpertShape(NamedTuple):
     down_form: CodedForm | None = None
 
 
-class FewExperts(PdlKernel):
+class FewExperts(OtherKernel):
     """The two kernels of one shape of experts."""
 
     def __init__(self, shape: ExpertShape, profile: LinearProfile) -> None:
@@ -135,23 +135,22 @@ class FewExperts(PdlKernel):
             assert w.form == cut.form, (w.form, cut)
             stored, scale_bytes = (*stored, w.scales.data_ptr()), w.scales.stride(0) * w.scales.element_size()
         assert cells.stride(0) * cells.element_size() % 16 == 0
-        pdl.load_variant(defines, build.index_of(x.device), dispatch.PDL)(
+        cuda.load_variant(pdl.variant_of(defines), build.index_of(x.device), dispatch.PDL)(
             cut.num_parts(y.shape[1]) * num_results,
             x.data_ptr(), *stored, 0, *(tensor.data_ptr() for tensor in outer),
             x.stride(0) * 2, *numbers,
             logits_TE.data_ptr(), cells.stride(0) * cells.element_size(), scale_bytes,
         )  # fmt: skip
 
-    def defines(self) -> list[Defines]:
-        """The constants of all variants; none where a matrix cannot be cut."""
+    def variants(self) -> list[Variant]:
+        """One for each cut and what it adds or reads; none where a matrix cannot be cut."""
         cuts = [cut for cut in self.down_cuts if cut is not None]
         if self.gate_up_cut is None or len(cuts) < len(self.down_cuts):
             return []
         ends = (False, True)
-        return [
-            *(self._gate_up_defines(parts=parts) for parts in ends),
-            *(self._down_defines(cut, adds=adds) for cut in cuts for adds in ends),
-        ]
+        defines = [self._gate_up_defines(parts=parts) for parts in ends]
+        defines += [self._down_defines(cut, adds=adds) for cut in cuts for adds in ends]
+        return [pdl.variant_of(each) for each in defines]
 
     def _gate_up_defines(self, *, parts: bool) -> Defines:
         shape = self.shape

@@ -16,21 +16,19 @@ half when gated), K inputs.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from infer.kernels.linear import wgmma
+from infer.kernels.linear import cuda, wgmma
 from infer.kernels.linear.compiled import CompiledLinears
-from infer.kernels.linear.cuda import ACTIVATIONS, Defines, cubin
-from infer.kernels.linear.pdl import PdlKernel
-from infer.kernels.runtime import cuda_build as build
+from infer.kernels.linear.cuda import ACTIVATIONS, OtherKernel, Variant
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.dispatch import compiles_only, num_sms
-from infer.kernels.runtime.tensor_map import Boxes, TensorMap, encoder
+from infer.kernels.runtime.tensor_map import Boxes, TensorMap
 
+SOURCE = Path(wgmma.__file__).with_name("grouped.cu")
 BLOCK_ROWS = 128
 MIN_ROWS = 16  # rows of an expert on average: with fewer, Triton's flatter blocks are as fast
 _TALL = 256  # rows of W in a tile, gate and up together
@@ -46,10 +44,8 @@ _TYPES = (
 )
 
 
-class ManyRows(PdlKernel):
+class ManyRows(OtherKernel):
     """The matrices of a layer's experts: gate and up with an activation, or down without."""
-
-    source, arch = Path(wgmma.__file__).with_name("grouped.cu"), wgmma.ARCH
 
     def __init__(self, N: int, K: int, activation: str) -> None:
         self.N, self.K, self.activation = N, K, activation
@@ -74,7 +70,7 @@ class ManyRows(PdlKernel):
         y = torch.empty((num_places if gated else num_rows, self.N), dtype=x.dtype, device=x.device)
         if compiles_only():
             return y
-        kernel = _load(self._defines(), x.get_device(), dispatch.PDL)
+        kernel = cuda.load_variant(self._variant(), x.get_device(), dispatch.PDL)
         outputs = _TALL // (1 + gated)
         row_bytes = x.stride(0) * x.element_size()
         kernel(
@@ -87,33 +83,20 @@ class ManyRows(PdlKernel):
         )  # fmt: skip
         return y
 
-    def defines(self) -> list[Defines]:
-        """The constants of all variants; none where the matrix cannot be cut."""
-        if self.K % _CHUNK or self.N % 8:
-            return []
-        return [self._defines()]
+    def variants(self) -> list[Variant]:
+        """The only variant; none where the matrix cannot be cut."""
+        return [] if self.K % _CHUNK or self.N % 8 else [self._variant()]
 
-    def load_variant(self, defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-        """Load one variant, once."""
-        return _load(defines, device, with_pdl)
-
-    def _defines(self) -> Defines:
-        return (
+    def _variant(self) -> Variant:
+        defines = (
             ("IS_BFLOAT16", 1),
             ("ACTIVATION", ACTIVATIONS[self.activation]),
             ("GATHER", int(bool(self.activation))),
             ("STAGES", _STAGES),
         )
+        return Variant(SOURCE, wgmma.ARCH, defines, "grouped_wgmma", NUM_THREADS, _TYPES, SHARED_BYTES)
 
 
 def is_for_many(num_rows: int, num_experts: int, kernels: Sequence[ManyRows | None]) -> bool:
     """Return True if this many rows go through these kernels, and all of them were compiled."""
     return num_rows >= MIN_ROWS * num_experts and all(kernel and kernel.num_ready for kernel in kernels)
-
-
-@functools.cache
-def _load(defines: Defines, device: int, with_pdl: bool) -> build.PreparedLaunch:
-    encoder()  # nothing here can be launched without one
-    with torch.cuda.device(device):
-        kernels = build.LoadedKernels(cubin(ManyRows.source, ManyRows.arch, defines))
-        return kernels.prepare("grouped_wgmma", NUM_THREADS, _TYPES, pdl=with_pdl, shared_bytes=SHARED_BYTES)
