@@ -68,9 +68,7 @@ bounds: $(VENV)/.tools  ## try the lowest versions that pyproject.toml allows; B
 	$(BIN)/python scripts/bounds.py $(BOUNDS)
 
 audit: $(VENV)/.installed  ## look for known weaknesses of the pinned dependencies; needs the network
-	@audit=$$(mktemp -d) && trap 'rm -rf "$$audit"' EXIT && $(BIN)/python -m venv $$audit \
-		&& $$audit/bin/python -m pip install --quiet pip-audit \
-		&& $$audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
+	@$(BIN)/python scripts/audit.py
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -94,10 +94,8 @@ class ServedModel:
 
     def why_cut_off(self, timeout_s: float) -> str:
         """The words for the requests that still hold the model when an unload has waited for that long."""
-        return (
-            f"model {self.name!r} was unloaded, and this request did not end in the {timeout_s:g} s "
-            "(drain_timeout) that it had left; send it to another model"
-        )
+        time = f"{timeout_s:g} s (drain_timeout) that it had left"
+        return f"model {self.name!r} was unloaded, and this request did not end in the {time}; name another"
 
     async def wait_unheld(self, timeout_s: float) -> None:
         """Wait until no HTTP request holds the model, or until `timeout_s` seconds have passed."""

@@ -403,7 +403,7 @@ def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == (
                 "model 'fake' was unloaded, and this request did not end in the 0.05 s (drain_timeout) that "
-                "it had left; send it to another model"
+                "it had left; name another"
             )
 
     asyncio.run(live())

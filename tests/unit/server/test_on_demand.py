@@ -800,6 +800,37 @@ def test_a_model_is_loaded_with_the_cache_that_was_counted_until_a_load_fails(
     play(monkeypatch, oracle, scene, loaded_memory="100MiB")
 
 
+def test_a_cache_that_was_counted_beside_others_grows_when_they_have_left(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    """A plan of 20 + 2 for each block; a quarter of what others leave free of 80 blocks."""
+
+    async def scene(stage: Stage) -> None:
+        def plan(config: EngineConfig) -> Planned:
+            others = (*stage.state.models.values(), *stage.fleet._leaving.values())
+            num_blocks = (100 - 20 - (sum(model.planned_bytes for model in others) >> 20)) // 4
+            return Planned((20 + 2 * num_blocks) << 20, num_blocks)
+
+        def blocks() -> dict[str, int | None]:
+            configs = {name: model.config for name, model in stage.state.models.items()}
+            return {name: each.cache.num_blocks for name, each in configs.items() if each is not None}
+
+        monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
+        await stage.ok("a")
+        assert blocks() == {"a": 20}  # 60MiB
+        await stage.ok("b")  # 5 blocks next to a: 30MiB
+        assert blocks() == {"a": 20, "b": 5}
+        await stage.ok("a")
+        await stage.ok("c")  # 20 next to both, 30 next to a
+        assert blocks() == {"a": 20, "c": 5}
+        await stage.ok("b")  # its 30 fit when a has left, and more do
+        assert blocks() == {"c": 5, "b": 12}
+        await stage.ok("b")
+        assert stage.starts == {"a": 1, "b": 2, "c": 1}
+
+    play(monkeypatch, oracle, scene, loaded_memory="100MiB")
+
+
 def test_a_model_that_replaces_another_is_counted_next_to_it(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:

@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_are_not_kept_and_the_log_says_why(
 
     play(monkeypatch, oracle, scene)
     [line] = [entry.message for entry in caplog.records if "weights not kept" in entry.message]
-    assert line.endswith(f"bytes={101 << 20} model_memory=100MiB reason='they take more than that'")
+    assert line.endswith(f"bytes={101 << 20} model_memory=100MiB reason='they take more'")
 
 
 def test_a_budget_above_the_free_memory_is_refused_before_anything_starts() -> None:

@@ -253,10 +253,7 @@ class Fleet:
         return leaving
 
     async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> int:
-        """Stop the engines of a model, or let them sleep; requests that hold it have that many seconds.
-
-        Returns how many were cut off.
-        """
+        """Stop the engines of a model, or let them sleep; returns how many requests that time cut off."""
         is_asleep, num_cut_off = False, 0
         try:
             elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
@@ -293,9 +290,7 @@ class Fleet:
                 break
             if not self._asleep or self._is_closing:
                 if not self._is_closing:
-                    fits = (
-                        "weights not kept model=%s bytes=%d model_memory=%s reason='they take more than that'"
-                    )
+                    fits = "weights not kept model=%s bytes=%d model_memory=%s reason='they take more'"
                     logger.warning(fits, model.name, taken, budget)
                 return False
             await self._forget_asleep(next(iter(self._asleep)))

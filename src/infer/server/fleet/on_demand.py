@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from time import monotonic
 
 from infer.client.planned import Planned
@@ -51,7 +51,7 @@ class OnDemand:
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
         self._plan = plan  # finds the memory that a model will take
-        self._plans: dict[str, tuple[EngineConfig, Planned]] = {}  # the last that were made, by name
+        self._plans: dict[str, tuple[EngineConfig, Planned, int]] = {}  # the last, with the bytes of others
         self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
         self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -82,6 +82,12 @@ class OnDemand:
             plan = await self._measure(name, config)
             while not self._has_room(name, plan.num_bytes):
                 await self._make_room()
+            taken = self._num_bytes_taken()
+            if plan.num_blocks is not None and taken < self._plans[name][2]:  # others have left
+                with suppress(NoRoom):
+                    larger = await self._plan(config)
+                    if self._has_room(name, larger.num_bytes):
+                        plan, self._plans[name] = larger, (config, larger, taken)
             try:
                 yield plan.fix(config)
             except BaseException:
@@ -100,7 +106,8 @@ class OnDemand:
         if (known := self._plans.get(name)) is None or known[0] != config:
             while True:
                 try:
-                    self._plans[name] = config, await self._plan(config)
+                    taken = self._num_bytes_taken()
+                    self._plans[name] = config, await self._plan(config), taken
                     break
                 except NoRoom:  # others have the memory still
                     if not self._state.models and not self._leaving:
@@ -116,13 +123,15 @@ class OnDemand:
 
     def _has_room(self, name: str, needed: int) -> bool:
         server, models = self._state.config, self._state.models
-        loaded = [*models.values(), *self._leaving.values()]
-        limit = server.max_loaded_models or (1 if server.loaded_memory is None else len(loaded) + 1)
-        if len(loaded) + (name not in models) > limit:
+        num_loaded = len(models) + len(self._leaving)
+        limit = server.max_loaded_models or (1 if server.loaded_memory is None else num_loaded + 1)
+        if num_loaded + (name not in models) > limit:
             return False
-        if server.loaded_memory is None:
-            return True
-        return sum(each.planned_bytes for each in loaded) + needed <= parse_bytes(server.loaded_memory)
+        budget = server.loaded_memory
+        return budget is None or self._num_bytes_taken() + needed <= parse_bytes(budget)
+
+    def _num_bytes_taken(self) -> int:
+        return sum(each.planned_bytes for each in (*self._state.models.values(), *self._leaving.values()))
 
     async def close(self) -> None:
         """End loads that nobody waits for any more."""

@@ -123,9 +123,8 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
 async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
     """Serve a model no longer, or end its load; answers when its engines have stopped."""
     fleet = _fleet(http)
-    num_cut_off = await fleet.unload(body.name)
-    default = fleet.state.default_model
-    return {"name": body.name, "default_model": default, "cut_off_requests": num_cut_off}
+    ended = {"cut_off_requests": await fleet.unload(body.name)}
+    return {"name": body.name, "default_model": fleet.state.default_model} | ended
 
 
 @router.post("/models/alias")
