@@ -29,8 +29,8 @@ from infer.bench.roofline import best_seconds, measure_ceilings
 from infer.bench.target import BenchTarget
 from infer.bench.workloads import Turn, Workload
 from infer.cache.memory import kv_bytes_per_token
-from infer.engine.build import resolve_for
 from infer.engine.cache_fit import compute_step, kept_as
+from infer.engine.device_build import resolve_for
 from infer.errors import EngineError
 from infer.execution.cpu_step import attention_library
 from infer.kernels.attention.paged import attend_paged

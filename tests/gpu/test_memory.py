@@ -25,9 +25,10 @@ import torch
 from benchmarks.memory import make_requests, neighbour, serve
 from infer.cache.memory import GPU_RUNTIME_BYTES, StepBytes
 from infer.config.settings import EngineConfig
-from infer.engine import build, rehearsal
-from infer.engine.build import build_engine, resolve_for
+from infer.engine import device_build, rehearsal
+from infer.engine.build import build_engine
 from infer.engine.cache_fit import compute_step
+from infer.engine.device_build import resolve_for
 from infer.engine.device_memory import Arena
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
@@ -131,7 +132,7 @@ def test_the_computed_step_is_at_least_the_measured_one(
     config = resolve_for(EngineConfig(), loaded)
     computed = compute_step(config, loaded)
     bound = bind(loaded.model, loaded.device, deterministic=False)
-    measured = build._rehearse(config, loaded, bound, None, None)
+    measured = device_build.DeviceBuild(config, loaded, None, None).rehearse(bound)
     assert measured is not None
     print(f"computed {computed} measured {measured}")
     assert measured.layers <= computed.layers < 3 * measured.layers
@@ -149,7 +150,7 @@ def test_graphs_take_no_more_than_was_left_for_them(
         steps.append(rehearsal.rehearse(*given))
         return steps[0]
 
-    monkeypatch.setattr(build, "rehearse", rehearse)
+    monkeypatch.setattr(device_build, "rehearse", rehearse)
     engine = build_engine(EngineConfig.from_knobs(num_blocks=1024), loaded)
     before, allocated = reserved_by_pool(), torch.cuda.memory_allocated()
     ready(engine)

@@ -18,13 +18,15 @@ import torch
 
 from infer.config.settings import EngineConfig
 from infer.engine import machine
-from infer.engine.build import build_engine, resolve_for
+from infer.engine.build import build_engine
+from infer.engine.device_build import resolve_for
 from infer.engine.speculation_build import load_draft
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
+from infer.kernels.runtime.communicator import RankGroup
 from infer.loader.eagle import head_bytes, load_eagle
 from infer.loader.find.source import resolve_model
-from infer.loader.load import RankGroup, load_model
+from infer.loader.load import load_model
 from infer.models.eagle3 import Eagle3
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request

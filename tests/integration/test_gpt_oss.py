@@ -20,6 +20,7 @@ from infer.layers.linear import ExpertLinear
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import headers_of_config
 from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.slices import Rank
 from infer.loader.weight_plan import kept_bytes, plan_weights
 from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import Mxfp4
@@ -78,7 +79,7 @@ def test_experts_stay_codes_on_a_cpu(tmp_path: Path, world_size: int) -> None:
     path = write_mxfp4(tmp_path, reference)
     headers = read_headers(resolve_model(str(path), show_progress=False))
     plan = plan_weights(
-        headers, quantization="auto", dtype="auto", device=torch.device("cpu"), world_size=world_size
+        headers, quantization="auto", dtype="auto", device=torch.device("cpu"), rank=Rank(0, world_size)
     )
     plan.check_cuts()
     stacks = [m for m in plan.skeleton.modules() if isinstance(m, ExpertLinear)]
@@ -122,7 +123,7 @@ def test_a_cut_through_a_block_of_codes_is_refused(tmp_path: Path) -> None:
     path = write_mxfp4(tmp_path, reference_model("gpt_oss", **SIZES))  # 96 columns are three blocks
     headers = read_headers(resolve_model(str(path), show_progress=False))
     plan = plan_weights(
-        headers, quantization="none", dtype="float32", device=torch.device("cpu"), world_size=2
+        headers, quantization="none", dtype="float32", device=torch.device("cpu"), rank=Rank(0, 2)
     )
     with pytest.raises(ConfigError, match="a block of 32 columns straddles the cut at column 48"):
         plan.check_cuts()

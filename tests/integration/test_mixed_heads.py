@@ -17,8 +17,9 @@ import torch
 
 from infer.config.settings import EngineConfig
 from infer.engine import machine
-from infer.engine.build import build_engine, resolve_for
+from infer.engine.build import build_engine
 from infer.engine.cache_fit import kept_cache
+from infer.engine.device_build import resolve_for
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.gpu.device import GpuDevice

@@ -21,6 +21,7 @@ from infer.kernels.cpu.library import library
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, load_model
+from infer.loader.slices import Rank
 from infer.loader.weight_plan import plan_weights
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
@@ -149,7 +150,7 @@ def test_a_gguf_file_has_the_logits_of_the_reference(family: str, tmp_path: Path
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))
     plan = plan_weights(
-        headers, quantization="none", dtype="float32", device=torch.device("cpu"), world_size=2
+        headers, quantization="none", dtype="float32", device=torch.device("cpu"), rank=Rank(0, 2)
     )
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .* normalised over all heads.*q_norm"):
         plan.check_cuts()

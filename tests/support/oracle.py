@@ -30,7 +30,7 @@ from infer.config.profiles.profile import SchedulingProfile
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
 from infer.engine.adapters import Adapters
-from infer.engine.build import shape_of
+from infer.engine.device_build import shape_of
 from infer.engine.engine import Engine
 from infer.engine.observer import EngineObserver
 from infer.engine.speculation import Speculation

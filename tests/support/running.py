@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.engine.build import shape_of
+from infer.engine.device_build import shape_of
 from infer.engine.host_half import HostHalf
 from infer.execution.device import StateShape
 from infer.execution.order import StepOrder

@@ -91,7 +91,7 @@ def test_what_a_model_must_leave_to_others_is_found(code: str, name: str) -> Non
 
 def test_one_file_puts_the_engine_together() -> None:
     """The parts of an engine meet in engine/build.py and nowhere else in the core."""
-    parts = {"scheduling/scheduler.py", "cache/paged_pool.py", "cache/kv_store.py"}
+    parts = {"scheduling/scheduler.py", "cache/paged_pool.py", "engine/device_build.py"}
     assert parts <= imported_files(PACKAGE / "engine" / "build.py")
     others = [
         file.relative_to(PACKAGE).as_posix()

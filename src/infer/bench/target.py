@@ -13,7 +13,8 @@ import torch
 from infer.bench.report import revision_of
 from infer.bench.roofline import ModelShape, shape_of
 from infer.config.settings import EngineConfig
-from infer.engine.build import build_engine, resolve_for
+from infer.engine.build import build_engine
+from infer.engine.device_build import resolve_for
 from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
 from infer.frontend.prompts import open_model

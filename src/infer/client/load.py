@@ -81,12 +81,10 @@ def rank_of(config: EngineConfig, number: int) -> Rank:
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Refuse what ranks cannot do before any of them is started."""
-    load = config.load
-    size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
+    load, device = config.load, node_device(config)
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=node_device(config), rank=0,
-        world_size=size, stage=num_stages - 1, num_stages=num_stages,
-    ).check_cuts()  # fmt: skip
+        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank_of(config, 0)
+    ).check_cuts()
 
 
 def node_device(config: EngineConfig) -> torch.device:

@@ -93,7 +93,7 @@ class _Group:
 
 
 class RankProcesses:
-    """Ranks 1 and up, from their start to their end; a `RankGroup` (loader/load.py)."""
+    """Ranks 1 and up, from their start to their end; a `RankGroup` (kernels/runtime/communicator.py)."""
 
     def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
         """Start them."""

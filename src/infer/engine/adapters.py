@@ -27,10 +27,10 @@ import torch
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
 from infer.errors import CheckpointError, ConfigError, NameTaken, UnknownModel, closest
 from infer.execution.rank_ring import RankMessage
-from infer.kernels.runtime.communicator import Communicator
+from infer.kernels.runtime.communicator import Communicator, RankGroup
 from infer.layers.adapted import OUTER, AdapterBank, AdapterRoom
 from infer.loader.adapter import LowRankPair, check_whole, cut_pair, read_adapter, whole_network
-from infer.loader.load import LoadChoice, LoadedModel, RankGroup
+from infer.loader.load import LoadChoice, LoadedModel
 from infer.loader.slices import ALONE, Rank
 from infer.models.model import Model
 from infer.models.registry import get_family

@@ -3,55 +3,45 @@
     EngineConfig ─► resolve ─┬─► pool (books) ───► scheduler ─┐
     LoadedModel ─────────────┴─► store (tensors) ─► device ───┴─► Engine
 
-Nothing is decided here: `config/resolve.py` decides, `cache_fit.py` sizes the cache, this file composes.
-`resolve_for` and `fit_to_device` need none of the weights, so `memory_plan.check_settings` asks them before a
-model is loaded.
+Nothing is decided here: `config/resolve.py` decides, `cache_fit.py` sizes the cache, this file composes. What
+every rank of a model makes is in `device_build.py`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from infer import __version__
 from infer.cache.block_allocator import BlockAllocator
-from infer.cache.kv_store import KVStore
-from infer.cache.layout import KVLayout
-from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
+from infer.cache.memory import CacheSize, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.own_code import load_code
-from infer.config.resolve import ResolvedConfig, resolve
+from infer.config.resolve import ResolvedConfig
 from infer.config.settings import EngineConfig
-from infer.config.speculation import WINDOW_TOKENS
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
-from infer.engine.adapters import Adapters, AdapterSlots, needed_room, network_of
+from infer.engine.adapters import Adapters, AdapterSlots
 from infer.engine.cache_fit import (
     NO_DRAFT,
-    compute_step,
     fit_to_device,
-    for_each,
-    graph_tokens,
-    kept_as,
     kv_layout,
-    state_size,
 )
-from infer.engine.device_memory import Arena, enforce_limit
+from infer.engine.device_build import DeviceBuild, join_ranks, make_bank, probe_rank, resolve_for, shape_of
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
 from infer.engine.itl_target import prompt_tokens_within
-from infer.engine.machine import facts_of, gpu_name, machine_of
+from infer.engine.machine import gpu_name
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
-from infer.engine.preemption_cost import measure_cost, prefill_seconds
-from infer.engine.rehearsal import rehearse
+from infer.engine.preemption_cost import measure_cost
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
 from infer.engine.speculation_build import (
     LoadedHead,
@@ -63,25 +53,21 @@ from infer.engine.speculation_build import (
 from infer.engine.start_line import describe_engine, kv_cache_dtype, products
 from infer.engine.stats import EngineForm
 from infer.errors import ConfigError, DeviceLost
-from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.rank_ring import RankMessage
-from infer.execution.torch_device import TorchDevice, TorchHead
+from infer.execution.torch_device import TorchDevice
 from infer.kernels.attention.dense import attend_by_cudnn
-from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.elementwise.copy_block import copy_block
-from infer.kernels.runtime.communicator import Communicator, Pipe
+from infer.kernels.runtime.communicator import Communicator, RankGroup
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
-from infer.layers.bind import bind
 from infer.loader.find.source import ModelSource
-from infer.loader.load import LoadChoice, LoadedModel, RankGroup, choose_device
+from infer.loader.load import LoadedModel, choose_device
 from infer.loader.quantization import PACKED
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models.config import ModelConfig
-from infer.scheduling.batch_state import BatchState
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import StepCosts
@@ -127,13 +113,14 @@ def build_engine(
             except DeviceLost:
                 ranks.wait()  # it raises the error of the rank that is gone
                 raise
-        wait_for_linears = _bind(config, loaded, communicator, None if ranks is None else ranks.pipe, bank)
+        build = DeviceBuild(config, loaded, bank, communicator)
+        wait_for_linears = build.bind(None if ranks is None else ranks.pipe)
     if ranks is not None:
         ranks.wait()
     with phases("load draft"):
         draft = load_draft(config, loaded)
     with phases("plan memory"):
-        step = _rehearse(config, loaded, wait_for_linears, bank, communicator)
+        step = build.rehearse(wait_for_linears)
         layout = kv_layout(loaded.config, config)
         beside = NO_DRAFT
         if draft is not None:
@@ -141,7 +128,7 @@ def build_engine(
             beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
         shortage = communicator.shortage if isinstance(communicator, GpuCommunicator) else 0
         size = fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
-        store = _make_store(config, loaded, size, layout)
+        store = build.make_store(size)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
@@ -169,7 +156,7 @@ def build_engine(
         if ranks is not None:
             ranks.send(RankMessage.BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
-        device, warm_up = _make_warm(config, loaded, store, shape, step, draft_device, bank, communicator)
+        device, warm_up = build.make_warm(store, shape, step, draft_device)
         if ranks is not None:
             ranks.wait()
     with phases("compile"):
@@ -262,46 +249,6 @@ def build_engine(
     return engine
 
 
-def _bind(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    communicator: Communicator | None,
-    pipe: Pipe | None,
-    adapters: AdapterBank | None = None,
-) -> Callable[[], bool]:
-    if isinstance(communicator, GpuCommunicator):
-        communicator.uses_nccl = not config.deterministic
-        pipe = communicator if communicator.num_stages > 1 else None
-    loaded.model.pipe = pipe
-    if communicator is not None and communicator.size == 1:  # the only rank of its stage
-        communicator = None
-    return bind(
-        loaded.model,
-        loaded.device,
-        deterministic=config.deterministic,
-        mlp_backend=config.backends.mlp,
-        cpu_products=config.settings.run.cpu_products,
-        communicator=communicator,
-        vocab_size=loaded.config.vocab_size,
-        adapters=adapters,
-    )
-
-
-def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None:
-    """Return the room for the LoRA adapters of a model; None: it has none."""
-    if not settings.adapters.is_on:
-        return None
-    network = network_of(loaded)
-    room = needed_room(settings.adapters, network)
-    try:
-        return AdapterBank(loaded.model, room, dtype=loaded.dtype, device=loaded.device, whole=network)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"{room.num_slots} LoRA adapters of rank {room.rank} could not be allocated "
-            f"({str(error).splitlines()[0]}); lower max_loras or max_lora_rank"
-        ) from error
-
-
 def _load_adapters(
     settings: EngineConfig, loaded: LoadedModel, bank: AdapterBank, communicator: Communicator | None
 ) -> Adapters:
@@ -309,46 +256,6 @@ def _load_adapters(
     for name, path in settings.adapters.modules.items():
         adapters.load(name, path)
     return adapters
-
-
-def bind_rank(
-    settings: EngineConfig, loaded: LoadedModel, communicator: Communicator, pipe: Pipe | None
-) -> tuple[ResolvedConfig, AdapterBank | None]:
-    """Bind the part of the model that a rank other than 0 has.
-
-    Returns the same decisions as rank 0's, and the room for its parts of LoRA adapters.
-    """
-    config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
-    _bind(config, loaded, communicator, pipe, bank)()
-    return config, bank
-
-
-def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
-    """Return what joins the ranks of this model on their devices; all ranks come here together."""
-    if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
-        return GpuCommunicator(communicator, loaded.device, loaded.dtype)
-    return communicator
-
-
-def build_rank(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    size: CacheSize,
-    shape: StateShape,
-    step: StepBytes | None,
-    communicator: Communicator,
-    adapters: AdapterBank | None,
-) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
-    """Return the device half of a rank other than 0, with as many blocks and rows as rank 0's."""
-    store = _make_store(config, loaded, size, kv_layout(loaded.config, config))
-    return _make_warm(config, loaded, store, shape, step, adapters=adapters, communicator=communicator)
-
-
-def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
-    """Return the seconds that this many prompt tokens take on a rank: in a step, or by themselves."""
-    if warm_up is None:
-        return prefill_seconds(loaded.model, loaded.device, num_tokens)
-    return warm_up.step_seconds(num_tokens)
 
 
 def _probe_all(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
@@ -406,11 +313,6 @@ def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
             attend_by_cudnn(x, x, x, 1.0)
 
 
-def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:
-    """Return the decisions for this model on its device; settings that cannot work there are refused."""
-    return resolve(settings, machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
-
-
 def make_pool(
     settings: EngineConfig,
     size: CacheSize,
@@ -446,163 +348,6 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
             "infer.cache.block_allocator.BlockAllocator"
         )
     return found
-
-
-def _make_store(config: ResolvedConfig, loaded: LoadedModel, size: CacheSize, layout: KVLayout) -> KVStore:
-    num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
-    try:
-        return KVStore(
-            layout=layout,
-            num_blocks=size.num_blocks,
-            block_size=size.block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-            num_host_blocks=size.num_host_blocks,
-            kept_as=kept_as(config.settings.cache, loaded.dtype),
-            fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
-            state=state_size(loaded.config),
-        )
-    except RuntimeError as error:  # what was free is taken, or a limit that cannot be asked for is reached
-        raise ConfigError(
-            f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
-            f"memory could not be allocated{for_each(config.settings.load.num_ranks)} "
-            f"({str(error).splitlines()[0]}); ask for less with kv_cache_memory, num_blocks, swap_blocks or "
-            "swap_space"
-        ) from error
-
-
-def _make_arena(step: StepBytes, device: torch.device) -> Arena:
-    workspace = GRAPH_WORKSPACE if step.graphs else 0  # the thread that captures keeps one for good
-    try:
-        return Arena(step.activations + workspace, device)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"the {format_bytes(step.activations)} of the largest step were free and are taken by another "
-            f"process ({str(error).splitlines()[0]}); start again, or lower device_memory"
-        ) from None
-
-
-def _rehearse(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    wait_for_linears: Callable[[], bool],
-    adapters: AdapterBank | None,
-    communicator: Communicator | None,
-) -> StepBytes | None:
-    """Return the memory that the largest step takes on a GPU, by running it; None: it is only computed."""
-    if not (config.uses_gpu_device and is_gpu(loaded.device)):
-        return None
-    cache = config.settings.cache
-    enforce_limit(loaded.device, cache.device_memory)
-    if config.backends.attention == "flash":  # it cannot attend to padding
-        return compute_step(config, loaded)
-
-    def make_warm_up() -> WarmUp:
-        layout = kv_layout(loaded.config, config)
-        store = _make_store(config, loaded, CacheSize(1, cache.block_size, 0), layout)
-        shape = StateShape(2 * config.scheduler.max_batch_size, 1, cache.block_size, len(layout.windows))
-        device = make_device(config, loaded, store, shape, adapters=adapters, communicator=communicator)
-        assert isinstance(device, GpuDevice)
-        return WarmUp(device)
-
-    def compile_steps(warm_up: WarmUp) -> None:
-        warm_up.compile()  # Triton's kernels, while others compile those in CUDA C++
-        if not wait_for_linears():
-            warm_up.compile()  # Triton's kernels in place of those that could not be had
-        warm_up.device.wait_for_compilers()
-
-    return rehearse(
-        make_warm_up,
-        compile_steps,
-        loaded.device,
-        config.scheduler,
-        compute_step(config, loaded),
-        graph_tokens(config, loaded.config),
-        cache.device_memory,
-    )
-
-
-def shape_of(state: BatchState) -> StateShape:
-    """Return the size of the state that a device keeps for a batch."""
-    num_tables, num_rows, max_blocks = state.tables.shape
-    return StateShape(num_rows, max_blocks, state.block_size, num_tables)
-
-
-def make_device(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    store: KVStore,
-    shape: StateShape,
-    graph_bytes: int = 0,
-    drafter: TorchDevice | GpuDevice | None = None,
-    adapters: AdapterBank | None = None,
-    communicator: Communicator | None = None,
-) -> TorchDevice | GpuDevice:
-    """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
-
-    `drafter` drafts for it, and follows its steps if it is a head; `adapters` are those of the model;
-    `communicator` joins its ranks.
-    """
-    if not config.uses_gpu_device:
-        return TorchDevice(
-            loaded.model,
-            store,
-            shape,
-            max_batch_size=config.scheduler.max_batch_size,
-            attention_backend=config.backends.attention,
-            decode_attention_backend=config.backends.decode_attention,
-            record_cpu_step=config.record_cpu_step,
-            ranks=loaded.ranks,
-            pipe=loaded.model.pipe,
-            head=drafter if isinstance(drafter, TorchHead) else None,
-            adapters=adapters,
-        )
-    has_trees = config.settings.speculation.is_on and config.settings.speculation.method == "tree"
-    return GpuDevice(
-        loaded.model,
-        store,
-        shape,
-        max_batch_size=config.scheduler.max_batch_size,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        max_seq_len=config.max_seq_len,
-        use_cuda_graphs=config.use_cuda_graphs,
-        attention_backend=config.backends.attention,
-        decode_attention_backend=config.backends.decode_attention,
-        steps_ahead=config.steps_ahead,
-        graph_bytes=graph_bytes,
-        busy_tokens=config.scheduler.busy_step_tokens,
-        window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-        drafter=drafter if isinstance(drafter, GpuDevice) else None,
-        has_trees=has_trees,
-        adapters=adapters,
-        ranks=loaded.ranks,
-        communicator=cast("GpuCommunicator | None", communicator),
-        pipe=loaded.model.pipe,
-    )
-
-
-def _make_warm(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    store: KVStore,
-    shape: StateShape,
-    step: StepBytes | None,
-    drafter: TorchDevice | GpuDevice | None = None,
-    adapters: AdapterBank | None = None,
-    communicator: Communicator | None = None,
-) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
-    """Return the device half with the memory of its steps, and what prepares it on a GPU."""
-    graph_bytes = 0 if step is None else step.graph_block
-    device = make_device(config, loaded, store, shape, graph_bytes, drafter, adapters, communicator)
-    if not isinstance(device, GpuDevice):
-        return device, None
-    warm_up = WarmUp(device)
-    device.wait_for_compilers()
-    if step is not None:  # after the device's own buffers, which would lie in the arena for good
-        device.arena = _make_arena(step, loaded.device)
-    return device, warm_up
 
 
 def _facts(

@@ -79,7 +79,7 @@ from infer.scheduling.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
     from infer.engine.adapters import Adapters  # these import torch, which a server does without
-    from infer.loader.load import RankGroup
+    from infer.kernels.runtime.communicator import RankGroup
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ import torch
 from infer.cache.memory import CacheSize, StepBytes
 from infer.config.settings import EngineConfig
 from infer.engine.adapters import AdapterSlots
-from infer.engine.build import bind_rank, build_rank, join_ranks, probe_rank
+from infer.engine.device_build import DeviceBuild, join_ranks, make_bank, probe_rank, resolve_for
 from infer.errors import ConfigError, DeviceLost
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
@@ -70,7 +70,7 @@ def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLin
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
     """Do what rank 0 says until it is gone, a `DeviceLost`; `on_done` follows each part of a start."""
     on_done()
-    config, device, warm_up, communicator, bank, slots = None, None, None, None, None, None
+    build, device, warm_up, communicator, slots = None, None, None, None, None
     while True:
         kind, body = link.receive()
         if kind == RankMessage.ORDER:
@@ -83,10 +83,12 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             else:
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == RankMessage.BIND:
-            device = warm_up = bank = slots = None  # those of an engine before this one
+            build = device = warm_up = slots = None  # those of an engine before this one
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(link.communicator, loaded)
-            config, bank = bind_rank(settings, loaded, communicator, link.pipe)
+            config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
+            build = DeviceBuild(config, loaded, bank, communicator)
+            build.bind(link.pipe)()
             slots = None if bank is None else AdapterSlots(bank, loaded, communicator)
             on_done()
         elif kind == RankMessage.PROBE:
@@ -103,12 +105,11 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             assert isinstance(device, GpuDevice)
             device.agree()
         else:
-            assert kind == RankMessage.BUILD and config is not None and communicator is not None, kind
+            assert kind == RankMessage.BUILD and build is not None, kind
             size, shape, step = json.loads(body)
             step = None if step is None else StepBytes(*step)
-            device, warm_up = build_rank(
-                config, loaded, CacheSize(*size), StateShape(*shape), step, communicator, bank
-            )
+            store = build.make_store(CacheSize(*size))
+            device, warm_up = build.make_warm(store, StateShape(*shape), step)
             on_done()
 
 

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -61,33 +61,13 @@ from infer.execution.rank_ring import RankMessage
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
 from infer.execution.trees import moved_slots
-from infer.kernels.runtime.communicator import Pipe
+from infer.kernels.runtime.communicator import Pipe, RankGroup
 from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
 MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py, gpu_way.py)
 SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
-
-
-class OtherRanks(Protocol):
-    """The other ranks of a model (loader/load.py)."""
-
-    def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send them a message."""
-        ...
-
-    def expect(self) -> None:
-        """Say that a step is waited for which the GPUs compute, and which ends soon or never."""
-        ...
-
-    def check(self, *, is_idle: bool | None = None) -> None:
-        """Raise `DeviceLost` if one of them is gone; not `is_idle`: steps are under way."""
-        ...
-
-    def close(self, reason: str) -> None:
-        """End them all."""
-        ...
 
 
 class _StagedStep:
@@ -125,7 +105,7 @@ class TorchDevice(SyncDevice):
         attention_backend: str,
         decode_attention_backend: str | None = None,
         record_cpu_step: bool = True,
-        ranks: OtherRanks | None = None,
+        ranks: RankGroup | None = None,
         pipe: Pipe | None = None,
         head: TorchHead | None = None,
         adapters: AdapterBank | None = None,
@@ -196,7 +176,7 @@ class TorchDevice(SyncDevice):
         if self._head is not None:
             self._head.mirror(order)
 
-    def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: OtherRanks) -> StepResult:
+    def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: RankGroup) -> StepResult:
         """Execute an order as rank 0 of several."""
         start = perf_counter()
         with _whole_group(ranks, order), torch.inference_mode():
@@ -359,7 +339,7 @@ class TorchDevice(SyncDevice):
 
 
 @contextmanager
-def _whole_group(ranks: OtherRanks, order: StepOrder) -> Iterator[None]:
+def _whole_group(ranks: RankGroup, order: StepOrder) -> Iterator[None]:
     """End all ranks with whatever ends a step of theirs halfway."""
     try:
         yield

@@ -22,17 +22,9 @@ from torch.nn import functional
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.layers.attention import StepContext
-from infer.layers.linear import Linear
+from infer.layers.linear import Linear, Weights
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
-
-
-class Weights(nn.Module):
-    """Some numbers of a checkpoint under a name of their own."""
-
-    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class DeltaAttention(nn.Module):

@@ -46,6 +46,14 @@ def without_weights() -> Iterator[None]:
         _WITHOUT_WEIGHTS.reset(token)
 
 
+class Weights(nn.Module):
+    """Some numbers of a checkpoint under a name of their own, which are not the matrix of a layer."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 class Projected(nn.Module):
     """A layer with a projection of one matrix, or of one per expert; its tensors are its parameters."""
 

@@ -32,21 +32,13 @@ from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.moe.few import ExpertShape, FewExperts
 from infer.kernels.moe.grouped import route
 from infer.kernels.runtime.profiles import device_profile
-from infer.layers.linear import ExpertLinear, Linear
+from infer.layers.linear import ExpertLinear, Linear, Weights
 from infer.layers.mlp import GatedMLP
 from infer.quant.chosen import ChosenExperts
 from infer.quant.projection import Choices, PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
 
 ALWAYS_DENSE = (".router", ".shared_gate")  # name endings of modules that no scheme packs
-
-
-class Vector(nn.Module):
-    """Stored numbers that are not the weights of a norm."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
 
 class MixtureOfExperts(nn.Module):
@@ -80,7 +72,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = GatedMLP(hidden_size, shared_size, activation=activation, bias=False)
             self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
         self.has_shared = shared_size > 0
-        self.scale = Vector(num_experts) if scaled else None
+        self.scale = Weights(num_experts) if scaled else None
         self.few: FewExperts | None = None  # kernels for few tokens, where there are some
 
     def prepare(self, compiled: CompiledLinears) -> None:

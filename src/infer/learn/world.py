@@ -18,7 +18,7 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig, SchedulerConfig
-from infer.engine.build import shape_of
+from infer.engine.device_build import shape_of
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
 from infer.execution.device import StepResult, SyncDevice

@@ -17,17 +17,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from infer.errors import ConfigError, EngineError
-from infer.kernels.runtime.communicator import Communicator as Communicator
-from infer.kernels.runtime.communicator import Pipe as Pipe
-from infer.kernels.runtime.communicator import RankLine
+from infer.kernels.runtime.communicator import RankGroup
 from infer.kernels.runtime.dispatch import is_amd
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
@@ -46,44 +43,6 @@ from infer.models.model import Model
 MAX_ROTARY_NUMBERS = 2**27  # positions times head size: tables of half a gigabyte
 
 log = logging.getLogger(__name__)
-
-
-class RankGroup(Protocol):
-    """The ranks of a model as rank 0, which has the engine, sees them."""
-
-    communicator: Communicator  # the ranks that have parts of the same layers
-    pipe: Pipe | None  # the stages before and after; None: every rank has all layers
-
-    def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send all other ranks a message."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
-        ...
-
-    def lines(self) -> Sequence[RankLine]:
-        """The state of each rank, and how long it has waited."""
-        ...
-
-    def expect(self) -> None:
-        """Say that a step is waited for which the GPUs compute, and which ends soon or never."""
-        ...
-
-    def check(self, *, is_idle: bool | None = None) -> None:
-        """Raise `DeviceLost` if a rank is gone: no result since then can be used.
-
-        Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
-        """
-        ...
-
-    def watch(self, on_idle_loss: Callable[[], None]) -> None:
-        """Have a thread call this when a rank is gone that no step waits for: `check` knows why."""
-        ...
-
-    def close(self, reason: str = "") -> None:
-        """End all other ranks; with a reason, every further `check` raises it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +123,8 @@ def load_model(
     headers = headers or read_headers(source)
     context_len = check_length(max_seq_len, headers.config)
     plan = plan_weights(
-        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
-        world_size=rank.world_size, stage=rank.stage, num_stages=rank.num_stages,
-    )  # fmt: skip
+        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank
+    )
     plan.check_cuts()
     rule = plan.rule
     if rule.home == "cpu" and rule.label != AS_STORED:
@@ -259,8 +217,7 @@ def rank_device(device: str, rank: Rank) -> str:
     """The device of one of several ranks: a GPU for each, unless one was named, which then all share."""
     if rank.is_alone or choose_device(device).index is None:
         return device
-    sizes = {"tensor_parallel_size": rank.world_size, "pipeline_parallel_size": rank.num_stages}
-    asked = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    asked = " and ".join(f"{name}={size}" for name, size in rank.settings.items())
     if is_amd():
         raise ConfigError(f"{asked} needs GPUs of NVIDIA; leave it out, or use device=cpu")
     if ":" in device:

@@ -63,9 +63,8 @@ def load_random(
     if quantization in ("auto", DENSE):  # weights as stored, which are dense here
         quantization = DENSE if (home or home_of(chosen_device)) == "cpu" else "auto"
     plan = plan_weights(
-        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank.number,
-        world_size=rank.world_size, stage=rank.stage, num_stages=rank.num_stages,
-    )  # fmt: skip
+        headers, quantization=quantization, dtype=dtype, device=chosen_device, home=home, rank=rank
+    )
     plan.check_cuts()
     settle_products(plan.rule.dtype, chosen_device)
     context_len = check_length(max_seq_len, headers.config)

@@ -63,6 +63,12 @@ class Rank(NamedTuple):
         return (self.num_stages - 1 - self.stage) * self.world_size + self.number
 
     @property
+    def settings(self) -> dict[str, int]:
+        """The settings that made it one of several."""
+        sizes = {"tensor_parallel_size": self.world_size, "pipeline_parallel_size": self.num_stages}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
     def is_alone(self) -> bool:
         """True if it has all of the model."""
         return self.num_ranks == 1

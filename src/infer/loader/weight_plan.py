@@ -259,20 +259,16 @@ def plan_weights(
     dtype: str,
     device: torch.device,
     home: str | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-    stage: int = 0,
-    num_stages: int = 1,
+    rank: Rank = ALONE,
 ) -> WeightPlan:
     """Decide what becomes of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
 
     With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
-    With a `world_size` above 1 it is the plan of one `rank`, with its slices; with several stages, of the
-    layers of one `stage`.
+    It is the plan of one `rank`: of its slices, and of the layers of its stage.
     """
-    assert 0 <= rank < world_size and 0 <= stage < num_stages, (rank, world_size, stage, num_stages)
+    num_stages = rank.num_stages
     if headers.family.load is not None:
-        quantization = _check_foreign(headers, quantization, world_size, num_stages)
+        quantization = _check_foreign(headers, quantization, rank)
     if num_stages > headers.config.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}, which has "
@@ -284,13 +280,13 @@ def plan_weights(
             "keys of other layers, and embeddings of their own; leave it out"
         )
     rule = choose_rule(quantization, dtype, device, _held(headers), home)
-    whole = Rank(0, 1, stage, num_stages)
+    whole = rank._replace(number=0, world_size=1)
     skeleton = _network(headers, rule.dtype, META, whole)  # whole layers; the rank has a part of each
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
             by_module.setdefault(source.module, []).append(source)
-    cutter = Cutter(headers.config, Rank(rank, world_size, stage, num_stages))
+    cutter = Cutter(headers.config, rank)
     settings, modules = Settings(headers.quantization), dict[str, Kept]()
     for name, module in skeleton.named_modules():
         sources = tuple(by_module.get(name, ()))
@@ -311,21 +307,20 @@ def plan_weights(
         modules[name] = kept
         if is_tied:
             modules["embedding"] = kept
-    if world_size > 1 and not cutter.uncut:
-        skeleton = _network(headers, rule.dtype, META, cutter.rank)
+    if rank.world_size > 1 and not cutter.uncut:
+        skeleton = _network(headers, rule.dtype, META, rank)
     plan = WeightPlan(
         headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
-        rank=cutter.rank, uncut=cutter.uncut,
+        rank=rank, uncut=cutter.uncut,
     )  # fmt: skip
     plan.give_projections(skeleton, META)
     return plan
 
 
-def _check_foreign(headers: ModelHeaders, quantization: str, world_size: int, num_stages: int) -> str:
+def _check_foreign(headers: ModelHeaders, quantization: str, rank: Rank) -> str:
     """Refuse settings that need layers of ours; return the form that weights of transformers are kept in."""
     asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
-    asked |= {"tensor_parallel_size": str(world_size)} if world_size > 1 else {}
-    asked |= {"pipeline_parallel_size": str(num_stages)} if num_stages > 1 else {}
+    asked |= {name: str(size) for name, size in rank.settings.items()}
     for name, value in asked.items():
         raise ConfigError(
             f"{name}={value} needs a model whose code is here, and {headers.source.name} runs with that of "

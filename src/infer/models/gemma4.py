@@ -34,9 +34,9 @@ from infer.kernels.elementwise.gated_activation import activate
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.layers.attention import StepContext
 from infer.layers.embedding import Embedding
-from infer.layers.linear import Linear
+from infer.layers.linear import Linear, Weights
 from infer.layers.mlp import GatedMLP
-from infer.layers.moe import MixtureOfExperts, Vector
+from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
 from infer.models import gemma3, llama
@@ -284,7 +284,7 @@ class Gemma4Block(nn.Module):
             self.input_gate = Linear(size, self.input_size, bias=False)
             self.input_out = Linear(self.input_size, size, bias=False)
             self.post_input_norm = self._norm(size)
-        self.scalar = Vector(1)
+        self.scalar = Weights(1)
 
     def _norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, eps=self.eps)

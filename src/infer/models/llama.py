@@ -11,8 +11,8 @@ Its members differ in three facts of ModelConfig, each read exactly once, in sel
     layer_windows    Mistral 7B v0.1
 
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
-A family with other parts in its blocks overrides `make_mlp` (mixtral.py) or `make_attention` (qwen3_5.py), and
-one that joins the two in another way `block` (granite.py, olmo2.py, gemma3.py).
+A family with other parts in its blocks overrides `make_mlp` (mixtral.py) or `make_attention` (qwen3_5.py),
+and one that joins the two in another way `block` (granite.py, olmo2.py, gemma3.py).
 
 x is the residual stream, an object that layers add to. Norms, projections and additions around it are fused
 by the projections themselves (quant/residual.py).

@@ -41,7 +41,6 @@ from infer.config.knobs import parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.adapters import needed_room, network_of
-from infer.engine.build import resolve_for
 from infer.engine.cache_fit import (
     NO_DRAFT,
     DraftBytes,
@@ -55,6 +54,7 @@ from infer.engine.cache_fit import (
     ranks_sharing,
     scratch_of,
 )
+from infer.engine.device_build import resolve_for
 from infer.engine.device_memory import device_limit, look
 from infer.engine.machine import facts_of, machine_of
 from infer.engine.speculation_build import HeadHeaders, draft_bytes, read_draft
@@ -69,6 +69,7 @@ from infer.loader.headers import ModelHeaders, headers_of_config, read_headers
 from infer.loader.load import LoadChoice, check_length, choose_device
 from infer.loader.placement import plan_moves
 from infer.loader.quantization import AS_STORED, PACKED
+from infer.loader.slices import Rank
 from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_weights
 from infer.quant.gpu_schemes import LOADING_BYTES
 
@@ -490,10 +491,10 @@ def plan_stage(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
     load, dtype = config.load, config.load.dtype
     if dtype == "auto" and machine.kind == "gpu":
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
+    rank = Rank(0, load.tensor_parallel_size, stage, load.pipeline_parallel_size)
     return plan_weights(
-        headers, quantization=load.quantization, dtype=dtype, device=machine.device, rank=0,
-        world_size=load.tensor_parallel_size, stage=stage, num_stages=load.pipeline_parallel_size,
-    )  # fmt: skip
+        headers, quantization=load.quantization, dtype=dtype, device=machine.device, rank=rank
+    )
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infer.engine.build import shape_of
+from infer.engine.device_build import shape_of
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.execution.device import DeviceHalf, PendingStep, StateShape

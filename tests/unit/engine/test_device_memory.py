@@ -14,7 +14,7 @@ from infer.config.knobs import parse_memory
 from infer.config.profiles.find import Gpu
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
-from infer.engine import build, cache_fit, device_memory, machine, rehearsal
+from infer.engine import build, cache_fit, device_build, device_memory, machine, rehearsal
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, NoRoom
 from infer.execution.gpu.device import GpuDevice
@@ -131,10 +131,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {1: 30 << 20, 2: 400 << 20, 3: 100 << 20}[told.count("measured")]
 
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
-    monkeypatch.setattr(build, "is_gpu", lambda device: True)
+    for module in (build, device_build):
+        monkeypatch.setattr(module, "is_gpu", lambda device: True)
     monkeypatch.setattr(build, "freeze_with", lambda engine: None)
-    monkeypatch.setattr(build, "enforce_limit", lambda device, asked: told.append(f"limit {asked}"))
-    monkeypatch.setattr(build, "Arena", FakeArena)
+    monkeypatch.setattr(device_build, "enforce_limit", lambda device, asked: told.append(f"limit {asked}"))
+    monkeypatch.setattr(device_build, "Arena", FakeArena)
     monkeypatch.setattr(build, "gpu_name", lambda device: "GPU-1234")
     monkeypatch.setattr(device_memory, "peak_of", peak_of)
     monkeypatch.setattr(device_memory, "host_memory", lambda: (80 * GIB, 0))

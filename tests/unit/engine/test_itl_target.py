@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.engine import build
+from infer.engine import device_build
 from infer.engine.itl_target import prompt_tokens_within
 from infer.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_an_engine_measures_once_and_generates_the_same(
         measured.append(num_tokens)
         return num_tokens / 1e3
 
-    monkeypatch.setattr(build, "prefill_seconds", note)
+    monkeypatch.setattr(device_build, "prefill_seconds", note)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompts = [[5, 6, 7] * 12, [9] * 30, [11, 12]]
     plain = LLM(checkpoint, dtype="float32")

@@ -19,7 +19,7 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import cache_fit
-from infer.engine.build import resolve_for
+from infer.engine.device_build import resolve_for
 from infer.errors import ConfigError
 from infer.frontend.async_llm import AsyncLLM
 from infer.frontend.llm import LLM

@@ -26,7 +26,7 @@ from infer.loader.formats.gguf_tensors import PackedTensor, _restore_order
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.headers import ModelHeaders, WeightSource, headers_of_config, read_headers
-from infer.loader.slices import Slice
+from infer.loader.slices import Rank, Slice
 from infer.loader.weight_plan import WeightPlan, plan_weights
 from infer.models.registry import FAMILIES
 from infer.models.weight_map import Target
@@ -88,7 +88,7 @@ def checkpoint(root: Path, family: str, recipe: str = "", sizes: Sizes | None = 
 
 def plan_of(headers: ModelHeaders, rank: int, world_size: int, **options: Any) -> WeightPlan:
     chosen: dict[str, Any] = {"quantization": "none", "dtype": "float32", "device": CPU} | options
-    return plan_weights(headers, rank=rank, world_size=world_size, **chosen)
+    return plan_weights(headers, rank=Rank(rank, world_size), **chosen)
 
 
 def plans_of(headers: ModelHeaders, world_size: int) -> list[WeightPlan]:

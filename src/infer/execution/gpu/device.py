@@ -81,7 +81,7 @@ from infer.execution.order import (
     to_bytes,
 )
 from infer.execution.rank_ring import RankMessage
-from infer.execution.torch_device import MAX_PARTS, OtherRanks
+from infer.execution.torch_device import MAX_PARTS
 from infer.execution.trees import DraftTree, branched_rows, main_line, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
@@ -92,7 +92,7 @@ from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.tree_nodes import next_nodes
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
-from infer.kernels.runtime.communicator import Pipe
+from infer.kernels.runtime.communicator import Pipe, RankGroup
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
@@ -163,7 +163,7 @@ class JoinedResult(NamedTuple):
 
     pending: Pending[StepResult]
     finishing: Callable[[], AbstractContextManager[None]]  # ends all ranks if this one fails
-    ranks: OtherRanks
+    ranks: RankGroup
 
     def wait(self) -> StepResult:
         """The result, once it is there and all ranks have computed it."""
@@ -200,7 +200,7 @@ class GpuDevice:
         has_trees: bool = False,
         tree_of: Callable[[int], DraftTree] | None = None,
         adapters: AdapterBank | None = None,
-        ranks: OtherRanks | None = None,
+        ranks: RankGroup | None = None,
         communicator: GpuCommunicator | None = None,
         pipe: Pipe | None = None,
     ) -> None:

@@ -12,6 +12,7 @@ Where the layers of a model are in stages, a `Pipe` takes hidden states from sta
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -86,3 +87,41 @@ class RankLine(NamedTuple):
     def needs_others(self) -> bool:
         """True if it waits for a sum, or for rows of another stage."""
         return self.waiting == 1
+
+
+class RankGroup(Protocol):
+    """The ranks of a model as rank 0, which has the engine, sees them."""
+
+    communicator: Communicator  # the ranks that have parts of the same layers
+    pipe: Pipe | None  # the stages before and after; None: every rank has all layers
+
+    def send(self, kind: int, body: bytes | bytearray) -> None:
+        """Send all other ranks a message."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all other ranks have finished a long task: loading, or building what runs steps."""
+        ...
+
+    def lines(self) -> Sequence[RankLine]:
+        """The state of each rank, and how long it has waited."""
+        ...
+
+    def expect(self) -> None:
+        """Say that a step is waited for which the GPUs compute, and which ends soon or never."""
+        ...
+
+    def check(self, *, is_idle: bool | None = None) -> None:
+        """Raise `DeviceLost` if a rank is gone: no result since then can be used.
+
+        Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
+        """
+        ...
+
+    def watch(self, on_idle_loss: Callable[[], None]) -> None:
+        """Have a thread call this when a rank is gone that no step waits for: `check` knows why."""
+        ...
+
+    def close(self, reason: str = "") -> None:
+        """End all other ranks; with a reason, every further `check` raises it."""
+        ...
