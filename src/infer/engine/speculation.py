@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.order import StepOrder
@@ -33,10 +33,43 @@ from infer.scheduling.sequence import Sequence
 from infer.speculative.adaptive import Acceptance, DraftLengths, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
-if TYPE_CHECKING:
-    from infer.engine.draft_model import DraftModel  # it imports torch, which a server does without
-
 LONGEST_PAUSE = 16  # steps that overlap after ids were waited for and no draft was found
+
+
+class Drafter(Protocol):
+    """A model that drafts: it fills places whose blocks are reserved."""
+
+    @property
+    def is_late(self) -> bool:
+        """True if `collect` may come after the step that verifies the drafts is launched."""
+        ...
+
+    def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
+        """The drafts that these sequences get instead of these counts, given those that are being made."""
+        ...
+
+    def begin(self, sequences: Seq[Sequence]) -> None:
+        """Begin to draft for these sequences, as many ids as each has places for."""
+        ...
+
+    def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
+        """Begin to draft for their next window, if that need not wait for the step that was launched.
+
+        `verifies`: that window may begin as well.
+        """
+        ...
+
+    def collect(self) -> Seq[Seq[int]]:
+        """The drafts that were begun, sequence by sequence."""
+        ...
+
+    def note(self, plan: StepPlan) -> None:
+        """See a plan that is about to run, with or without drafts."""
+        ...
+
+    def is_ready(self, seq: Sequence) -> bool:
+        """True if it can draft for a running sequence now, or only after its next step."""
+        ...
 
 
 class Speculation:
@@ -47,7 +80,7 @@ class Speculation:
         scheduler: Scheduler,
         lengths: DraftLengths,
         proposer: Proposer | None = None,
-        drafter: DraftModel | None = None,
+        drafter: Drafter | None = None,
         *,
         max_drafts: int,
         max_rows: int,

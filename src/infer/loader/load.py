@@ -24,7 +24,9 @@ from functools import partial
 import torch
 
 from infer.errors import ConfigError, EngineError
-from infer.kernels.runtime.communicator import RankGroup
+from infer.kernels.runtime.communicator import Communicator as Communicator
+from infer.kernels.runtime.communicator import Pipe as Pipe
+from infer.kernels.runtime.communicator import RankGroup as RankGroup
 from infer.kernels.runtime.dispatch import is_amd
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
