@@ -13,8 +13,8 @@ import numpy as np
 
 from infer.constraints.guide import ENDED, Guide
 from infer.engine.engine import Engine
-from infer.execution.device import PendingStep, ReadyResult
-from infer.execution.order import StepOrder
+from infer.execution.device import Pending, PendingStep
+from infer.execution.order import StepMasks, StepOrder
 from infer.sampling.params import SamplingParams, sequence_seed
 from tests.support import words
 from tests.support.oracle import OracleDevice, OracleWorld, next_token
@@ -40,9 +40,12 @@ class MaskedOracle(OracleDevice):
 
     def run(self, order: StepOrder) -> PendingStep:
         seen = self.forward(order)
-        return PendingStep(
-            order.flags, lambda masks: ReadyResult(self.draw(order, seen, masks)), self._memory
-        )
+
+        def launch(masks: StepMasks) -> Pending:
+            result = self.draw(order, seen, masks)
+            return lambda: result
+
+        return PendingStep(order.flags, launch, self._memory)
 
     def choose(self, seen: Seq[int], seed: int, allowed: np.ndarray | None) -> int:
         return draw(seen, seed, allowed)

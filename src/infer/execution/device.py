@@ -23,14 +23,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from infer.execution.order import AWAITS_MASKS, NO_MASKS, StepMasks, StepOrder
 from infer.sampling.params import RowLogprobs
-
-T_co = TypeVar("T_co", covariant=True)
 
 
 class StateShape(NamedTuple):
@@ -52,22 +50,12 @@ class StepResult(NamedTuple):
     pooled: Mapping[int, np.ndarray] = {}  # pooled states of this part of an embedding, by number
 
 
-class Pending(Protocol[T_co]):
-    """Something that a device makes and that arrives later."""
-
-    def wait(self) -> T_co:
-        """The thing itself, once it is there."""
-        ...
+Pending = Callable[[], StepResult]  # a result that arrives later: the call waits for it
 
 
-class ReadyResult(NamedTuple):
-    """A result that is there already."""
-
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        """The result."""
-        return self.result
+def no_rows() -> StepResult:
+    """The result of a step in which no row draws anything here."""
+    return StepResult([], [], {})
 
 
 class PendingStep:
@@ -82,7 +70,7 @@ class PendingStep:
     def __init__(
         self,
         flags: int,
-        launch: Callable[[StepMasks], Pending[StepResult]],
+        launch: Callable[[StepMasks], Pending],
         memory: Callable[[int], np.ndarray],
         *,
         in_graph: bool = False,
@@ -109,7 +97,7 @@ class PendingStep:
     def wait(self) -> StepResult:
         """The result, once it is there; raises `DeviceLost` where the device failed."""
         assert self._result is not None, "a step that awaits masks is sampled before it is waited for"
-        return self._result.wait()
+        return self._result()
 
 
 class DeviceHalf(Protocol):
@@ -150,7 +138,12 @@ class SyncDevice(ABC):
 
     def run(self, order: StepOrder) -> PendingStep:
         """Execute an order at once; one that awaits masks, when these are there."""
-        return PendingStep(order.flags, lambda masks: ReadyResult(self.compute(order, masks)), self._memory)
+
+        def launch(masks: StepMasks) -> Pending:
+            result = self.compute(order, masks)
+            return lambda: result
+
+        return PendingStep(order.flags, launch, self._memory)
 
     def path_of(self, order: StepOrder) -> str:
         """The way in which this order is computed, in words for people."""

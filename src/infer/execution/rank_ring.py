@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final
 
-from infer.errors import RanksEnded
+from infer.errors import DeviceLost, RanksEnded
 from infer.kernels.cpu.collectives import (
     HEADER_BYTES,
     WORD_BYTES,
@@ -28,7 +30,7 @@ from infer.kernels.cpu.collectives import (
     region_bytes,
 )
 from infer.kernels.cpu.library import Library
-from infer.kernels.runtime.communicator import RankLine
+from infer.kernels.runtime.communicator import RankGroup, RankLine
 
 NUM_SLOTS: Final = 32  # more than are ever under way while stages wait for each other
 SLOT_BYTES: Final = 1 << 15
@@ -75,6 +77,19 @@ def slot_length(memory: mmap.mmap, word: MirroredWord, number: int) -> int:
         (count,) = _COUNT.unpack_from(memory, word.counts + _COUNT.size * slot)
         return int(4 * count)
     return _PIECE.size + int(_PIECE.unpack_from(memory, word.first_slot + slot * word.slot_bytes)[1])
+
+
+@contextmanager
+def whole_group(ranks: RankGroup, step: int) -> Iterator[None]:
+    """End all ranks with whatever ends a step of theirs halfway: the others wait for what does not come."""
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C, too
+        ranks.check()
+        ranks.close(f"step {step} was not finished: {type(error).__name__}")
+        if isinstance(error, DeviceLost) or not isinstance(error, Exception):
+            raise
+        raise DeviceLost(f"the device failed in step {step}") from error
 
 
 class RankLink:

@@ -29,8 +29,7 @@ may be sent ahead, with ids that follow part by part as they are drawn:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final
 
@@ -41,7 +40,7 @@ from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import DeviceLost
 from infer.execution.cpu_step import CpuSteps, attention_library
-from infer.execution.device import PendingStep, StateShape, StepResult, SyncDevice
+from infer.execution.device import Pending, PendingStep, StateShape, StepResult, SyncDevice, no_rows
 from infer.execution.embedding import pool_hidden
 from infer.execution.halves import SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
@@ -57,7 +56,7 @@ from infer.execution.order import (
     StepOrder,
     to_bytes,
 )
-from infer.execution.rank_ring import RankMessage
+from infer.execution.rank_ring import RankMessage, whole_group
 from infer.execution.row_book import RowBook
 from infer.execution.split_step import split_step
 from infer.execution.trees import moved_slots
@@ -75,16 +74,15 @@ class _StagedStep:
 
     def __init__(self, order: StepOrder, finish: Callable[[_StagedStep], None]) -> None:
         self.order, self.is_sent, self._finish = order, False, finish
-        self.masks, self.result = NO_MASKS, StepResult([], [], {})
+        self.masks, self.result = NO_MASKS, no_rows()
         self.is_done = False
 
-    def sampled_with(self, masks: StepMasks) -> _StagedStep:
-        """Take the masks under which it is sampled."""
+    def sampled_with(self, masks: StepMasks) -> Pending:
+        """Take the masks under which it is sampled; returns its result."""
         self.masks = masks
-        return self
+        return self._wait
 
-    def wait(self) -> StepResult:
-        """The result."""
+    def _wait(self) -> StepResult:
         if not self.is_done:
             self._finish(self)
         return self.result
@@ -160,7 +158,7 @@ class TorchDevice(SyncDevice):
             with torch.inference_mode():
                 self._enter(order)
                 if not order.num_rows:  # beams coming back compute their next tokens once all are here
-                    return StepResult([], [], {})
+                    return no_rows()
                 try:
                     return self._compute(order, masks)
                 except torch.OutOfMemoryError as error:
@@ -179,10 +177,10 @@ class TorchDevice(SyncDevice):
     def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: RankGroup) -> StepResult:
         """Execute an order as rank 0 of several."""
         start = perf_counter()
-        with _whole_group(ranks, order), torch.inference_mode():
+        with whole_group(ranks, order.step), torch.inference_mode():
             self._enter(order)
             ranks.send(RankMessage.ORDER, to_bytes(self._with_last_tokens(order)))
-            result = self._compute(order, masks) if order.num_rows else StepResult([], [], {})
+            result = self._compute(order, masks) if order.num_rows else no_rows()
             ranks.check()
         self.step_s += perf_counter() - start
         return result
@@ -192,7 +190,7 @@ class TorchDevice(SyncDevice):
         if self._pipe is None or self._ranks is None:
             return super().run(order)
         step = _StagedStep(order, self._finish)
-        with _whole_group(self._ranks, order), torch.inference_mode():
+        with whole_group(self._ranks, order.step), torch.inference_mode():
             if not self._staged:
                 self._begin(step)
             elif len(self._staged) == 1 and order.num_rows and (order.kinds == DECODE).all():
@@ -230,7 +228,7 @@ class TorchDevice(SyncDevice):
                     )
                 return result
 
-            with _whole_group(ranks, order), torch.inference_mode():
+            with whole_group(ranks, order.step), torch.inference_mode():
                 first.result = run_parts(self._parts(order), order.num_rows, first.masks, compute)
                 first.is_done = True
                 self._staged.popleft()
@@ -336,19 +334,6 @@ class TorchDevice(SyncDevice):
             assert self._cpu is not None
             return self._cpu.context(order)
         return self._paged(order, backend)
-
-
-@contextmanager
-def _whole_group(ranks: RankGroup, order: StepOrder) -> Iterator[None]:
-    """End all ranks with whatever ends a step of theirs halfway."""
-    try:
-        yield
-    except BaseException as error:  # Ctrl-C, too: the others wait for what does not come
-        ranks.check()
-        ranks.close(f"step {order.step} was not finished: {type(error).__name__}")
-        if not isinstance(error, Exception):
-            raise
-        raise DeviceLost(f"the device failed in step {order.step}") from error
 
 
 class TorchHead(TorchDevice):

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from infer.errors import DeviceLost
-from infer.execution.device import Pending, PendingStep, ReadyResult, StepResult
+from infer.execution.device import Pending, PendingStep, StepResult
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.gpu.readback import Readback
+from infer.execution.gpu.readback import PendingIds, Readback
 from infer.execution.order import AWAITS_MASKS, NO_MASKS, StepMasks, StepOrder
 from infer.sampling.params import NO_TOKEN
 from infer.scheduling.plan import StepPlan
@@ -32,7 +32,7 @@ def make_world(steps_ahead: int = 3, **knobs: Any) -> OracleWorld:
     return OracleWorld(**({"block_size": 4, "num_blocks": 60, "steps_ahead": steps_ahead} | knobs))
 
 
-def pending_step(launch: Callable[[StepMasks], Pending[StepResult]]) -> PendingStep:
+def pending_step(launch: Callable[[StepMasks], Pending]) -> PendingStep:
     """A step without masks."""
     return PendingStep(0, launch, lambda count: NO_MASKS.lines_KW)
 
@@ -190,7 +190,7 @@ def test_a_late_failure_of_one_that_left_does_not_end_who_has_its_id_now() -> No
     num_ahead(world, 6)
     flights = world.engine._flights
     broken = flights[0].step.wait()._replace(ids=[(NO_TOKEN,), (7,)])
-    flights[0] = flights[0]._replace(step=pending_step(lambda masks: ReadyResult(broken)))
+    flights[0] = flights[0]._replace(step=pending_step(lambda masks: lambda: broken))
     world.engine.abort("a")
     world.tokens.clear()
     world.add("a", prompt_of(9, start=3), max_tokens=10)
@@ -218,7 +218,7 @@ def test_ids_stay_where_they_are_until_they_are_read(
         def synchronize(self) -> None: ...
 
     monkeypatch.setattr(readback, "_events", [Event() for _ in readback._buffers])
-    taken: deque[Pending[StepResult]] = deque()
+    taken: deque[PendingIds] = deque()
     for step in range(20):
         taken.append(readback.take(step, torch.tensor([step, -step]), 2))
         if len(taken) > steps_ahead:
@@ -338,4 +338,4 @@ def test_a_step_without_masks_is_sampled_at_once() -> None:
     launch = mock.MagicMock()
     step = pending_step(launch)
     launch.assert_called_once_with(NO_MASKS)
-    assert step.wait() is launch.return_value.wait.return_value
+    assert step.wait() is launch.return_value.return_value

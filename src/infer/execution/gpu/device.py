@@ -51,7 +51,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.config.speculation import WINDOW_TOKENS
 from infer.errors import DeviceLost
-from infer.execution.device import Pending, PendingStep, ReadyResult, StateShape, StepResult
+from infer.execution.device import Pending, PendingStep, StateShape, StepResult, no_rows
 from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.lanes import fill_lanes
@@ -80,7 +80,7 @@ from infer.execution.order import (
     StepOrder,
     to_bytes,
 )
-from infer.execution.rank_ring import RankMessage
+from infer.execution.rank_ring import RankMessage, whole_group
 from infer.execution.torch_device import MAX_PARTS
 from infer.execution.trees import DraftTree, branched_rows, main_line, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
@@ -104,9 +104,10 @@ from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
 
+DRAFTING = "while drafts were made"  # where a device may fail besides steps
 MIN_PART = 64  # tokens of a part that stages compute: fewer take as long
 
-Sampler = Callable[[StepMasks], Pending[StepResult]]  # launches the second part of a step, after its forward
+Sampler = Callable[[StepMasks], Pending]  # launches the second part of a step, after its forward
 
 
 class Followed(NamedTuple):
@@ -143,35 +144,6 @@ class AwaitedIds(NamedTuple):
     positions: np.ndarray  # positions where the ids will stand
     places: np.ndarray  # places of theirs among the ids that come
     num_ids: int  # ids that come, with padding
-
-
-class PartsResult(NamedTuple):
-    """The result of a step that stages compute in parts."""
-
-    parts: list[tuple[int, StepOrder]]
-    steps: list[PendingStep]
-    num_rows: int
-
-    def wait(self) -> StepResult:
-        """The results of all parts, put together."""
-        steps = iter(self.steps)
-        return run_parts(self.parts, self.num_rows, NO_MASKS, lambda part, masks: next(steps).wait())
-
-
-class JoinedResult(NamedTuple):
-    """The result of a step that several ranks compute."""
-
-    pending: Pending[StepResult]
-    finishing: Callable[[], AbstractContextManager[None]]  # ends all ranks if this one fails
-    ranks: RankGroup
-
-    def wait(self) -> StepResult:
-        """The result, once it is there and all ranks have computed it."""
-        with self.finishing():
-            self.ranks.expect()
-            result = self.pending.wait()
-            self.ranks.check()
-        return result
 
 
 class GpuDevice:
@@ -359,7 +331,7 @@ class GpuDevice:
         """Begin a step; see the module's docstring for the order of things."""
         if self._ranks is None:
             return self._run(order)
-        with self._together(order.step):
+        with whole_group(self._ranks, order.step):
             if self._late is not None:  # the others are told all drafts
                 self._late.read(order)
                 self._late = None
@@ -367,9 +339,10 @@ class GpuDevice:
             parts = self._parts(order)
             if len(parts) == 1:
                 return self._run(order)
-            result = PartsResult(parts, [self._run(part, is_part=True) for _, part in parts], order.num_rows)
+            steps = [self._run(part, is_part=True) for _, part in parts]
             self._decoded = None  # rows of a part
-            return PendingStep(order.flags, lambda masks: self._joined(order.step, result), self._mask_memory)
+            pending = self._joined(order.step, partial(_wait_for_parts, parts, steps, order.num_rows))
+            return PendingStep(order.flags, lambda masks: pending, self._mask_memory)
 
     def compute_part(self, order: StepOrder) -> None:
         """Launch an order as a rank other than 0."""
@@ -393,20 +366,6 @@ class GpuDevice:
             return [(0, order)]
         (_, first), *rest = parts_of(order, count, cuts_rows=self.model.config.delta is None)
         return [(0, first._replace(transfers=order.transfers)), *rest]
-
-    @contextmanager
-    def _together(self, step: int) -> Iterator[None]:
-        """End all ranks with a step that is not finished: the others wait for what does not come."""
-        try:
-            yield
-        except BaseException as error:
-            if self._ranks is None:
-                raise
-            self._ranks.check()
-            self._ranks.close(f"step {step} was not finished: {type(error).__name__}")
-            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
-                raise
-            raise DeviceLost(f"the device failed in step {step}") from error
 
     def agree(self) -> None:
         """Keep the captured steps that all ranks have; all ranks come here together."""
@@ -448,22 +407,30 @@ class GpuDevice:
 
     def _launch_sampler(
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
-    ) -> Pending[StepResult]:
+    ) -> Pending:
         """Launch the second part of a step; where there is no memory, run the step in halves instead."""
         if self._ranks is None:
             return self._launch_own(order, late, sample, masks)
-        with self._together(order.step):
+        with whole_group(self._ranks, order.step):
             pending = self._launch_own(order, late, sample, masks)
         return self._joined(order.step, pending)
 
-    def _joined(self, step: int, pending: Pending[StepResult]) -> JoinedResult:
-        """The result of a step, as rank 0 of several."""
-        assert self._ranks is not None
-        return JoinedResult(pending, partial(self._together, step), self._ranks)
+    def _joined(self, step: int, pending: Pending) -> Pending:
+        """The result of a step, as rank 0 of several, once all ranks have computed it."""
+
+        def wait() -> StepResult:
+            assert self._ranks is not None
+            with whole_group(self._ranks, step):
+                self._ranks.expect()
+                result = pending()
+                self._ranks.check()
+            return result
+
+        return wait
 
     def _launch_own(
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
-    ) -> Pending[StepResult]:
+    ) -> Pending:
         try:
             try:
                 if order.flags & AWAITS_MASKS and not order.flags & ON_HOST and VERIFY not in order.kinds:
@@ -479,7 +446,7 @@ class GpuDevice:
                 result = self._smaller.run(order, kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
                 masks.lines_KW[:] = kept.lines_KW  # the engine still reads them
-                return ReadyResult(result)
+                return lambda: result
         except torch.AcceleratorError as error:
             raise DeviceLost.of(f"in step {order.step}", error) from error
 
@@ -501,10 +468,8 @@ class GpuDevice:
 
     def _mask_memory(self, count: int) -> np.ndarray:
         """Pinned memory for masks; waits for the steps before, whose samplers fetch the same lines."""
-        try:
+        with _losing_device("before masks were filled"):
             self._readback.arrive()
-        except torch.AcceleratorError as error:
-            raise DeviceLost.of("before masks were filled", error) from error
         return self.rows.masks.take(count)
 
     def _host_memory(self, count: int) -> np.ndarray:
@@ -525,7 +490,7 @@ class GpuDevice:
                 self._go_on(order)
             self.rows.apply(order)
             if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
-                return _nothing
+                return lambda masks: no_rows
             self._clear_masks(order)
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
             window = self._window_of(order) if is_verified and runs_plain else None
@@ -547,10 +512,10 @@ class GpuDevice:
 
     def _await_ids(
         self, rows: np.ndarray, positions: np.ndarray, places: np.ndarray, num_ids: int
-    ) -> Pending[StepResult]:
+    ) -> Pending:
         """Note that rows go on from ids that a later stage draws, which come when a row needs them."""
         self._awaited.append(AwaitedIds(rows, positions, places, num_ids))
-        return ReadyResult(StepResult([], [], {}))
+        return no_rows
 
     @torch.inference_mode()
     def _go_on(self, order: StepOrder) -> None:
@@ -612,13 +577,13 @@ class GpuDevice:
                 self.inputs.send_adapters(order.adapters, size.num_rows)
         self.graphs.forward(size)
 
-        def sample(masks: StepMasks) -> Pending[StepResult]:
+        def sample(masks: StepMasks) -> Pending:
             self._decoded = decoded
             if not self._has_logits:
                 return self._await_ids(rows, order.stops, np.arange(len(rows)), size.num_rows)
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None) if has_logprobs else None
-            return self._readback.take(order.step, ids_S, len(rows), asked)
+            return self._readback.take(order.step, ids_S, len(rows), asked).wait
 
         return sample
 
@@ -650,7 +615,7 @@ class GpuDevice:
             self._host_chunks = tuple(prompts.chunks)
         self.graphs.forward(size)
 
-        def sample(masks: StepMasks) -> Pending[StepResult]:
+        def sample(masks: StepMasks) -> Pending:
             if not self._has_logits:
                 num_ids = size.num_rows + self.profile.max_chunks
                 return self._await_ids(rows, order.stops[sampling], where, num_ids)
@@ -658,7 +623,7 @@ class GpuDevice:
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
             pending = self._readback.take(order.step, ids_S, order.num_rows, asked)
-            return pending.scatter(lambda: [*map(Drawn, sampling.tolist(), where.tolist())])
+            return pending.scatter(lambda: [*map(Drawn, sampling.tolist(), where.tolist())]).wait
 
         return sample
 
@@ -700,7 +665,7 @@ class GpuDevice:
         # made when the ids are there, for drafts may be late
         windows = partial(_windows_of, order, ends - 1, decided, backs)
 
-        def sample(masks: StepMasks) -> Pending[StepResult]:
+        def sample(masks: StepMasks) -> Pending:
             self.has_judged = True
             if order.flags & AWAITS_MASKS:
                 numbers = np.asarray(masks.numbers, dtype=np.int64)
@@ -709,7 +674,7 @@ class GpuDevice:
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
-            return pending.scatter(windows)
+            return pending.scatter(windows).wait
 
         return sample
 
@@ -728,7 +693,7 @@ class GpuDevice:
         is_alone = self._adapters is None and self._ranks is None and not self.rows.masks.has_any
         if size is None or not (is_plain and is_alone):
             return
-        with _losing_device(0), suppress(torch.OutOfMemoryError):
+        with _losing_device(DRAFTING), suppress(torch.OutOfMemoryError):
             self.graphs.ensure(size)
             lines_YS, ends = self.inputs.blank_window(size.num_rows), lengths.cumsum()
             turns = np.arange(num_tokens) - (ends - lengths).repeat(lengths)
@@ -757,9 +722,9 @@ class GpuDevice:
         self.graphs.is_replaying = True
         pending = early.ids.scatter(partial(_windows_of, order, order.counts.cumsum() - 1, early.decided))
 
-        def sample(masks: StepMasks) -> Pending[StepResult]:
+        def sample(masks: StepMasks) -> Pending:
             self.has_judged = True
-            return pending
+            return pending.wait
 
         return sample
 
@@ -951,7 +916,7 @@ class GpuDevice:
     @torch.inference_mode()
     def enter(self, order: StepOrder, previous: np.ndarray) -> None:
         """Take over the rows of an order in which all decode, and the tokens before theirs; nothing runs."""
-        with _losing_device(order.step):
+        with _losing_device(DRAFTING):
             self.rows.apply(order)
             rows_2K = send(torch.from_numpy(np.stack([order.rows, previous]).astype(np.int64)), self.device)
             self.rows.previous_R[rows_2K[0]] = rows_2K[1]
@@ -964,7 +929,7 @@ class GpuDevice:
         `drafts_KS` until the next call. Rows with different counts, or chains next to trees, take several
         launches.
         """
-        with _losing_device(0):
+        with _losing_device(DRAFTING):
             parts = list[tuple[torch.Tensor, torch.Tensor]]()
             kinds = [*zip(counts.tolist(), are_trees.tolist(), strict=True)]
             for kind in sorted({*kinds}):
@@ -1120,19 +1085,19 @@ class GpuDevice:
         windows = partial(_windows_of, order, ends - 1)
 
         @torch.inference_mode()
-        def sample(masks: StepMasks) -> Pending[StepResult]:
+        def sample(masks: StepMasks) -> Pending:
             ids_S = self.sample_rows(logits_SV, rows_S, positions_S, advanced_S.int())
             self._follow(partial(self._followed, order, prompts, ids_S))
             of_outputs = self._asked(logits_SV, rows, None)
             pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
-            return pending.scatter(windows, asked, pooled)
+            return pending.scatter(windows, asked, pooled).wait
 
         return sample
 
-    def _sample_elsewhere(self, order: StepOrder, masks: StepMasks) -> Pending[StepResult]:
+    def _sample_elsewhere(self, order: StepOrder, masks: StepMasks) -> Pending:
         """The end of a ragged step whose logits another stage has."""
         if order.flags & ON_HOST or not order.num_sampled.any():
-            return ReadyResult(StepResult([], [], {}))
+            return no_rows
         ends, goes_on = order.num_sampled.cumsum(), order.num_sampled == 1  # others wait to be judged
         places, num_ids = ends[goes_on] - 1, int(ends[-1])
         return self._await_ids(order.rows[goes_on], order.stops[goes_on], places, num_ids)
@@ -1150,13 +1115,13 @@ class GpuDevice:
     @torch.inference_mode()
     def _sample_none(
         self, order: StepOrder, prompts: Prompts, asked: list[PromptTable], pooled: Pooled | None
-    ) -> Pending[StepResult]:
+    ) -> Pending:
         """The end of a ragged step without an id to sample: there may be something to wait for."""
         self._follow(partial(self._followed, order, prompts, self._scratch.ids_S[:0]))
         if not (asked or pooled):  # the middle of a prompt
-            return ReadyResult(StepResult([()] * order.num_rows, [()] * order.num_rows, {}))
+            return lambda: StepResult([()] * order.num_rows, [()] * order.num_rows, {})
         pending = self._readback.take(order.step, self._scratch.ids_S[:0], order.num_rows)
-        return pending.scatter(list, asked, pooled)
+        return pending.scatter(list, asked, pooled).wait
 
     @torch.inference_mode()
     def _sample_on_host(
@@ -1167,10 +1132,10 @@ class GpuDevice:
         hidden_CD: torch.Tensor,
         pooled: Pooled | None,
         masks: StepMasks,
-    ) -> Pending[StepResult]:
+    ) -> Pending:
         if not self._samples:
             self._sampler.follow(order, last_rows, hidden_CD)
-            return ReadyResult(StepResult([], [], {}))
+            return no_rows
         result = self._sampler.sample(order, last_rows, hidden_CD, masks)
         self._follow(
             lambda: self._followed(
@@ -1180,7 +1145,7 @@ class GpuDevice:
         if pooled is not None:
             arrival = self._readback.take(order.step, self._scratch.ids_S[:0], 0).scatter(list, pooled=pooled)
             result = result._replace(pooled=arrival.wait().pooled)
-        return ReadyResult(result)
+        return lambda: result
 
     def _hidden_of(self, order: StepOrder, prompts: Prompts, places: list[int] | None) -> torch.Tensor:
         """Hidden states of a ragged step: of all tokens, or of those at `places`."""
@@ -1263,24 +1228,27 @@ def _windows_of(
     return found
 
 
+def _wait_for_parts(
+    parts: list[tuple[int, StepOrder]], steps: Sequence[PendingStep], num_rows: int
+) -> StepResult:
+    """The results of all parts of a step, put together."""
+    following = iter(steps)
+    return run_parts(parts, num_rows, NO_MASKS, lambda part, masks: next(following).wait())
+
+
 @contextmanager
-def _losing_device(step: int) -> Iterator[None]:
+def _losing_device(where: str) -> Iterator[None]:
     """Raise `DeviceLost` where the device fails."""
     try:
         yield
     except torch.AcceleratorError as error:
-        raise DeviceLost.of(f"in step {step}", error) from error
-
-
-def _nothing(masks: StepMasks) -> Pending[StepResult]:
-    """The result of an order without rows."""
-    return ReadyResult(StepResult([], [], {}))
+        raise DeviceLost.of(where, error) from error
 
 
 def _raising(error: torch.OutOfMemoryError) -> Sampler:
     """The second part of a step whose first part found no memory."""
 
-    def sample(masks: StepMasks) -> Pending[StepResult]:
+    def sample(masks: StepMasks) -> Pending:
         raise error
 
     return sample
