@@ -114,11 +114,11 @@ def measure_prefixes(block_size: int, repeats: int) -> list[tuple[str, float]]:
 
     insert = best_us(lambda: pool.commit(1, tokens, len(tokens)), repeats, prepare=restart)
     pool.release(1)
-    walk = best_us(lambda: pool._tree.match(tokens), repeats)
+    walk = best_us(lambda: pool.tree.match(tokens), repeats)
     match = best_us(enter(2), repeats, prepare=lambda: pool.release(2))
     release = best_us(lambda: pool.release(2), repeats, prepare=reenter)
     pool.release(2)
-    eviction = best_us(lambda: pool._tree.evict(num_blocks), 1)
+    eviction = best_us(lambda: pool.tree.evict(num_blocks), 1)
     miss = best_us(enter(3), repeats, prepare=lambda: pool.release(3))
     return [
         (f"walk of {LONG_PROMPT_LEN} cached tokens", walk),

@@ -133,10 +133,10 @@ def test_keys_without_a_state_are_no_hit() -> None:
     serve(engine, "qwen3_5", [(prompt, params)])
     pool = engine.scheduler.pool
     assert pool.windows == (None, STATE)
-    states = [node.blocks[1] for node in pool._tree._nodes.values() if node.blocks[1] >= 0]
+    states = [node.blocks[1] for node in pool.tree._nodes.values() if node.blocks[1] >= 0]
     assert len(states) > 5
     for block in states:
-        pool._tree.forget(block)
+        pool.tree.forget(block)
     before = engine.scheduler.usage().num_hit_tokens
     serve(engine, "qwen3_5", [(prompt, params)])
     assert engine.scheduler.usage().num_hit_tokens == before

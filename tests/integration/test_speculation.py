@@ -624,7 +624,7 @@ def cached_texts(engine: Engine) -> Iterator[tuple[int, ...]]:
             yield longer
             yield from walk(child, longer)
 
-    return walk(engine.scheduler.pool._tree._root, ())
+    return walk(engine.scheduler.pool.tree._root, ())
 
 
 @pytest.mark.parametrize(("method", "on_gpu"), thinned(("self", "lies"), (False, True), keep=2))

@@ -90,7 +90,7 @@ def _(tree: PrefixTree) -> None:
 
 @check_books.register
 def _(pool: PagedKVCachePool) -> None:
-    for books in (pool._device, pool._host, pool._tree):
+    for books in (pool._device, pool._host, pool.tree):
         check_books(books)
     for sequence in pool._sequences.values():
         _check_sequence(sequence, pool)
@@ -125,7 +125,7 @@ def _check_sequence(books: SequenceBooks, pool: PagedKVCachePool) -> None:
         "it holds no more than its windows need": all(
             len(table) - start <= most for (table, start), most in zip(tables, pool._most_held, strict=True)
         ),
-        "its cursor is where its next block goes": depth_of(pool._tree, books.cursor)
+        "its cursor is where its next block goes": depth_of(pool.tree, books.cursor)
         in (None, books.num_entered),
     }
     _require(f"the books of sequence {books.seq_id}", claims)

@@ -46,7 +46,7 @@ in `kv_store.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,7 +59,7 @@ from infer.cache.layout import (
     longest_sequence,
     window_blocks,
 )
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, Branch, Move, PrefixNode, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, Move, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
@@ -137,8 +137,8 @@ class PagedKVCachePool:
         self.num_host_blocks = num_host_blocks
         self._device = allocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
-        self._tree = PrefixTree(self._device, block_size, windows, self._host)
-        self.moves = self._tree.moves  # moves that `take_moves` has not taken
+        self.tree = PrefixTree(self._device, block_size, windows, self._host)
+        self.moves = self.tree.moves  # moves that `take_moves` has not taken
         self._num_out = self._num_in = 0
         self._sequences: dict[int, SequenceBooks] = {}
 
@@ -178,7 +178,7 @@ class PagedKVCachePool:
         if not self.caches_prefixes:
             return 0
         size = self.block_size
-        path = self._tree.match(tokens, salt)
+        path = self.tree.match(tokens, salt)
         # A model must run at least one token to have something to sample from. When every token is
         # cached the last block stays attached, and `reserve` copies it for that one token to be written.
         num_cached = max(0, min(len(path) * size, len(tokens) - 1))
@@ -190,7 +190,7 @@ class PagedKVCachePool:
             books.starts[table] = start = max(num_cached - window + 1, 0) // size
             books.tables[table][:start] = [NO_BLOCK] * start
         books.num_entered = num_cached // size
-        if self._tree.num_host_blocks:
+        if self.tree.num_host_blocks:
             self._attach_copies(books, path, num_cached)
         self._device.share(books.holdings()[::-1], seq_id)
         if books.num_entered:
@@ -280,7 +280,7 @@ class PagedKVCachePool:
         if books.incoming:
             self._bring_in(books)
         if books.uncounted is not None:
-            self._tree.record(*books.uncounted, books.num_from_host)
+            self.tree.record(*books.uncounted, books.num_from_host)
             books.uncounted = None
         return copies
 
@@ -289,7 +289,7 @@ class PagedKVCachePool:
         blocks = self._device.take(len(books.incoming), books.seq_id)
         for (table, index, copy), block in zip(books.incoming, blocks, strict=True):
             books.tables[table][index] = block
-            self._tree.moves.append((TransferKind.SWAP_IN, copy, block))
+            self.tree.moves.append((TransferKind.SWAP_IN, copy, block))
         self._host.drop([copy for _, _, copy in books.incoming], books.seq_id)
         books.incoming = []
 
@@ -321,7 +321,7 @@ class PagedKVCachePool:
             return NEVER
         stop = num_computed // size
         if stop > books.num_entered:
-            books.cursor = self._tree.insert(tokens, tables, stop, books.salt, books.cursor)
+            books.cursor = self.tree.insert(tokens, tables, stop, books.salt, books.cursor)
             books.num_entered = stop
         return (books.num_entered + 1) * size
 
@@ -357,7 +357,7 @@ class PagedKVCachePool:
             for table, start in zip(books.tables, books.starts, strict=True)
             for block in table[start:num_blocks]
         ]
-        if not self._host.num_blocks or not self._tree.make_host_room(len(sources)):
+        if not self._host.num_blocks or not self.tree.make_host_room(len(sources)):
             return None
         self._num_out += len(sources)
         targets = self._host.take(len(sources), seq_id)
@@ -396,7 +396,7 @@ class PagedKVCachePool:
 
     def keep_evicted(self, keeps: bool) -> None:
         """Let evicted blocks leave copies in host memory from now on, or not."""
-        self._tree.keeps_evicted = keeps and self.num_host_blocks > 0
+        self.tree.keeps_evicted = keeps and self.num_host_blocks > 0
 
     def host_tokens(self, seq_id: int) -> int:
         """The number of tokens of a sequence that were found in host memory."""
@@ -411,18 +411,6 @@ class PagedKVCachePool:
             self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
         return moves
 
-    def forget_copies(self, host_blocks: Iterable[int]) -> None:
-        """Forget what the prefix tree has in these host blocks, which were never written."""
-        self._tree.forget_copies(host_blocks)
-
-    def watch_prefixes(self) -> None:
-        """Keep news of cached prefixes from now on; `take_prefix_news` gets them."""
-        self._tree.watch()
-
-    def take_prefix_news(self) -> dict[int, bool]:
-        """The prefixes that have come (true) or gone since the last call, by hash."""
-        return self._tree.take_news()
-
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks that were.
 
@@ -431,7 +419,7 @@ class PagedKVCachePool:
         for books in self._sequences.values():
             books.cursor, books.num_entered = ROOT, 0
             books.enters_tree = False
-        return self._tree.reset()
+        return self.tree.reset()
 
     def _count_unfilled(self, num_computed: Mapping[int, int]) -> int:
         """The number of slots of sequences' blocks that hold nothing yet."""
@@ -443,7 +431,7 @@ class PagedKVCachePool:
                 for index, block in enumerate(table[count // size :], count // size):
                     filled[block] = max(filled.get(block, 0), count - index * size, 0)
         # A sequence that will compute the last token of a cached block sees it unfilled: it is not.
-        return sum(size - n for block, n in filled.items() if block not in self._tree)
+        return sum(size - n for block, n in filled.items() if block not in self.tree)
 
     def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
         """The usage of the cache; unfilled slots are counted if `num_computed` is given, by sequence id."""
@@ -453,18 +441,18 @@ class PagedKVCachePool:
             num_blocks=self.num_blocks,
             num_free=self._device.num_free,
             num_idle=self._device.num_idle,
-            num_cached=self._tree.num_cached_blocks,
+            num_cached=self.tree.num_cached_blocks,
             num_used=num_used,
             num_unfilled_slots=num_unfilled,
             fragmentation=num_unfilled / (num_used * self.block_size) if num_used else 0.0,
             num_free_host_blocks=self._host.num_free,
-            num_cached_host=self._tree.num_host_blocks,
+            num_cached_host=self.tree.num_host_blocks,
             num_blocks_out=self._num_out,
             num_blocks_in=self._num_in,
-            num_queried_tokens=self._tree.num_queried_tokens,
-            num_hit_tokens=self._tree.num_hit_tokens,
-            num_host_hit_tokens=self._tree.num_host_hit_tokens,
-            num_evicted_blocks=self._tree.num_evicted_blocks,
+            num_queried_tokens=self.tree.num_queried_tokens,
+            num_hit_tokens=self.tree.num_hit_tokens,
+            num_host_hit_tokens=self.tree.num_host_hit_tokens,
+            num_evicted_blocks=self.tree.num_evicted_blocks,
         )
 
     @property
@@ -481,10 +469,6 @@ class PagedKVCachePool:
         """Yield every sequence's id, its device blocks and its host blocks, for pictures."""
         for seq_id, books in self._sequences.items():
             yield seq_id, books.holdings(), books.host_holdings()
-
-    def hottest_branches(self, limit: int) -> list[Branch]:
-        """The parts of the prefix tree that most prompts were found to begin with, `limit` at most."""
-        return self._tree.hottest(limit)
 
     def holdings(self) -> dict[Owner, frozenset[int]]:
         """The device blocks of every sequence, by its id, and of the prefix tree; a copy, for pictures."""
@@ -525,7 +509,7 @@ class PagedKVCachePool:
             return True
         if count > device.num_free + device.num_idle:
             return False
-        self._tree.evict(count - device.num_free)
+        self.tree.evict(count - device.num_free)
         return True
 
     def _take_back(self, blocks: list[int], num_new: int) -> bool:
@@ -533,7 +517,7 @@ class PagedKVCachePool:
 
         Without this a fully cached prompt as large as the cache could never start.
         """
-        tree, device = self._tree, self._device
+        tree, device = self.tree, self._device
         if any(block not in tree or device.ref_count(block) > 2 for block in blocks):
             return False
         if not self._make_room(num_new):

@@ -359,11 +359,11 @@ class Engine:
     def watch_prefixes(self) -> None:
         """Keep news of cached prefixes and the pace of steps: requests may go to other engines as well."""
         self._has_pace = True
-        self.scheduler.pool.watch_prefixes()
+        self.scheduler.pool.tree.watch()
 
     def take_prefix_news(self) -> dict[int, bool]:
         """The prefixes that have come (true) or gone since the last call, by hash (`chain_hashes`)."""
-        return self.scheduler.pool.take_prefix_news()
+        return self.scheduler.pool.tree.take_news()
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""

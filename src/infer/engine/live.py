@@ -259,7 +259,7 @@ class LiveView:
     def _look_slowly(self, now: float) -> tuple[list[Branch], tuple[int, int, int]]:
         looked_at, branches, host_bytes = self._slow
         if now - looked_at >= SLOW_INTERVAL_S:
-            branches = self._scheduler.pool.hottest_branches(MAX_BRANCHES)
+            branches = self._scheduler.pool.tree.hottest(MAX_BRANCHES)
             host_bytes = (*host_memory(), free_host_bytes())
             self._slow = now, branches, host_bytes
         return branches, host_bytes

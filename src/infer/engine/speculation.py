@@ -42,34 +42,27 @@ class Drafter(Protocol):
     @property
     def is_late(self) -> bool:
         """True if `collect` may come after the step that verifies the drafts is launched."""
-        ...
 
     def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
         """The drafts that these sequences get instead of these counts, given those that are being made."""
-        ...
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Begin to draft for these sequences, as many ids as each has places for."""
-        ...
 
     def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
         """Begin to draft for their next window, if that need not wait for the step that was launched.
 
         `verifies`: that window may begin as well.
         """
-        ...
 
     def collect(self) -> Seq[Seq[int]]:
         """The drafts that were begun, sequence by sequence."""
-        ...
 
     def note(self, plan: StepPlan) -> None:
         """See a plan that is about to run, with or without drafts."""
-        ...
 
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a running sequence now, or only after its next step."""
-        ...
 
 
 class Speculation:

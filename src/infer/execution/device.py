@@ -109,20 +109,16 @@ class DeviceHalf(Protocol):
     @property
     def can_embed(self) -> bool:
         """True if steps pool the hidden states of embeddings."""
-        ...
 
     @property
     def window_tokens(self) -> int:
         """The most tokens of a step with drafts for which penalties and masks are applied on the device."""
-        ...
 
     def run(self, order: StepOrder) -> PendingStep:
         """Begin a step; `DeviceLost`: every further one would fail as well."""
-        ...
 
     def path_of(self, order: StepOrder) -> str:
         """The way in which this order is computed, in words for people."""
-        ...
 
 
 class SyncDevice(ABC):

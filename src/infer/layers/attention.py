@@ -98,7 +98,6 @@ class StepContext(Protocol):
 
         A layer that shares those of another one has no heads of keys and values, and nothing is cached.
         """
-        ...
 
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor

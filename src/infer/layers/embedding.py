@@ -23,7 +23,6 @@ class Share(Protocol):
 
     def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows of all ids, whichever rank has them."""
-        ...
 
 
 class Embedding(nn.Module):

@@ -64,11 +64,9 @@ class Network(Protocol):
 
     def __call__(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states of all tokens, or of those whose logits are needed."""
-        ...
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """Return [S, V]."""
-        ...
 
 
 class Model(nn.Module):

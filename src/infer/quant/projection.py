@@ -51,19 +51,15 @@ class Source(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape as the checkpoint's own names mean it."""
-        ...
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device."""
-        ...
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The rows of a matrix in order on a device, about `num_rows` at a time; codes stay codes."""
-        ...
 
     def transpose(self) -> Source | None:
         """The transposed matrix, if that is how this one is stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

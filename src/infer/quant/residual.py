@@ -38,7 +38,6 @@ class ResidualNorm(Protocol):
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised sum and the sum; `x_TD` may come in parts, [P, T, D]."""
-        ...
 
 
 class Deferred:

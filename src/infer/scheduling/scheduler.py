@@ -298,7 +298,7 @@ class Scheduler:
                 seq.is_swapped = False
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
-        self.pool.forget_copies(move.destination for move in plan.transfers if move.kind == SWAP_OUT)
+        self.pool.tree.forget_copies(move.destination for move in plan.transfers if move.kind == SWAP_OUT)
         for seq in [s for s in self.running if self._holds(s, moved)]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)

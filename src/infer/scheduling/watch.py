@@ -28,15 +28,12 @@ class SequenceWatch(Protocol):
 
     def on_admit(self, seq: Sequence) -> None:
         """A sequence was let in, for the first time or again; its computed tokens need not be computed."""
-        ...
 
     def on_chunk(self, seq: Sequence, num_tokens: int, num_running: int) -> None:
         """A plan computes this many tokens of a prompt, or of what was preempted, in a batch of this size."""
-        ...
 
     def on_preempt(self, seq: Sequence, num_computed: int, num_planned: int, num_moved: int) -> None:
         """A sequence lost its place, and the part of the plan that it had.
 
         `num_moved` blocks went to host memory; 0: what it had computed is forgotten.
         """
-        ...

@@ -502,7 +502,7 @@ def test_a_prompt_goes_on_only_from_where_its_windows_are_whole() -> None:
     pool.release(3)
     pool.release(2)
     behind = len([block for block in pool.block_tables(1)[1] if block == NO_BLOCK])
-    assert behind == 7 and pool._tree.evict(behind) == behind
+    assert behind == 7 and pool.tree.evict(behind) == behind
     assert pool.match_prefix(4, [*tokens[:12], 99]) == 0, "the last six tokens before it are gone"
     assert pool.match_prefix(5, [*tokens, 99]) == 40
     assert pool.block_tables(5)[0][:10] == pool.block_tables(1)[0], "all there are of layers without a window"

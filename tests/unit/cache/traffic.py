@@ -160,7 +160,7 @@ class Traffic:
         return True
 
     def evict(self, count: int) -> int:
-        num_evicted = self.pool._tree.evict(count)
+        num_evicted = self.pool.tree.evict(count)
         self._take_moves()
         return num_evicted
 
@@ -191,7 +191,7 @@ class Traffic:
             block = table[position // size]
             sharers = [i for i, blocks in others.items() if block in blocks]
             assert not sharers, f"sequence {seq_id} writes block {block}, which {sharers} read"
-            assert block not in self.pool._tree, f"sequence {seq_id} writes the cached block {block}"
+            assert block not in self.pool.tree, f"sequence {seq_id} writes the cached block {block}"
             self._device.setdefault(block, {})[position % size] = seq.history(position)
 
 

@@ -331,7 +331,7 @@ def test_a_step_that_awaits_masks_is_sampled_once_they_are_there() -> None:
     given = step.sample([0, 4], [7, 9])
     (masks,) = launch.call_args.args
     assert masks is given and masks.lines_KW is lines_KW and set(masks.by_place()) == {(0, 7), (4, 9)}
-    assert step.wait() is launch.return_value.wait.return_value
+    assert step.wait() is launch.return_value.return_value
 
 
 def test_a_step_without_masks_is_sampled_at_once() -> None:
