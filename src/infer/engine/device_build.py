@@ -1,4 +1,4 @@
-"""What every rank of a model makes before it computes: projections, KV store, device half, memory for steps.
+"""The parts that every rank of a model makes before it computes: projections, KV store, device half.
 
     bind        the projections that the model runs with, and its adapters
     rehearse    on a GPU, the memory that steps take

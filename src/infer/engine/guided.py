@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import ge
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -30,19 +30,37 @@ from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.sequence import Sequence
-
-if TYPE_CHECKING:
-    from infer.engine.requests import RequestTable
+from infer.scheduling.sequence import Sequence, SequenceGroup
 
 Read = tuple[StepPlan, StepResult]  # a step, and what came of it
 Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]  # its ids, and their logprobs
 
 
+class Outputs(Protocol):
+    """The part of the request table that guided sequences use."""
+
+    num_output_tokens: int
+
+    def describe(
+        self,
+        seq: Sequence,
+        ids: tuple[int, ...],
+        logprobs: Seq[RowLogprobs | None],
+        *,
+        has_ended: bool = False,
+    ) -> StepOutput:
+        """The output of a step that says more than its ids."""
+
+    def end(
+        self, group: SequenceGroup, ended: Seq[Sequence], reason: FinishReason, *, error: str | None = None
+    ) -> list[StepOutput]:
+        """Finish sequences of a request before their time."""
+
+
 class GuidedRequests:
     """The guides of all sequences that have one. One engine thread owns it."""
 
-    def __init__(self, requests: RequestTable, scheduler: Scheduler) -> None:
+    def __init__(self, requests: Outputs, scheduler: Scheduler) -> None:
         self.guides: dict[int, Guide] = {}  # guides by seq_id
         self.jumps = True  # whether ids that must follow are appended without a step for each
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch

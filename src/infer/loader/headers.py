@@ -108,11 +108,11 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
         tensors = gpt_oss.translated(tensors)
     if config.layer_specs:
         tensors = gemma4.own_tensors(tensors, config)
-    bare = (
-        family.load is None and "embed_tokens.weight" in tensors
-    )  # a network saved without the head's module around it
+    # True: a network that was saved without the head's module around it
+    bare = family.load is None and "embed_tokens.weight" in tensors
     if bare:
-        tensors = {_with_prefix(name): tensor for name, tensor in tensors.items()}
+        outer = ("lm_head.", "score.")
+        tensors = {n if n.startswith(outer) else f"model.{n}": tensor for n, tensor in tensors.items()}
     if (family.load is None and is_headless(raw)) or (
         bare and "lm_head.weight" not in tensors and not config.tie_embeddings
     ):
@@ -136,10 +136,6 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
         kv_scales=kv_scales,
         eos_ids=merge_eos_ids(config.eos_ids, text.defaults.eos_ids, vocab_size=config.vocab_size),
     )
-
-
-def _with_prefix(name: str) -> str:
-    return name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
 
 
 def headers_of_config(path: Path, name: str, model_impl: str = "auto") -> ModelHeaders:

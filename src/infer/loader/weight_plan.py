@@ -267,6 +267,7 @@ def plan_weights(
     It is the plan of one `rank`: of its slices, and of the layers of its stage.
     """
     num_stages = rank.num_stages
+    assert 0 <= rank.number < rank.world_size and 0 <= rank.stage < num_stages, rank
     if headers.family.load is not None:
         quantization = _check_foreign(headers, quantization, rank)
     if num_stages > headers.config.num_layers:

@@ -299,13 +299,11 @@ class Scheduler:
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
         self.pool.tree.forget_copies(move.destination for move in plan.transfers if move.kind == SWAP_OUT)
-        for seq in [s for s in self.running if self._holds(s, moved)]:
+        tables_of = self.pool.block_tables
+        for seq in [s for s in self.running if not all(map(moved.isdisjoint, tables_of(s.seq_id)))]:
             self._stop_running(seq)  # beams that came in without a chunk of their own
             self._forget_cache(seq)
             self._waiting.push(seq, self.step)
-
-    def _holds(self, seq: Sequence, blocks: set[int]) -> bool:
-        return not all(map(blocks.isdisjoint, self.pool.block_tables(seq.seq_id)))
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)

@@ -30,56 +30,15 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import zlib
+from pathlib import Path
 
 import torch
 
 from infer.loader.formats.gguf_bits import fields, half, look_up
 
-# fmt: off
-_POINTS = {
-    "IQ1_S": (
-        "c-k#eK}(!R7=CxE;dM-9V?RN1diSfb(^(PgE$L;EU0C#DLh=VZ*|bQ>IZZw%yXlwN6ha`hG?#HO$v6$G@ldv(umMk2dT8mb2WdTox*h^"
-        "v8VtnDuD#8?@Vw9Syw7v(LR2?w<}y}3b9YJG^C&5*&qs>Nl?x;NhAB!%0hRecnsm$a2YwJ@;QqccSPG~@n#@N5uBY$^gNY22s7}?HYgo"
-        "xmY#Y+!Ajh1yxWA4l1OzVO1-XRyWBes^wA;LAoBq<x!%nuPhFWp9`{&R@7DG%<XIwD^Is3Q$Jf@<B<<hd(0^?jzIHG8vQn*?-$Ub(LsH"
-        "W&@kYNcQ%|}dP%c;av8KJU^mWiJv*28-WD<$YEG%#}+D!ES;XeDuFD(VlG#i@A4$V;H%7rH52w&LB_pg1xSvl=L<CZ@9?{WdkSxbxSuM"
-        "q|l64F4MqT|O(RS}O@H(bLXvHn!_OntvSw2GXTKiD_6XGLxujp0!)qyF+V=7Bv?g3oFy??D1-6?{(2le%HQrc>Le(m#@Cb_P%)g$;r#{"
-        "<KcsUbe#9?p_<1{H>jE?+1SCIq;Fwj@yPMjA_U90?}vdY$)D1%>fQq-z{36HBT$I&mG*v%J#A~V%aSj@pZtCEAg}V1eou`2@uUxU_YQ="
-        ")6;l3U7EjmAKr#y2F0kdO91c}@u6ikZ68>90+)KINV7E3oVy0wcNC7Qg*Gnz$6Ckekcj5w;yQl$8BcV}uIeIA*;9XR~L2uzcrHYS+2)y"
-        "-rqrtcg6e{stpn$cM#il(dTBx(R&0u-;P1DmAvG}u@dX;b%ns9v~6p49X^c}lqEMlIFjzJBbrp$X4T{{D_p5YV7e^~xM<^E7<_56qcAa"
-        "L=FI+lT|4v2#Y&dpW2-Egd@Fdf5G@Dheeu*|v(bMFD;1sQ1"
-    ),
-    "IQ2_XXS": (
-        "cmV~$!HEMw5Ckwal>cp*%cll5fc-fCR8IQ+o!>t9%6TkOM<Kl1`!y$hQ_E+08OlBBIfM`(3vjZl@|9Vw0TZxkN?@_51^A3md;tauP8jn"
-        "6yWj=T%M^+z07?Y}05IU)=kCslRpg<iHFOQuk_8Na6FVTV6Cj9vUdS*644?oy3_xHY8w4mI04~E&C{QeX0XQH400RI3pqEgj0tmo)tU?"
-        "ehQ3eHI02qMG28==h1EL0i0RR9C1^_^?1OpHN1ONa4ARqt$@DIja6(a"
-    ),
-    "IQ2_XS": (
-        "cmV~$L5jmb5Ckw4^xQjO|EC8scQ3^M|H?}5`~JOW-zUHKea`L`zrUVc63=_~edj9A*;cBUtrx?*>vL7w%!*=~s6glU{yk^Uir-()CXeT"
-        "12%fW@bTONNQ3R}|hT;PXFyMWAHc?NT)@Xv_yG_8L8Z83!P7$qu7SiyI=RNyfpQ}7)Tk$osGXZm-T&2ZI7mUO-xJoBMHQQhSJZJZcVs="
-        "?z&|p@o^pFjvq0v;083;WAfMGW277qZlLSz7x4m1D_1Qejqjk#Cu^6=bIT@Zzdef_jC6aqs*=u+gO3IK(!>J=qIGy+hDFLnbOE)W0;3I"
-        "a45PO3m)8goS>3IhWGU?}5&=>is55cvmAuqjC"
-    ),
-    "IQ2_S": (
-        "c-n1|L8@gj2n9<pa|32S243b7;{LbNgWTKyeY%|<tQ;#<m9=WLUX^>5x8Wykm(siKT2(d9%3bAEe$t|pblpab>Q!kX(MmsQ5g=~OfZ$Z"
-        "-sxi_})vD3T**>Q>T-oafI9gqxH*v)vD)pp=z>N&l6hi?{j+{-UbM}mOw~SPQ#;5!@umerdyWE{^5HJ(~3^V`@VOOoH;h)^A+S70jP1g"
-        "-kRi|>V$&L1W8wQx)NQILY6C}71z+N?~{3QRJ?7;ih7m%ksTwox40SyBP_^i>=HH;XKLqi2c0LgEl8TPsWjBSquxmw;)fQYfWpKeoFxB"
-        "Mjfc(ypz_nNeylZ9>U2R?-+K!kw2bcGfmtL)k8&Nky|2tfSDVYk0$$He4%1zt^e0(!S&04n!`0n>2cBjf{=cpUz^nRtuJLsJNGc{Ke2x"
-        "x7{$"
-    ),
-    "IQ3_XXS": (
-        "cmV~$F>V4e5CFj0)vjb+WeR$W3gs0?k)Hg>qC&hPWuBRt>!-80AAReb;+p;OvR=I)40~?(7p1^r^23mhKCV0HY;bf2szshoHwd^m$pxS"
-        "U`uNVmS7-2!e)Wz;Ucd#*VAzrgaGWe;AH=E_`NR>6Qqlm#rXGrg>14nl%<b13z$A8f*jSj56U!g~Rtr!h@o=&*6{=t$-cUsX2$%{?PZN"
-        "n`!-NOG#DW3?h6I116r2KzRm3s~q(qwl0RaCNx)k;"
-    ),
-    "IQ3_S": (
-        "cmV~$L249H6ac__kJs?0SHFi5x1G)iaZb^ZWT9??AYNw@A|%;O@BpF_!Cca+zu(T=pK*A8d;Yj|Oa1=1OfRENTZT`4I4<$9txbxZ>-Nj"
-        "q)=?_?#&t9C_I3E;ChPN*n;cxm%T${=>UncFrHYH4@oFMBIY>CU!8qicDqg=n4Ts_Qet6t(D|t5F=7a6K+>I5hJDYv7?^(xa;=5!{bFR"
-        "^X`d5b^+49gwA+DlgC&=k3o@T9ms8o|2=IX0vB{3RinCes+;(n~NwlJP$i(^F}hXn@x801fhqUi)@q9rwzQ?30_S*XZ%sc|1iJ?FL+wL"
-        "-0oKw+nVgOLz!(J8&=is&i8tSK8hVMf3RoD6I9QrTT#dzm3A_8LnI0!pDs2*7{3#wQ>"
-    ),
-}
-# fmt: on
+_POINTS = Path(__file__).with_name("gguf_points.json")  # of each format, compressed and in base 85
 _VALUES = {
     "IQ1_S": (-8, 0, 8),  # eight times the format's, so that the shift by 1/8 is one
     "IQ2_XXS": (8, 25, 43),
@@ -95,7 +54,8 @@ def _grid(name: str, device: torch.device) -> torch.Tensor:
     """The points of a format, their coordinates as the bytes of one integer each."""
     values = torch.tensor(_VALUES[name], dtype=torch.int8)
     base, size = (3, 8) if len(values) == 3 else (8, 4)
-    packed = torch.frombuffer(bytearray(zlib.decompress(base64.b85decode(_POINTS[name]))), dtype=torch.uint8)
+    stored = zlib.decompress(base64.b85decode(json.loads(_POINTS.read_text("ascii"))[name]))
+    packed = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
     is_point = fields(packed[None], bits=1, run=1)[0]
     points = is_point.nonzero()[:, 0]
     digits = torch.stack([points // base**place % base for place in range(size)], dim=1)

@@ -54,13 +54,13 @@ def read_kv_scales(
     scales = torch.zeros(num_layers, 2, num_kv_heads)
     reasons = [_other_codes(settings)]
     for name, (layer, tensor) in found.items():
-        module, _, leaf = name.rpartition(".")
+        (module, _, leaf), count = name.rpartition("."), math.prod(tensor.shape)
         sides = _SIDES.get(leaf if leaf != "output_scale" else module.rpartition(".")[2])
         if leaf.endswith("zero_point"):
             stored = torch.empty(tensor.shape, dtype=tensor.dtype)
             tensor.copy_to(stored)
             reasons.append(f"{name} is not 0" if stored.float().any() else "")
-        elif sides and tensor.is_readable and layer < num_layers and _is_for(tensor, num_kv_heads):
+        elif sides and tensor.is_readable and layer < num_layers and count in (1, num_kv_heads):
             numbers = torch.empty(tensor.shape)
             tensor.copy_to(numbers)
             scales[layer, list(sides)] = numbers.flatten()
@@ -76,10 +76,6 @@ def read_kv_scales(
     reason = next(filter(None, reasons))
     log.warning("the checkpoint's scales of a KV cache are not used tensors=%d reason=%r", len(found), reason)
     return None
-
-
-def _is_for(tensor: StoredTensor, num_kv_heads: int) -> bool:
-    return math.prod(tensor.shape) in (1, num_kv_heads)
 
 
 def _other_codes(settings: Mapping[str, Any]) -> str:

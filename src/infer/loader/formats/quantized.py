@@ -184,7 +184,8 @@ def _quantized(
     row = next((row for row in FORMATS if row.needs.keys() <= leaves.keys() and row.matches(leaves)), None)
     if row is None:
         held = ", ".join(f"{leaf} {tensor.type_name} {list(tensor.shape)}" for leaf, tensor in leaves.items())
-        stored.fail(f"it is stored as {held}, which is none of {_supported()}{_said(settings)}")
+        formats = f"the formats {', '.join(FORMAT_NAMES)}"
+        stored.fail(f"it is stored as {held}, which is none of {formats}{_said(settings)}")
     for leaf, tensor in leaves.items():
         types = row.needs.get(leaf) or row.may_have.get(leaf)
         if types is None:
@@ -207,10 +208,6 @@ def _said(settings: Settings) -> str:
     }
     said = ", ".join(f"{key} {value}" for key, value in details.items())
     return f" (the config says {said})" if said else ""
-
-
-def _supported() -> str:
-    return f"the formats {', '.join(FORMAT_NAMES)}"
 
 
 def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
