@@ -104,7 +104,7 @@ from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
 
-DRAFTING = "while drafts were made"  # where a device may fail besides steps
+DRAFTING = "while drafts were made"  # the place, other than a step, where a device may fail
 MIN_PART = 64  # tokens of a part that stages compute: fewer take as long
 
 Sampler = Callable[[StepMasks], Pending]  # launches the second part of a step, after its forward

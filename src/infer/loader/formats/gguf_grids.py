@@ -38,7 +38,7 @@ import torch
 
 from infer.loader.formats.gguf_bits import fields, half, look_up
 
-_POINTS = Path(__file__).with_name("gguf_points.json")  # of each format, compressed and in base 85
+_POINTS = Path(__file__).with_name("gguf_points.json")  # bits of each format, compressed, in base 85
 _VALUES = {
     "IQ1_S": (-8, 0, 8),  # eight times the format's, so that the shift by 1/8 is one
     "IQ2_XXS": (8, 25, 43),
