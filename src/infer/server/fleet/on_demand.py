@@ -51,7 +51,7 @@ class OnDemand:
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
         self._plan = plan  # finds the memory that a model will take
-        self._plans: dict[str, tuple[EngineConfig, Planned, int]] = {}  # the last, with the bytes of others
+        self._plans: dict[str, tuple[EngineConfig, int, Planned]] = {}  # the last, with the bytes of others
         self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
         self._turn = asyncio.Lock()  # lets one model load at a time
         self._sweeper: asyncio.Task[None] | None = None
@@ -83,11 +83,11 @@ class OnDemand:
             while not self._has_room(name, plan.num_bytes):
                 await self._make_room()
             taken = self._num_bytes_taken()
-            if plan.num_blocks is not None and taken < self._plans[name][2]:  # others have left
+            if plan.num_blocks is not None and taken < self._plans[name][1]:  # others have left
                 with suppress(NoRoom):
                     larger = await self._plan(config)
                     if self._has_room(name, larger.num_bytes):
-                        plan, self._plans[name] = larger, (config, larger, taken)
+                        plan, self._plans[name] = larger, (config, taken, larger)
             try:
                 yield plan.fix(config)
             except BaseException:
@@ -106,14 +106,13 @@ class OnDemand:
         if (known := self._plans.get(name)) is None or known[0] != config:
             while True:
                 try:
-                    taken = self._num_bytes_taken()
-                    self._plans[name] = config, await self._plan(config), taken
+                    self._plans[name] = config, self._num_bytes_taken(), await self._plan(config)
                     break
                 except NoRoom:  # others have the memory still
                     if not self._state.models and not self._leaving:
                         raise
                     await self._make_room()
-        plan = self._plans[name][1]
+        plan = self._plans[name][2]
         if plan.num_bytes > parse_bytes(budget):
             raise ConfigError(
                 f"model {name!r} takes {plan.num_bytes / 2**20:,.1f}MiB with its KV cache, and loaded_memory "
