@@ -1,19 +1,19 @@
 """The owners of each block of the KV cache, by reference counts.
 
 A *block* is the keys and values of `block_size` consecutive tokens, in the layers of one table
-(cache/layout.py). This file counts references to blocks and remembers which owners took them; which tokens
-are inside is the prefix tree's question, and the numbers themselves live in tensors elsewhere.
+(cache/layout.py). This file counts references to blocks and remembers their owners. The prefix tree knows the
+tokens inside, and the tensors live elsewhere.
 
     free --take()--> held(1) --share()--> held(n) --drop()--> held(n-1) ... --drop()--> free
                                                         |
                                                         +--> idle: only the prefix tree is left
 
-An owner is anything hashable: a sequence's id, or the one name `PREFIX_TREE`. An owner holds a block at
-most once, so a second drop is a bug and is refused by name. A block that only the prefix tree
-holds is *idle*: it costs nothing to keep and can be taken back at once. Idle blocks queue in the order
-in which their last reader left, so the head of the queue is the least recently used one.
+An owner is anything hashable: a sequence's id, or the name `PREFIX_TREE`. An owner holds a block at most
+once, so a second drop is a bug and is refused by name. A block that only the prefix tree holds is *idle*: it
+costs nothing to keep and can be taken back at once. Idle blocks queue in the order in which their last reader
+left, so the head of the queue is the least recently used block.
 
-Every operation costs O(1) per block it names. Invariant, asked for after every step of a test:
+Every operation costs O(1) per block. Tests check this invariant after every step:
 
     free + held == num_blocks,  and the owners' holdings add up to the reference counts
 """

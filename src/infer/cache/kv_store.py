@@ -1,18 +1,17 @@
-"""The tensors behind the books: where keys and values really are.
+"""The tensors of the KV cache: where keys and values really are.
 
 One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
 `block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. Layers with other windows
 lie in other blocks, so L is the number of layers to a block, and a layer's *plane* its place among them
-(`layout.py`). The books (`paged_pool.py`) say what owns which block; this file only moves bytes where it is
-told to.
+(`layout.py`). The books (`paged_pool.py`) say who owns each block; this file only moves the bytes.
 
-Host memory has one block after the other, [num_host_blocks, L, 2, block_size, G, H]: there a block is one
-piece, which a GPU's copy engine moves at once. On a GPU blocks cross on a stream of their own, by way of a
-small buffer on the device (`_Crossing`): what leaves is gathered there, so that a step may write the block
-while its copy is still on the way; what comes in is waited for by the steps alone, not by the host.
+Host memory has one block after the other, [num_host_blocks, L, 2, block_size, G, H], so a block is one
+contiguous piece, which a GPU's copy engine moves at once. On a GPU, blocks cross in a separate stream,
+through a small buffer on the device (`_Crossing`). Leaving blocks are gathered there, so that a step may
+overwrite a block while its copy is on the way. Only steps wait for arriving blocks, not the host.
 
 Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has
-their scales, [L, 2, num_blocks, G, block_size], and what moves a block moves both.
+their scales, [L, 2, num_blocks, G, block_size], and every move covers both.
 
 Layers with a state keep it in the bytes of a block: half of its heads where keys lie, half where values lie.
 A further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].

@@ -1,10 +1,10 @@
 """The books of the KV cache: block tables, the prefix tree and host memory, kept in agreement.
 
-    BlockAllocator   device and host: what owns which block, and how many owners it has
-    PrefixTree       which blocks hold the start of this prompt; one more owner of each
-    SequenceBooks    for every sequence: its tables, and how much of them the tree knows
+    BlockAllocator   the owners of each block, on the device and on the host
+    PrefixTree       the blocks that hold the start of a prompt; one more owner of each
+    SequenceBooks    the tables of each sequence, and how much of them the tree knows
 
-The scheduler makes the same few calls whatever the layout of the cache:
+The scheduler makes the same few calls for every layout of the cache:
 
     match_prefix   a sequence comes in: attach the cached start of its prompt
     reserve        make room up to a length, and let go of blocks that have left a window
@@ -14,33 +14,33 @@ The scheduler makes the same few calls whatever the layout of the cache:
     release        the sequence is finished, aborted or preempted
     take_moves     blocks that cross between device and host since the last call
 
-**What may be written.** A block with more than one owner is never written. A sequence that is about to write
-into a shared block (after a fork, or because its whole prompt was cached and the last token must be
-computed once more) gets a copy: `reserve` returns the pair (source, destination) and has already put
-the destination into the sequence's table.
+**What may be written.** A block with more than one owner is never written. If a sequence is about to write
+into a shared block (after a fork, or because its whole prompt was cached and the last token must be computed
+once more), it gets a copy: `reserve` puts the destination into the sequence's table and returns the pair
+(source, destination).
 
-**Transfers run in order.** Copies and swaps come back as pairs of blocks. All of them, even those of a
-sequence preempted since, must be carried out in the order in which the pool returned them and before
-the step's tokens are written. A source may be given to another sequence at once: it is written later. What
-`reserve` and `swap_in` move besides (`take_moves`) comes before the pairs that they return.
+**Transfers run in order.** Copies and swaps are returned as pairs of blocks. All of them, even for a sequence
+that was preempted since, must run in the order in which the pool returned them and before the step's tokens
+are written. So the pool may give a source to another sequence at once. Other moves of `reserve` and `swap_in`
+(`take_moves`) come before the pairs that they return.
 
-**Host memory is one pool** for preempted sequences and, with `keep_evicted`, for what the prefix tree
-evicts. A cached prefix may then lie on the device, on the host, or partly on either: `match_prefix` counts
-all of it, and `reserve` has the part on the host brought in. The tree's copies make room for sequences.
+**Host memory is one pool** for preempted sequences and, with `keep_evicted`, for blocks that the prefix tree
+evicts. A cached prefix may then lie on the device, on the host, or partly on each: `match_prefix` counts all
+of it, and `reserve` brings in the part on the host. The tree's copies make room for sequences.
 
-**A decode step asks nothing**, as long as no block boundary is crossed: the batch state knows up to where a
-sequence may write (`reserve`) and when its next block is full (`commit`).
+**A decode step needs no call** unless it crosses a block boundary: the batch state knows how far a sequence
+may write (`reserve`) and when its next block is full (`commit`).
 
-**Windows move when a sequence asks for blocks**: `reserve` first lets go of those that have wholly left the
-window of their layers, also between the chunks of a prompt. A table with a window gets no more of a long
-prompt at once than the window and one chunk take.
+**Windows move when a sequence asks for blocks**: `reserve` first frees the blocks that have wholly left the
+window of their layers, also between the chunks of a prompt. For a long prompt, a table with a window gets at
+most the blocks of the window and one chunk.
 
-**Room is made in this order:** free blocks; cached ones that no sequence uses, least recently used first. To
-preempt a sequence is the scheduler's decision.
+**New blocks come** first from free blocks, then from cached blocks that no sequence uses, least recently used
+first. Only the scheduler decides to preempt a sequence.
 
-The contiguous layout of old is a pool with other numbers: blocks of `max_seq_len` tokens, one for each
-sequence (`max_blocks_per_sequence`), and nothing cached between requests. A pool is integers; the tensors are
-in `kv_store.py`.
+The contiguous layout is a pool with other numbers: blocks of `max_seq_len` tokens, one for each sequence
+(`max_blocks_per_sequence`), and no cache between requests. A pool is integers; the tensors are in
+`kv_store.py`.
 """
 
 from __future__ import annotations

@@ -6,33 +6,33 @@ prompts share a path for as many blocks as they share tokens (block_size 2 below
     root ── (the cat)→ block 7 ── (sat on)→ block 3 ── (the mat)→ block 5
                                └─ (ran to)→ block 9
 
-Edges are found through a dict whose keys are the token ids themselves, written one after the other in
-four bytes each: a hash decides where to look, the ids decide what matches, so no collision can hand one
-prompt the cache of another. (As bytes, because a block then is one object to compare, and because Python
-keys the hash of bytes with a secret: no client can choose prompts that all fall into one place.) A request's
-`salt` is part of the label of its first edge: different salts never share a node.
+Edges are found through a dict whose keys are the token ids themselves, in four bytes each. The hash only
+decides where to look and the ids decide what matches, so no collision can give one prompt the cache of
+another. (The keys are bytes because a block is then one object to compare, and because Python keys the hash
+of bytes with a secret, so no client can choose prompts whose hashes collide.) A request's `salt` is part of
+the label of its first edge, so different salts never share a node.
 
-A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK where there is none any more:
-blocks that have left a window are evicted long before those of layers that see everything. The blocks of one
-group come and go together. The pool decides from which token a prompt can be continued.
+A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK if the block was evicted:
+blocks outside a window are evicted long before blocks of layers without one. The blocks of one group come and
+go together. The pool decides from which token a prompt can be continued.
 
-The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them
-adds its own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The
-block that has been idle for longest goes first, but in a group without a window never before an idle block
-that follows it: without its start the rest of a prefix is useless.
+The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them adds its
+own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The block that
+has been idle for longest is evicted first. In a group without a window, a block is never evicted before an
+idle block that follows it, because the rest of a prefix is useless without its start.
 
-With a `host` the tree has a second tier: an evicted block leaves a copy in host memory, where the copy that
-has been unused for longest makes room. A node then has blocks on the device, on the host or on both, and is
-there as long as it has any. What comes back is a sequence's block at first, and enters the tree as any other
-that it fills; the copy stays, so that the block can be evicted again at no cost.
+With a `host` the tree has a second tier: an evicted block leaves a copy in host memory, where the least
+recently used copy makes room. A node then has blocks on the device, on the host or on both, and exists as
+long as it has any. A block that returns first belongs to a sequence, and enters the tree like any other block
+that the sequence fills. The copy stays, so that evicting the block again costs nothing.
 
-Two sequences may compute the same tokens side by side. The first to finish a block puts it into the tree;
-the other finds it there and keeps its own to itself. A sequence remembers the deepest node of its path by
-number; should that be gone when its next block is full, its path is entered anew from the root.
+Two sequences may compute the same tokens at the same time. The first to finish a block puts it into the tree;
+the other finds it there and keeps its own block private. A sequence remembers the deepest node of its path by
+number. If that node is gone when its next block is full, the path is entered again from the root.
 
-Where somebody chooses between engines by what is cached in each, the tree keeps *news*: the prefixes that
-came and went since they were last taken. A prefix is told as a hash of its salt and of all its tokens
-(`chain_hashes`), which is a hint, not a key: a collision costs time, and nobody gets another one's cache.
+For a router that chooses engines by their caches, the tree keeps *news*: the prefixes that came and went
+since the last report. A prefix is reported as a hash of its salt and all its tokens (`chain_hashes`). The
+hash is a hint, not a key: a collision costs time, but gives nobody another one's cache.
 """
 
 from __future__ import annotations

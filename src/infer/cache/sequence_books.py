@@ -5,13 +5,13 @@
                |─ in the tree: 8 ─|
                                   cursor: node of block 3     the next to enter is block 5, when it is full
 
-There are as many tables as the layout has (cache/layout.py). A table whose layers have a window holds no
-blocks that have left it; they are NO_BLOCK, up to `starts`:
+The layout decides the number of tables (cache/layout.py). In a table with a window, blocks outside the window
+are NO_BLOCK, up to `starts`:
 
     table      [   ---   ][   ---   ][ block 5 ][ block 9 ]      starts: 2
 
-The pool does not know how far a sequence is computed: the batch state counts that, and passes it with
-every call that depends on it.
+The pool does not know how far a sequence is computed. The batch state counts this and passes it with every
+call that needs it.
 """
 
 from __future__ import annotations

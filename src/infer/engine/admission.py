@@ -1,8 +1,8 @@
-"""May this request come in? What can never be served is refused at once, with the reason.
+"""Admission: refuses a request that can never be served, at once and with the reason.
 
-Three limits, from the client's to ours: the ids must exist, prompt + output must fit the model's
-context, and the sequence must fit the cache when it has it to itself. Whatever passes can always
-be finished: at worst alone, after all other sequences were preempted.
+There are three limits: the ids must exist, prompt + output must fit the model's context, and the sequence
+must fit the cache when it runs alone. An admitted request can always be finished, at worst alone, after all
+other sequences were preempted.
 """
 
 from __future__ import annotations

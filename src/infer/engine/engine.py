@@ -1,48 +1,47 @@
 """The loop: every `step()` makes the same five moves.
 
     plan     the scheduler picks chunks and reserves blocks            (integers)
-    order    the host half says it in numbers                          (integers; engine/host_half.py)
+    order    the host half turns the plan into numbers                 (integers; engine/host_half.py)
     run      a device moves blocks, runs the model, samples            (tensors; execution/)
     commit   full blocks enter the prefix tree                         (integers)
-    report   stop conditions are checked, the finished let go          (integers; engine/requests.py)
+    report   stop conditions are checked, finished sequences released  (integers; engine/requests.py)
 
-Where sequences get drafts (engine/speculation.py) the first move has two more around it: `propose` before the
-plan and `complete` after it.
+If sequences get drafts (engine/speculation.py), `propose` comes before the plan and `complete` after it.
 
-A device works by itself once a step is launched. With *overlap* the last two moves come late, so that the
-CPU plans step N + 1 while the device computes step N:
+A device runs a launched step without the host. With *overlap* the last two moves come late, so that the CPU
+plans step N + 1 while the device computes step N:
 
     CPU      plan 1  launch 1  plan 2  launch 2  retire 1  plan 3  launch 3  retire 2 ...
     device           [ step 1           ][ step 2                   ][ step 3
 
-A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id.
-A sequence that stops at an id that came late has more tokens computed, which are not reported. The number
-of steps that are launched ahead of the one that is read:
+A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id. If a
+sequence stops at an id that is read late, its further computed tokens are not reported. The number of steps
+that are launched ahead of the one that is read:
 
-    none          requests are there whose next step depends on ids, running or about to: forks, beams; or
-                  the next step should have drafts, or the last one has
-    1             a request waits, or the last plan computes prompts: a newcomer waits for few steps;
-                  or what a sequence may say next depends on its text (2, of which one has been read)
-    steps_ahead   all decode and none waits, so the queue may be deep enough for a host that is late once
+    none          the next step of some request depends on ids (forks, beams), or the next step should have
+                  drafts, or the last one has
+    1             a request waits or the last plan computes prompts, so that a newcomer waits for few steps;
+                  or some sequence is guided (2, of which one has been read)
+    steps_ahead   all decode and none waits: enough launched steps to survive one delay of the host
 
-Integers decide, never a clock: a run that is repeated makes the same plans.
+Integers decide this, never a clock, so a repeated run makes the same plans.
 
 A step with *guided* sequences (engine/guided.py) samples late, when the ids before it are known and the masks
-made of them are filled. The model runs meanwhile. The ids are reported when the model of the next step is
-launched, unless enough ids that must come follow them to make appending worth it:
+are filled. The model runs meanwhile. The ids are reported when the model of the next step is launched, unless
+enough forced ids follow them to make appending worth it:
 
     CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
     device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
 
-A request whose constraint must be compiled first waits outside the scheduler's queue (`_compiling`).
-It counts as waiting, may be aborted, and takes its place in the queue in the step after.
+A request whose constraint must be compiled first waits outside the scheduler's queue (`_compiling`). It
+counts as waiting, may be aborted, and enters the queue in the step after the compilation.
 
-A step is atomic: nothing is counted as computed until the launch has succeeded. If it raises, the
-requests of that plan end with an error, all others go on, and the books balance. An interrupt
-is raised again after that, and the next step reports which requests it ended.
+A step is atomic: nothing counts as computed until the launch has succeeded. If the launch raises, the
+requests of that plan end with an error, all others continue, and the books balance. An interrupt is raised
+again after that, and the next step reports which requests it ended.
 
-The engine speaks token ids. Stop *strings* are found by the code that turns ids into text; it then calls
-`abort` for the sequence it has seen enough of.
+The engine speaks token ids. The code that turns ids into text finds stop *strings*, and then calls `abort`
+for the sequence.
 """
 
 from __future__ import annotations

@@ -1,28 +1,27 @@
-"""From a plan and its sequences to the order that devices execute: the host half of a step.
+"""The host half of a step: turns a plan and its sequences into the order that devices execute.
 
     plan      chunks of sequences, blocks that were reserved, blocks to move     (scheduling/plan.py)
     order     rows, ids, slots, differences of state: numbers only               (execution/order.py)
 
-A device keeps state from step to step, so an order says only what has changed. For that, the host half
-remembers little, a line for each row of the batch state:
+A device keeps state from step to step, so an order contains only changes. For this the host half remembers
+two facts for each row of the batch state:
 
-    tenancy       for which stay of a sequence the device has entered the row; another one: it begins anew
-    has_newest    whether the device drew the row's newest token itself; if not, the order says it
+    tenancy       the stay of a sequence that the device has entered in the row; if it changes, the row begins
+    has_newest    whether the device drew the row's newest token itself; if not, the order gives it
 
-Here it is decided, once, what each row of a step is. A chunk with drafts verifies them. A chunk of one token
-that is followed by one draw decodes, even the last token of a prompt: it is computed in the same way.
-Everything else is a prompt, or part of one. In a step with drafts no row decodes: where one row waits for its
-last ids to be known, all do, and a chunk of one token is a window without drafts.
+Only this file decides the kind of each row. A chunk with drafts verifies them. A chunk of one token that is
+followed by one draw decodes, even the last token of a prompt, because it is computed in the same way. Any
+other chunk is a prompt or part of one. In a step with drafts no row decodes: if one row waits for its last
+ids, all do, and a chunk of one token is a window without drafts.
 
-A model that *drafts* has a host half of its own over the same batch state. Its rows draw as the sequences
-will, with the same noise, but without what depends on all tokens so far (penalties, masks) and logprobs. If
-it drafts trees, its rows are windows as well, in which it draws the best ids next to each token.
+A model that *drafts* has its own host half over the same batch state. Its rows draw with the same noise as
+the sequences, but without penalties, masks and logprobs. If it drafts trees, its rows are windows as well, in
+which it draws the best ids next to each token.
 
-An order that decodes with the rows of the order before it differs from that one by a position each.
-It says so (`REPEATS`), and a device need not look at its rows.
+If an order decodes the same rows as the previous order, each position differs by one. The order says so
+(`REPEATS`), and a device need not look at its rows.
 
-A plan that could not run is forgotten: its rows begin anew should they ever come again. Their requests have
-ended by then.
+After a plan that could not run, its rows begin again if they ever return; their requests have ended by then.
 """
 
 from __future__ import annotations

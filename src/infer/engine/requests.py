@@ -1,6 +1,6 @@
 """The requests being served, and what a sampled id means for them.
 
-A request begins as one sequence, its *leader*, which computes the prompt for all that the client waits for:
+A request begins as one sequence, its *leader*, which computes the prompt for all outputs:
 
     n = 1     leader ──id──id──id── stop
     n = 3     leader ──id──id──id── stop            the prompt's last chunk samples three ids at once,
@@ -10,9 +10,9 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
     pooling   leader alone, which draws nothing: it ends with its prompt and answers with an embedding
 
 Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
-that ends leaves the scheduler at once; a request is served until its last one has ended. Where the text
-decides what may follow, ids are appended by engine/guided.py.
-Whatever happens, each sequence the client waits for gets exactly one output with a finish reason.
+that ends leaves the scheduler at once; a request is served until its last sequence has ended. For guided
+sequences, engine/guided.py appends ids. In every case, each sequence that the client waits for gets exactly
+one output with a finish reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The steps of a model on a CPU that has the C kernels.
 
-A step's inputs are five small tables of integers, kept where they are and overwritten:
+A step's inputs are five small tables of integers at fixed addresses, overwritten for each step:
 
     rows        A[5:6]   B[17:18]   C[0:4]
     tokens      a5       b17        c0 c1 c2 c3
@@ -8,16 +8,16 @@ A step's inputs are five small tables of integers, kept where they are and overw
     slots       the slots that each row's block tables give these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
-Where few rows have long contexts, each segment of one is an item: three kv heads alone keep two threads
-busy for three quarters of the time, and more threads for less.
+If few rows have long contexts, each segment of a context is an item, because three kv heads alone keep two
+threads busy for only three quarters of the time, and more threads for less.
 
 Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
-(kernels/cpu/program.py), for any number of rows up to the size of the batch or a short prompt's: that is how
-a decode step runs, and the first one of a question. The head of few rows is a list of its own. Steps of long
-prompts run the model's Python; their operations take long enough, and the last layer computes only the tokens
-that are needed (models/model.py).
+(kernels/cpu/program.py), for any number of rows up to the size of the batch or of a short prompt. Decode
+steps run this way, and so does the first step of a short prompt. The head of few rows is a separate list.
+Steps of long prompts run the model's Python: their operations take long enough, and the last layer computes
+only the needed tokens (models/model.py).
 
-Whatever way a token takes, its result has the same bits: each operation works row by row.
+Both ways give the same bits, because each operation works row by row.
 
 Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 """

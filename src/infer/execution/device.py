@@ -1,22 +1,22 @@
 """The interface of a device: it executes orders, now or a little later.
 
-    run      move blocks, update the rows' state, run the model, sample; returns at once where a device works
-             by itself, and without having sampled where the order awaits masks
+    run      move blocks, update the rows' state, run the model, sample; an asynchronous device returns at
+             once, and if the order awaits masks, nothing is sampled yet
     masks    memory that the host fills, a mask for each position that has one
     sample   sample under these masks
     wait     the `StepResult`
 
-All but the first are calls of the `PendingStep` that `run` returns, whatever the device and with masks or
-without:
+`masks`, `sample` and `wait` are methods of the `PendingStep` that `run` returns on every device:
 
     order ──► run ──┬──────────────────────► wait ──► StepResult
                     └──► masks ──► sample ──► wait
 
-Where sequences are constrained, the host needs the ids of the last step, and then some time, to find out what
-may come next. The model runs meanwhile.
+For constrained sequences, the host needs the ids of the last step, and some time, to fill masks. The model
+runs meanwhile.
 
-A device half owns tensors and makes no decisions: the same orders give the same ids in any process. The one
-of a CPU, and of plain PyTorch on any device, is in torch_device.py; the one of a GPU in gpu/device.py.
+A device half owns tensors and makes no decisions: the same orders give the same ids in any process.
+torch_device.py has the device half for CPUs and for plain PyTorch on any device, gpu/device.py the one for
+GPUs.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
     A[5:6]  B[17:18]  C[0:3]           5 tokens: C samples nothing yet
                       C[3:8]           5 tokens: and what C samples
 
-Orders are halved by their tokens, so the long rows of prompts are cut first, then the batch. A half that
-finds no memory is halved again, until a token is left, which is tried twice. The halves run one after the
-other and write what the whole step would have written, where it would have written it.
+Orders are halved by their tokens, so long prompts are cut first, then the batch. A half that finds no memory
+is halved again, down to a single token, which is tried twice. The halves run one after the other, and write
+the same values to the same places as the whole step.
 
-A device half promises that an order which raises has changed nothing that a second one of the same tokens
-does not write again; transfers of blocks, which are not like that, have been made before. Layers with a state
-cannot promise that: a token that has gone into a state cannot go into it again, so their step fails.
+This works because a second run overwrites everything that a failed order has written, except transfers of
+blocks, which have already been made. Layers with a state are different: a token cannot go into a state twice,
+so their step fails.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     hidden [T]  ──►  positions that are sampled  ──►  logits  ──►  one id each, several before a fork
                 └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
 
-Device halves use it as a part. The one of a CPU samples every step with it; the one of a GPU only steps whose
-ids decide what runs next (`ON_HOST`), and it takes the logprobs of prompts from here.
+Both device halves use this code. A CPU samples every step with it. A GPU uses it only for steps whose ids
+decide what runs next (`ON_HOST`), and for logprobs of prompts.
 
 A row that *verifies* drafts is sampled at all of its positions at once, each as if the drafts before it were
-right. The noise is a hash of (seed, position), so the id at a position is the one that the row would have
-drawn there without drafts, provided that all before it are right: ids are kept up to the first that is not
-the draft of its position, and that one is kept in the draft's place. Greedy or not, the text is the same.
-Drafts that are a tree are judged along the path that the ids take (trees.py).
+right. The noise is a hash of (seed, position), so if all earlier drafts are right, the id at a position is
+the one that the row would have drawn without drafts. Ids are kept up to the first that differs from its
+draft, and that id replaces the draft. Greedy or not, the text is the same. A tree of drafts is judged along
+the path that the ids take (trees.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     positions   5        17         0  1  2  3
     slots       the slots that each row's block tables give these positions: a line for each table
 
-A device half that computes on the host keeps the rows' block tables and last tokens itself (`HostRows`), as
-a GPU keeps them on the device: orders bring the differences.
+A device half on a CPU keeps the rows' block tables and last tokens in `HostRows`, as a GPU keeps them on the
+device; orders bring only differences.
 
 `PagedStep` is the `StepContext` the model sees. Rows that decode attend together, grouped by length so that
 padding never more than doubles the work; each other row attends alone.

@@ -12,15 +12,15 @@ The host half (engine/host_half.py) turns a plan and its sequences into one `Ste
     adapter              0           0           0                   0       0: the model as it is
     tokens               -           -           c0 c1 c2 c3         d9 x y  x and y are drafts
 
-A row that *decodes* computes its last token, which the device knows: it drew it itself, or `known` says it.
-The tokens of all other rows are in the order, and so are the slots that their keys and values go to.
-A row that *verifies* draws an id at each of its positions, and keeps them up to the first that differs from
-the draft it was drawn next to: 1 to `count` ids come back. A row that samples a single position has no
-drafts: it is a short stretch of text that is computed with rows that have some.
+A row that *decodes* computes its last token, which the device drew itself or gets in `known`. The order
+contains the tokens of all other rows, and the slots for their keys and values. A row that *verifies* draws an
+id at each of its positions, and keeps ids up to the first that differs from its draft: 1 to `count` ids come
+back. A verifying row that samples a single position has no drafts: it is a short piece of text, computed
+together with rows that have drafts.
 
-Drafts may be a *tree*: then `backs` says for each given token how many tokens before it its parent is, and it
-is 1 in texts and chains. A token stands one position after its parent and sees its ancestors alone, besides
-what the cache held before; its keys and values lie in the slot of its place in the row (trees.py):
+Drafts may be a *tree*: then `backs` says for each given token how many tokens before it its parent is; in
+texts and chains it is 1. A token stands one position after its parent. Besides the earlier cache it sees only
+its ancestors. Its keys and values lie in the slot of its place in the row (trees.py):
 
     tokens      d9   x    y    z    w             x, y and z follow each other; w is another guess next to x
     backs       1    1    1    1    4
@@ -34,9 +34,9 @@ Everything else in an order is a *difference* of the state that the device keeps
     known                   last tokens that the device has not drawn: row, id, position
     transfers               blocks to move before anything else: kind, source, destination
 
-So an order that goes on as before is small: 256 rows that decode are 5 KB, of which a GPU reads nothing at
-all (`REPEATS`). `write` puts an order into one buffer, `read` looks at it there: that is how an order travels
-to another process, and how a run is recorded.
+So an order for rows that simply continue is small: 256 decoding rows take 5 KB, of which a GPU reads nothing
+(`REPEATS`). `write` puts an order into one buffer, and `read` returns views of it. In this form an order
+travels to another process, and is recorded.
 
 Shapes:  N rows of the step, T tokens of rows that do not decode, K block tables, U known tokens, D blocks,
 X transfers, A arrivals, E extras, B tokens with a parent: T or none.

@@ -1,9 +1,8 @@
 """Facts about each row of a device half's state, kept on the host.
 
-A row is described once, in the order with which it begins (`order.py`): how it is sampled, which other
-results are read from it, and its lists of ids, if it has any. A GPU keeps the numbers that its sampler needs
-on the device (gpu/rows.py); this book has the same facts for the work of the host itself: sampling, logprobs
-of prompts, pooling.
+A row is described once, in the order with which it begins (`order.py`): its sampling parameters, the other
+results it needs, and its lists of ids, if any. A GPU keeps the numbers for its sampler on the device
+(gpu/rows.py). This book has the same facts for the host's own work: sampling, logprobs of prompts, pooling.
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
 """Execute orders in plain PyTorch, or with the C kernels of a CPU: copy blocks, run the model, sample.
 
-transfers ── the store moves blocks the books have already moved
-state     ── block tables, last tokens and facts of rows are brought up to date   (layout.py, row_book.py)
+transfers ── the store moves blocks as the books say
+state     ── block tables, last tokens and facts of rows are updated              (layout.py, row_book.py)
 layout    ── the order's numbers become tensors                                   (layout.py)
-model     ── hidden states of the tokens that are read: after the last attention there are no others
-logits    ── only of the positions that are sampled, or whose logprobs were asked for
+model     ── hidden states; after the last attention, only of the tokens that are read
+logits    ── only of positions that are sampled or need logprobs
 sample    ── one id per position, several for a row about to fork                 (host_sampling.py)
 pool      ── hidden states of embeddings                                          (embedding.py)
-follow    ── where a head drafts, it sees what was computed and drawn             (head_model.py)
-compact   ── keys and values of drafts that are kept of a tree are moved          (trees.py)
+follow    ── a drafting head sees the computed and drawn tokens                   (head_model.py)
+compact   ── keys and values of kept drafts of a tree are moved                   (trees.py)
 
-Where rows that decode and prompts have different backends, the step is split into one for each
-(split_step.py).
+If decoding rows and prompts have different backends, the step is split in two (split_step.py).
 
-Where several ranks share a model, rank 0 has the engine and samples. It sends each order on before it
-executes it, with the last tokens of the rows that decode: the others have drawn none, and do no more than
-`follow`.
+If several ranks share a model, rank 0 has the engine and samples. It sends each order to the other ranks
+before it executes it, together with the last tokens of decoding rows, because the others have drawn none.
+They do nothing after `follow`.
 
-Where layers are in stages, rank 0 has the last ones. A step is computed in as many parts as there are stages,
-so that all of them work at the same time, and a step is not computed before it is waited for: the next one
-may be sent ahead, with ids that follow part by part as they are drawn:
+If layers are in stages, rank 0 has the last stage. A step is computed in as many parts as there are stages,
+so that all stages work at the same time. `wait` computes a step, so the next step may be sent before, with
+ids that follow part by part as they are drawn:
 
     stage 0    step 1: A   B │ step 2: A   B │ ...
                         ╲   ╲    ╱  ╲   ╲               hidden states, ids of A, ids of B

@@ -1,21 +1,21 @@
 """The one interface between a model and the KV cache.
 
-A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, no
-padding, no phases. It computes queries, keys and values for these T tokens and calls `step.attend`.
-The device half decides what that means: write K and V into the cache, read back what each
-token may see, compute attention. The model never learns where the cache lives or how long a
-sequence is; a parity test can pass a six-line `StepContext` that attends over the batch itself.
+A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, without
+padding or phases. It computes queries, keys and values for these T tokens and calls `step.attend`. The device
+half then writes K and V into the cache, reads the positions that each token may see, and computes attention.
+The model never learns where the cache lives or how long a sequence is; a parity test can pass a six-line
+`StepContext` that attends over the batch itself.
 
-A context whose cache is a table of slots can say so (`slots`): norm, rotation and the write to the cache
-are then one pass over the fused projection, and `attend` finds keys and values already there. One that can
-take the projection as it is (`attend_projected`) does all of it at once.
+If the cache is a table of slots, a context can say so (`slots`): norm, rotation and the write to the cache
+are then one pass over the fused projection, and `attend` finds keys and values already there. A context with
+`attend_projected` takes the projection and does all of this at once.
 
 A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
 
-A step also says which of its tokens need logits (`logit_indices`). After the last attention the others are
-gone: `LastLayerStep` returns only the rows that need logits, and takes the others out of the residual stream.
+A step also says which of its tokens need logits (`logit_indices`). After the last attention, `LastLayerStep`
+returns only these rows, and removes the others from the residual stream.
 
-A step may ask for the residual stream as some layers are given it (`layer_inputs`): what an EAGLE head reads.
+A step may request the residual stream at the input of some layers (`layer_inputs`), for an EAGLE head.
 
 Shapes:  T tokens of all sequences laid end to end, S of them that need logits, D hidden size, C layers whose
 input is kept, N query heads, G kv heads, H head size, X = (N + 2 G) H.

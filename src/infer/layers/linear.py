@@ -11,9 +11,9 @@ matrix, and one large multiplication is faster than three small ones:
                       │   Wv   │
                       └────────┘
 
-The parts have names, so the weight map can say which of them a checkpoint tensor fills. How the numbers are
-stored and multiplied is the business of the layer's `Projection` (quant/projection.py). A layer
-starts with a dense one, in the dtype and on the device of the moment.
+The parts have names, so the weight map can say which part a checkpoint tensor fills. The layer's `Projection`
+(quant/projection.py) stores and multiplies the numbers. A layer starts with a dense projection, in the
+current dtype and on the current device.
 
     stored        the projection as it was loaded
     projection    the one that multiplies: the same, or its twin for `deterministic` (bind.py)

@@ -3,8 +3,8 @@
     normed = norm(x)            of each row of [T, D], or of each head of [T, N, H]
     normed = norm(stream)       of the sum that the stream holds: computed by the projection that reads it
 
-`normalize` adds a sub-layer's output to the stream and normalises the sum, in one pass; a projection may do
-more in one launch (quant/residual.py).
+`normalize` adds a sub-layer's output to the stream and normalises the sum, in one pass. A projection may fuse
+more into one launch (quant/residual.py).
 
 Shapes:  T tokens, D hidden size, N heads, H head size.
 """

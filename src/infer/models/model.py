@@ -3,12 +3,12 @@
     tokens_T ──► embedding ──► layer 0 ──► layer 1 ──► ... ──► norm ──► hidden_TD        forward
                                                                  hidden_SD ──► head ──► logits_SV
 
-The head is apart because only the rows that sample pay for it: a prompt of a thousand tokens needs one
-row of logits, and with a large vocabulary the head is the dearest matrix of the model.
+The head is separate because only the rows that sample need it: a prompt of a thousand tokens needs one row of
+logits, and with a large vocabulary the head is the most expensive matrix of the model.
 
-Nor does a prompt need all of the last layer. The token that samples needs only the keys and values of the
-others; nothing reads their output of the last attention. A step that knows which S of its T tokens need
-logits says so (`step.logit_indices`), and after the last attention there are no others:
+A prompt does not need all of the last layer either. The token that samples needs only the keys and values of
+the others; nothing reads their output of the last attention. A step names the S of its T tokens that need
+logits (`step.logit_indices`), and after the last attention only these remain:
 
     last layer      norm ──► qkv ──► attend ──► out ──► (+) ──► mlp ──► (+) ──► norm
                     T rows               └──► S rows
@@ -16,14 +16,14 @@ logits says so (`step.logit_indices`), and after the last attention there are no
 A model is single-device code for a ragged batch. It knows no cache, no padding, no phases: keys,
 values and the past are hidden behind `step.attend` (layers/attention.py).
 
-A layer is given the residual stream and adds to it (quant/residual.py). Its children are declared in the
-order in which they run: so the binder learns which matrix reads the output of which (layers/bind.py).
+A layer takes the residual stream and adds to it (quant/residual.py). It declares its children in the order in
+which they run, from which the binder learns which matrix reads the output of which (layers/bind.py).
 
 A tied head *is* the embedding's parameter, not a copy of it.
 
-LoRA adapters of the embedding and of the head (`outer`) are the model's own matter, because the rows that
-need logits are chosen outside of it: `forward` appends to each hidden state what its adapter's A makes of it,
-and `logits` takes it off again.
+The model itself handles LoRA adapters of the embedding and the head (`outer`), because the rows that need
+logits are chosen outside of it: `forward` appends A x of its adapter to each hidden state, and `logits`
+removes it.
 
 Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden size, V vocabulary.
 """

@@ -5,8 +5,8 @@
 The second box is one pass over the projection (kernels/elementwise/heads.py). Where the step can do it, the
 second and the third are one kernel (`attend_projected`).
 
-OLMo normalises all queries of a token together, and all keys, while the kernels take one head at a time. So
-two separate norms come before the box.
+OLMo normalises all queries of a token together, and all keys, while the kernels normalise one head at a time.
+So two separate norms come before the box.
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
 X = (N + 2 G) H, Y rows of one part.

@@ -1,6 +1,6 @@
-"""Weights as they are: one number each, in the dtype of the model.
+"""Dense weights: one number each, in the dtype of the model.
 
-On a GPU a product is one of the kernels of kernels/linear, with prologue and epilogue where that is faster.
+On a GPU a kernel of kernels/linear computes the product, with prologue and epilogue where that is faster.
 """
 
 from __future__ import annotations

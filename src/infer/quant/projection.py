@@ -1,10 +1,10 @@
 """The contract between a linear layer and the way its weights are kept: one object per layer.
 
     allocate     memory for the weights, in the form that they are kept in
-    fill         some rows of a checkpoint's matrix into that form; they come as its file has them
-    num_bytes    what it keeps in memory, for the memory plan
+    fill         convert some rows of a checkpoint's matrix to that form; rows come as the file has them
+    num_bytes    the memory it keeps, for the memory plan
     prepare      compile, repack, choose kernels: once, when the engine is built
-    multiply     y = x Wᵀ + b; with it, `allocate` and `fill` a scheme is complete
+    multiply     y = x Wᵀ + b; `allocate`, `fill` and `multiply` are a complete scheme
     project      the same with a norm as prologue and a gate as epilogue; composed of `multiply` and the
                  reference norm and gate, unless a scheme has kernels that do more in one launch
                  (`project_rows`, `project_norm`, `project_sum`)

@@ -1,17 +1,17 @@
 """The residual stream of a model, and the two ends at which a projection may be fused with it.
 
 `norm(stream)` returns a `NormedInput`: the norm of the stream, not computed yet. The projection that receives
-it computes the norm in its prologue, or first. The projection at the end of a sub-layer may return a
-`PendingUpdate`: its product, not computed yet. `stream.add` keeps it until the stream is read, which is when
-everything is known that fusing needs: the projection that writes, the norm, the projection that reads. This
-file knows no projections: projection.py, which does, is above it.
+it computes the norm, in its prologue or before. The projection at the end of a sub-layer may return a
+`PendingUpdate`: its product, not computed yet. `stream.add` keeps it until the stream is read. Only then are
+all three parts of a fusion known: the projection that writes, the norm, and the projection that reads. This
+file knows no projections; projection.py imports it.
 
     writer.add_to(x, residual, norm, reader)  ──►  a `ResidualSum`, if one kernel can multiply, add and begin
                                                    the norm; or the product, alone or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
-Tensors are accepted in both places: a layer that knows nothing of fusion is right, only slower. Code that
-wants to see the sum itself sets `on_sum` and gets it from whichever kernel computes it: fusion and bits stay.
+Both places also accept plain tensors, so a layer without fusion is correct, only slower. Code that needs the
+sum itself sets `on_sum` and gets it from whichever kernel computes it; fusion and bits stay the same.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """

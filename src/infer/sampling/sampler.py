@@ -8,8 +8,8 @@ The order of operations is the one documented in sampling/params.py.
     logits_SV ─ bias, bans, mask ─ penalties ─┬── greedy ───────────────────────────────► argmax
                                               └── / temperature ── top-k, top-p, min-p ─► Gumbel-max
 
-A row whose largest logit is not a number, or infinite, has no next token: a broken model, or a request
-that forbade everything. Its id is NO_TOKEN and its request must fail; its neighbours do not notice.
+A row whose largest logit is NaN or infinite has no next token: the model is broken, or the request forbids
+every token. Its id is NO_TOKEN and its request must fail; other rows are not affected.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """

@@ -15,9 +15,9 @@ about the whole batch is one comparison of two lines, whatever the number of seq
     num_tokens - num_computed == decode_len         A and B decode, C is in its prompt
     num_tokens > num_reserved                       no sequence needs a block for this step
 
-A sequence enters when it is admitted and leaves when it ends or is preempted; those behind it move by one
-column. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as
-long as it runs. There are as many tables as the cache has (cache/layout.py): usually one.
+A sequence enters when it is admitted and leaves when it ends or is preempted; the columns after it move by
+one. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as long as
+the sequence runs. The cache layout decides the number of tables (cache/layout.py), usually one.
 
 **Several tokens per step.** A step may compute drafts, tokens that were proposed and may be refused:
 
@@ -25,11 +25,11 @@ long as it runs. There are as many tables as the cache has (cache/layout.py): us
     advance     num_computed 24, num_tokens 25                     as if all were right, and one more drawn
     retract 2   num_computed 22, num_tokens 23                     two were refused
 
-`retract` takes tokens back that the last step computed. Their slots stay reserved and are written again.
-A full block enters the prefix tree (`commit`) only after the step's drafts have been judged, so a sequence
-is never taken back past a block that others may read; `retract` refuses to.
+`retract` takes back tokens that the last step computed. Their slots stay reserved and are written again. A
+full block enters the prefix tree (`commit`) only after the step's drafts have been judged, so `retract` never
+has to take back a block that others may read, and refuses to.
 
-A sequence that does not run keeps a column of its own (`rest`), so its counts are read in the same way.
+A sequence that does not run keeps its own column (`rest`), so its counts are read in the same way.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The plan of one step, made by the scheduler: integers only.
 
-    transfers   blocks to move first, in this order: a shared block about to be written is copied, a
-                preempted sequence leaves for host memory, a swapped one comes back
-    chunks      tokens[start:stop] of one sequence each, to be computed together
+        transfers   blocks to move first, in this order: copies of shared blocks before they are written,
+        blocks
+                of preempted sequences to host memory, blocks of swapped sequences back
+    chunks      tokens[start:stop] of one sequence each, computed together
 
-A plan is data: it can be recorded, compared and replayed. Its chunks are columns,
-one array for each field, because a batch is planned, counted and mirrored on the device as a whole; for a
-reader they are a sequence of `Chunk`.
+A plan is data: it can be recorded, compared and replayed. Its chunks are stored as columns, one array for
+each field, because a batch is planned, counted and mirrored on the device as a whole. Iterating over them
+gives `Chunk`s.
 """
 
 from __future__ import annotations

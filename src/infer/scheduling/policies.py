@@ -1,4 +1,4 @@
-"""The scheduling policies, which decide which sequence goes first: each a few lines.
+"""Scheduling policies: each decides, in a few lines, which sequence goes first.
 
     fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
@@ -6,7 +6,7 @@
     priority             the request's `priority`, smaller first; then arrival
     deadline             the nearest `deadline` first, those without one last; then arrival
 
-A policy of your own is a `Policy`, or a function from a sequence to its urgency, named by its module or file
+Your own policy is a `Policy`, or a function from a sequence to its urgency; the knob names its module or file
 (config/own_code.py).
 
 Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and a

@@ -1,4 +1,4 @@
-"""Swap or recompute: what is cheaper for a sequence that must give back its blocks?
+"""The choice between swapping and recomputing a sequence that must give back its blocks.
 
     swap        its keys and values cross to host memory and back:     2 * num_computed * swap_seconds
     recompute   its tokens run through the model again:                num_computed * recompute_seconds
@@ -6,8 +6,8 @@
 Both grow with the length, so their ratio decides, and the ratio depends on the machine. The engine
 measures both once at start-up, before the first request, so that equal queues give equal plans.
 
-A cached prefix that is evicted leaves a copy in host memory if copying it back is cheaper than computing it
-again. The copy is made while steps run, and only a prefix that is asked for again comes back.
+An evicted prefix leaves a copy in host memory if copying it back is cheaper than computing it again. The copy
+is made while steps run, and returns only when a prompt needs the prefix again.
 """
 
 from __future__ import annotations

@@ -5,24 +5,25 @@ There is no prefill phase and no decode phase. Every sequence is some number of 
 
     budget 8:   A one behind [1]   B one behind [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
 
-A sequence one behind goes first (its client is watching), then prompts already begun, then newcomers in
-the policy's order; the `prefill_first` policy turns that round. A long prompt leaves a share of its steps to
-shorter ones, so that newcomers do not wait for all of it. A newcomer gets room for all the tokens it
-has, so prompts never fight each other half way. When the cache is full the running sequence with the
-largest key is preempted: it gives back its blocks and recomputes later, or leaves them in host memory. Where
-that is cheaper than computing them again, blocks that the prefix tree evicts leave copies there too.
+Sequences one behind go first, because their clients are watching. Prompts already begun come next, and then
+newcomers in the policy's order; the `prefill_first` policy puts prompts first. A long prompt leaves a share
+of its steps to shorter ones, so that newcomers do not wait for all of it. A newcomer gets blocks for all of
+its tokens, so prompts never compete for blocks half way. When the cache is full, the running sequence with
+the largest key is preempted: its blocks are recomputed later, or move to host memory. Blocks that the prefix
+tree evicts also leave copies there, if copying is cheaper than computing.
 
-No sequence waits for ever: one that has waited `max_wait_steps` for its next token, preemptions included, is
-promoted to the front of every policy and is then the last to be preempted. A sequence that decodes is left
-out of at most `max_decode_gap` steps in a row, or of as many as the budget forces: R sequences, of which a
-step serves S, take ceil(R / S) steps. So those left out for long go first in time for the last of them:
+No sequence starves. A sequence that has waited `max_wait_steps` for its next token, preemptions included, is
+promoted to the front of every policy and is then the last to be preempted. A decoding sequence is left out of
+at most `max_decode_gap` steps in a row, or of as many as the budget forces: R sequences, of which a step
+serves S, take ceil(R / S) steps. So the scheduler serves sequences that were left out early enough for the
+last of them:
 
     R 9, S 4, max_decode_gap 5      three steps serve all, so a sequence is due after being left out 3 times
     left out at most 5 times        3, and 2 more while the others that are due go before it
 
-Prompts that were left out of `max_wait_steps` steps in a row, because others decode with the whole budget,
-get turns as if they were one more sequence that decodes: a token in every ceil((R + 1) / S) steps, before the
-others, or a whole prompt where prompts are not cut.
+If decoding uses the whole budget for `max_wait_steps` steps in a row, prompts get turns like one more
+decoding sequence: a token in every ceil((R + 1) / S) steps, before the others, or a whole prompt if prompts
+are not cut.
 
 The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
 GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.

@@ -1,6 +1,6 @@
 """One line of tokens being generated, and the group of lines that serve one request.
 
-A sequence is described by a few counts; every state people speak of is derived from them:
+A few counts describe a sequence, and every state is derived from them:
 
     tokens    [ prompt ........ | output ........ ]
                <-- num_computed --><- num_pending ->
@@ -9,12 +9,12 @@ A sequence is described by a few counts; every state people speak of is derived 
     WAITING   not running            PREFILL   running, num_pending > 1 (or the prompt's last token)
     DECODE    running, one behind    FINISHED / FAILED   has a finish_reason
 
-`num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached
-the CPU yet already has its place, so the next step can be planned before it is known.
+`num_tokens` may run ahead of `len(tokens)`: a token that was sampled on the device but has not reached the
+CPU already has its place, so the next step can be planned before the token is known.
 
-The counts are a column of integers (`LINES`). While a sequence runs, its column is one of the batch's
-(`batch_state.py`), where all of them are planned and counted together; otherwise it keeps the column
-itself. Either way `num_computed` and its like are read from there, and nothing else holds a copy.
+The counts are a column of integers (`LINES`). While a sequence runs, its column belongs to the batch
+(`batch_state.py`), which plans and counts all sequences together; otherwise the sequence keeps the column
+itself. `num_computed` and similar properties read this column, and no copy exists.
 """
 
 from __future__ import annotations

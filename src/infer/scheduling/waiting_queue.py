@@ -1,4 +1,4 @@
-"""The sequences that wait: which one is next, which has waited too long, and which is the shortest?
+"""The queue of waiting sequences: finds the next one, the one that has waited longest, and the shortest one.
 
 Three heaps hold the same sequences, by the policy's key, by age and by length. To take a sequence out of the
 middle of a heap costs a search, so none is taken out. Each waiting sequence holds a *ticket* instead:
@@ -9,8 +9,8 @@ middle of a heap costs a search, so none is taken out. Each waiting sequence hol
 
     A leaves:  A.ticket = 0, and its three entries are stale: skipped when they come up, swept out when many
 
-A sequence that has waited `max_wait_steps` for its next token, preemptions included, is promoted: it gets a
-key before those of all others, which it keeps when it runs, so that it is also the last to be preempted.
+A sequence that has waited `max_wait_steps` for its next token, preemptions included, is promoted: its key
+goes before all others. It keeps this key while it runs, so it is also the last to be preempted.
 """
 
 from __future__ import annotations

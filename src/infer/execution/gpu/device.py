@@ -12,22 +12,21 @@
              those of a tree compute the nodes at a depth                                  (tree_turns.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
-No step reads anything back, so the engine may plan and launch the next ones before it waits for this one: the
-tokens they continue with are on the device. Where ids decide what runs next (the step that forks, beams) a
-step is sampled on the host; while there is a request of this kind, the engine does not overlap steps. Ids are
-drawn next to drafts on the device and judged on the host. The number of ids kept decides what the next step
-computes, so a row that verifies does not go on from what the device knows. Only what drafts for it does: the
-device judges as well, and the next turns begin before the host has read the step (engine/draft_model.py).
+No step reads anything back, so the engine may plan and launch the next steps before it waits for this one:
+their tokens are on the device. If ids decide what runs next (forks, beams), the host samples the step, and
+the engine does not overlap steps. For drafts, the device draws the ids and the host judges them. The number
+of kept ids decides what the next step computes, so a verifying row does not continue from the device's state.
+Only its drafter does: the device judges as well, and the next turns begin before the host has read the step
+(engine/draft_model.py).
 
 warm_up.py prepares what the first step needs: compiled kernels, captured graphs.
 
-Where several ranks share a model, rank 0 has the engine: it sends each order on before it launches it, and
-the others launch theirs (`compute_part`). Rank 0 alone samples. The ids go to the others on the device, in
-the same graph, so steps run ahead there as well. A rank computes padding alone: nothing is exchanged.
-Where layers are in stages, the ranks of all but the last one have no logits: their part of a step ends with
-the hidden states that they pass on. A step with many tokens is computed in as many parts as there are stages,
-all of which work at the same time then: a stage takes the ids of a part from the last one when its rows need
-them, which is in the next step.
+If several ranks share a model, rank 0 has the engine. It sends each order before it launches it, and the
+other ranks launch their parts (`compute_part`). Only rank 0 samples. The ids go to the other ranks on the
+device, in the same graph, so steps run ahead there as well. Padding is computed without exchanges. If layers
+are in stages, only the last stage has logits; the part of another stage ends with the hidden states that it
+passes on. A step with many tokens is computed in as many parts as there are stages, so that all of them work
+at the same time. A stage takes the ids of a part when its rows need them, in the next step.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 

@@ -1,10 +1,10 @@
 """Steps as CUDA graphs: hundreds of kernel launches become one.
 
-Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more;
-a *graph* is the recorded list of all launches of a step, and replaying it is a single call. What was
-recorded is frozen: addresses, grid sizes, Python's branches. So a step is captured once per *size*, rounded
-up to one of a few; it reads everything that changes from device memory (execution/gpu/rows.py), and the room
-that a step does not fill is padding, for which every kernel does nothing.
+Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more; a
+*graph* is the recorded list of all launches of a step, and replaying it is a single call. A recording freezes
+addresses, grid sizes and Python's branches. So a step is captured once per *size*, rounded up to one of a
+few. It reads all changing values from device memory (execution/gpu/rows.py), and the rest of the size is
+padding, for which every kernel does nothing.
 
     37 rows that decode           ──► size (40, 0):  rows [12, 3, 7, ..., -1, -1, -1] ──► replay
     20 rows, 100 prompt tokens    ──► size (32, 128)
@@ -15,13 +15,13 @@ that a step does not fill is padding, for which every kernel does nothing.
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
-fill token masks while the forward runs, and launches the sampler when they are there.
+fill token masks while the forward runs, and launches the sampler when they are ready.
 
-A server captures all sizes before it is ready (`prepare`); without that, a size is captured when it is first
-needed. All graphs share one memory pool, because only one runs at a time. It begins as one block of the size
-that was planned, which the allocator splits and joins again as tensors come and go; taken piece by piece, it
-would be a block for each size of a tensor, and twice as much. The largest step is captured first: the others
-find room in what it took.
+A server captures all sizes before it is ready (`prepare`); otherwise a size is captured when it is first
+needed. All graphs share one memory pool, because only one runs at a time. The pool begins as one block of the
+planned size, which the allocator splits and joins as tensors come and go. Allocated piece by piece, it would
+need a block for each size of tensor, and twice the memory. The largest step is captured first, so that the
+others find room in its memory.
 
 More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
 launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
@@ -29,12 +29,13 @@ GPU a tenth of that. Padding is computed like any other token, so these sizes ar
 `prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
 
 The *short steps* of a large model, in which a busy server computes its prompts (scheduling/scheduler.py), are
-captured too. All of them have the same number of tokens, rows included, and one follows the other: where the
-host launches a layer hardly faster than the GPU computes it, streams wait for the host.
+captured too. All of them have the same number of tokens, rows included, and they follow each other closely.
+Without graphs, streams would wait for the host, which launches a layer hardly faster than the GPU computes
+it.
 
-PyTorch's own context for a capture first gives back all memory that is kept for later, the device's and the
-host's pinned one, and the steps after it wait a quarter of a second to get it again. Here it is given back
-only where a capture has found too little.
+PyTorch's own capture context first returns all cached memory, on the device and in pinned host memory, and
+later steps wait a quarter of a second to get it back. Here memory is returned only if a capture has found too
+little.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     steps    ── rows ── forward ──────────────────────── sampler, fetches ──
     host                reads the last ids, fills, launches
 
-The host fills lines of pinned memory, one for each row that has a mask; the sampler, which is launched after
-that, fetches those of its rows (kernels/sampling/sample_state.py). Only the line number of each row is sent,
-when it changes. A step without masks does none of this.
+The host fills lines of pinned memory, one for each row with a mask. The sampler is launched after that and
+fetches the lines of its rows (kernels/sampling/sample_state.py). The host sends only the line number of each
+row, when it changes. A step without masks does none of this.
 
 A line has 32 ids to a word, the lowest in the lowest bit, 1: allowed.
 

@@ -1,14 +1,14 @@
 """Buffers on the host for the ids that a GPU sampled, and the results that wait for them.
 
-Steps are launched ahead of the one that is read, so there are several buffers, used in turn: none may be
-written again before it has been read. Their memory is pinned, which lets the device copy while the host
-does something else, and an event after each copy says when it is done.
+Steps are launched ahead of the one that is read, so there are several buffers, used in turn; none may be
+overwritten before it has been read. Their memory is pinned, which lets the device copy while the host works,
+and an event after each copy says when it is done.
 
-Logprobs come with the ids of the rows that ask for them. Work on the logits is done in the stream of the
-steps, before the next one overwrites them; the rest, and the copy, in a stream of its own during that step.
+Logprobs arrive with the ids of their rows. The stream of the steps processes the logits before the next step
+overwrites them; a separate stream does the rest, and the copy, during that step.
 
-The way to the device needs no such care: what the host sends goes through memory of its own each time, which
-torch's allocator keeps until the copy has run (`sending.send`), however many steps come before it.
+Copies to the device are simpler: each uses fresh memory, which torch's allocator keeps until the copy has run
+(`sending.send`), however many steps come before it.
 
 Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 """

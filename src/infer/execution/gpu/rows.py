@@ -1,12 +1,12 @@
-"""State that lives on the device: a row per running sequence, for as long as it runs.
+"""The state of running sequences on the device: one row for each.
 
     row      last token   position   block table            how it is sampled
     0        a6           6          [ 4, 9 ]               temperature, top-k, ..., ids used so far
     1        b18          18         [ 7, 2, 5 ]            ...
 
-A decode step names its rows and finds everything else here; when it has sampled, it writes the new token and
-position itself. Orders therefore bring *differences*: a new block every `block_size` tokens, a whole row when
-it begins, and nothing at all for a step that goes on as before.
+A decode step names its rows and finds everything else here; after sampling it writes the new token and
+position itself. So orders bring only *differences*: a new block every `block_size` tokens, a whole row when
+it begins, and nothing for a step that simply continues.
 
 Shapes:  R rows of state, B blocks of the longest table, K tables, or changes.
 """

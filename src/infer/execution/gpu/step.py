@@ -3,16 +3,16 @@
     tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
     attention   decode kernel | prefill kernel
 
-Keys and values are written by the model's own kernels (`slots`), so `attend` only reads; where every token
-is a row that decodes, the decode kernel takes the projection and writes them itself (`attend_projected`).
-Nothing here depends on a length that the host knows: a step of decode rows alone can be captured in a CUDA
-graph and replayed while sequences grow.
+The model's own kernels write keys and values (`slots`), so `attend` only reads. If all rows decode, the
+decode kernel takes the projection and writes them itself (`attend_projected`). Nothing here depends on a
+length that the host knows, so a step of decode rows alone can be captured in a CUDA graph and replayed while
+sequences grow.
 
-A step with both has two kernels that do not need each other and that each leave most of the GPU idle: a
-chunk of 128 tokens is a handful of programs, and rows that decode wait for memory. In a graph they are two
-branches and run side by side, but only if the library computes the linear after them, or if the last layer
-picks rows next (models/model.py): either is launched the ordinary way, after both, and the rules of
-programmatic dependent launch (kernels/runtime/dispatch.py) need not know of branches.
+A step with both has two independent kernels, and each leaves most of the GPU idle: a chunk of 128 tokens is a
+handful of programs, and decoding rows wait for memory. In a graph they are two branches and run in parallel,
+but only if the library computes the linear after them, or if the last layer selects rows next
+(models/model.py). Either is launched the ordinary way, after both branches, so the rules of programmatic
+dependent launch (kernels/runtime/dispatch.py) need not consider branches.
 
     backend     rows that decode           chunks of prompts
     auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention/dense.py)

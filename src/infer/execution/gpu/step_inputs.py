@@ -14,8 +14,8 @@
                                 on from its id, its column of tokens, positions, slots, and if a row that is
                                 judged goes on there (kernels/elementwise/windows.py)
 
-The decode part is made on the device from the rows' state. The host fills in the rest from the order, one
-copy for tokens and one for samples, and pads it up to the size that the step was captured for.
+The device makes the decode part from the rows' state. The host fills in the rest from the order, with one
+copy for tokens and one for samples, and pads it to the captured size.
 
 Shapes:  T tokens, P of them given, S rows that decode, W tiles, C tokens sampled, X lines: 2 and one per
 block table.

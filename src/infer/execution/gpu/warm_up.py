@@ -1,13 +1,13 @@
 """Preparations for the first step: compiled kernels, loaded libraries, captured graphs.
 
     compile   every kernel that a step of any size needs, unless it is in Triton's cache
-    try       steps of padding that are never captured: libraries choose and load kernels by their size, and
-              some of what few requests ask for (rare_orders.py)
+    try       steps of padding that are never captured, because libraries choose and load kernels by size;
+              also some rare kinds of orders (rare_orders.py)
     capture   the sizes that are graphs (graphs.py), while cuDNN makes its plans
 
-A step of padding reads nothing from the cache and writes nothing to it. It runs on a *view* of the model that
-has two layers of each kind, the first and the last: these need the kernels and the memory that all do, and
-take a fraction of the time. The model itself is not touched, so nothing here gets in the way of a step.
+A step of padding reads nothing from the cache and writes nothing to it. It runs on a *view* of the model with
+two layers of each kind, the first and the last. These need the same kernels and memory as all layers, in a
+fraction of the time. The model itself is not touched, so nothing here disturbs a step.
 """
 
 from __future__ import annotations
