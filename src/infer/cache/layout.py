@@ -1,37 +1,37 @@
 """The layout of the KV cache: which layers share a block, and how many blocks a sequence needs.
 
-A layer with a sliding window of w tokens never reads a token that lies w or more behind the newest one, so
-the blocks that have left the window can be freed while the sequence grows. Layers with the same window make a
-*group*; a group may need blocks that another has freed, so each has block tables of its own:
+A layer with a sliding window of w tokens never reads a token that lies w or more before the newest one, so
+blocks outside the window can be freed while the sequence grows. Layers with the same window make a *group*. A
+group may need blocks that another has freed, so each has its own block tables:
 
     layers      0 1 2 3 4   6 7 8 9 10    5 11           Gemma 3: five local layers, then a global one
     table       1 1 2 2 3   3 4 4 5 5     0  0           here with two layers to a block
     plane       0 1 0 1 0   1 0 1 0 1     0  1           where a layer lies within the blocks of its table
 
 All tables take their blocks from one pool: a block holds the keys and values of `block_size` tokens in
-`num_planes` layers, whichever. So memory that long sequences free in the local layers serves global ones, and
-nothing has to be divided in advance. Groups seldom have the same number of layers; what the last table of a
-group leaves unused of each block is the price (docs/decisions/0008-groups-of-layers-share-one-pool.md).
+`num_planes` layers, whichever. So memory that long sequences free in the local layers serves global layers,
+and nothing is divided in advance. Groups seldom have the same number of layers, so the last table of a group
+leaves part of each block unused (docs/decisions/0008-groups-of-layers-share-one-pool.md).
 
 A layer of linear attention has a state in place of keys and values: a few matrices, as large after a thousand
-tokens as after one. Its table is one with a window of two tokens, a token and the one before it, and a block
-holds the state after the tokens of that block. The next token reads the newest state and leaves its own:
+tokens as after one. Its table has a window of two tokens, a token and the one before it, and a block holds
+the state after the tokens of that block. The next token reads the newest state and writes its own:
 
     tokens      0  1  2  3 | 4  5  6  7 | 8  9               block size 4
     blocks      freed        after 7      after 9            the next token reads "after 9" and writes there
 
-So freeing, forks, swapping and prefixes are those of any window. A full block is the state of a prefix, and a
-prompt goes on from its end: within a block there is no state (docs/features/hybrid.md).
+So freeing, forks, swapping and prefixes work as for any window. A full block is the state of a prefix, and a
+prompt continues from its end, because there is no state within a block (docs/features/hybrid.md).
 
 Layers may differ in the size of a token's keys (Gemma 4). Then a plane is as wide as a common multiple of all
 sizes, and narrower layers divide it: a table of layers of half the width has two of them to a plane.
 
     a block of a plane      | layer 0, block_size tokens | layer 2, block_size tokens |
 
-Seen as slots of half the width, block b of this plane begins at slot 2 b * block_size. So the tables that a
-device is given have 2 b in place of b, and nothing else there knows of it (`KVLayout.spans`).
+In slots of half the width, block b of this plane begins at slot 2 b * block_size. So the tables that a device
+gets have 2 b in place of b, and nothing else there needs to know (`KVLayout.spans`).
 
-A model whose layers all see the same has one table and one block for all layers.
+A model whose layers have the same window has one table and one block for all layers.
 
 Layers in stages are in the memory of different ranks, which have the same tables: the planes of each stage
 are counted from 0, and a block has room for the stage that needs most.

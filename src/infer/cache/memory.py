@@ -8,9 +8,9 @@
                    bytes for each head: its scale
     workspace      attention gathers the keys and values of one layer at a time: a share of the KV cache
 
-`infer plan` prints this; start-up uses the same figures to size the cache and to say what does not fit.
-Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one for
-this machine. On a GPU, start-up replaces the computed size of the largest step by the measured one
+`infer plan` prints this, and a start uses the same figures to size the cache and to refuse what does not fit.
+Nothing here is measured: it is arithmetic on sizes, so a plan for another machine is as good as one for this
+machine. On a GPU, a start replaces the computed size of the largest step by the measured one
 (engine/rehearsal.py).
 """
 

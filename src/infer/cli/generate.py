@@ -10,15 +10,15 @@ Where a prompt comes from                          What is done with it
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
 object per line and prompt. A model's reasoning is not part of the answer: it goes to standard error.
 
-The prompts of a file are all in the engine together, which batches them; their answers are printed in the
-order of the file, each as soon as those before it are out. A prompt that fails is reported by its line and
-costs the others nothing; the exit code is then 1. Each line is drawn with a seed of its own, which depends on
-`--seed` and on the number of the line; `--json` shows it, and alone with `--seed` it gives that answer again.
+The prompts of a file are all in the engine together, which batches them. Answers are printed in the order of
+the file, each as soon as the earlier ones are out. A failed prompt is reported with its line and does not
+affect the others; the exit code is then 1. Each line has its own seed, made from `--seed` and the number of
+the line; `--json` shows it, and `--seed` with this value repeats the answer.
 
 The form of the answers can be given: `--json-schema`, `--regex`, `--choice` or `--grammar`.
 
-With `--url` a server has the model and the engine: prompts go to it over HTTP, those of a file several at a
-time.
+With `--url` a server has the model and the engine: prompts go to it over HTTP, several at a time if they come
+from a file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One engine for many readers: requests go in from an event loop, outputs come back to it.
 
-The engine's loop runs in a thread of its own and sleeps when there is nothing to do. Everything crosses
-in batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the
-event loop per step, for all requests.
+The engine's loop runs in its own thread and sleeps when there is nothing to do. Commands and outputs cross in
+batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the event
+loop per step, for all requests.
 
     event loop                                engine thread
     generate() ──► inbox: add ──────────────► Engine.add

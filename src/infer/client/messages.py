@@ -15,7 +15,7 @@ Every call of the client has a *ticket*, a number it never uses twice; answers a
 A turn of the engine's loop takes all commands that are there, makes at most one step and sends a
 `StepReport`: the outputs of all requests, the answers to calls, and the engine's own counts.
 
-Nothing is pickled: both ends know the types below, and bytes that do not fit them are an error.
+Nothing is pickled: both ends know the types below, and bytes that do not fit a type are an error.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The engine as a process of its own: `python -m infer.client.process`, started by `supervisor.py`.
+"""The engine process: `python -m infer.client.process`, started by `supervisor.py`.
 
-HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device, so the
-scheduler and the model live here and speak through a unix socket to each API process (see messages.py).
+HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device. So the
+scheduler and the model live here, with a unix socket to each API process (see messages.py).
 
-    start    import PyTorch; take one line of JSON on standard input (`Launch`) meanwhile, load the model,
-             compile and capture all that steps can need, send `Ready`
+    start    import PyTorch, and meanwhile read one line of JSON on standard input (`Launch`); load the
+             model, compile and capture everything that steps can need, send `Ready`
     turn     take every command that is there; make one step, send a `StepReport`
     idle     sleep until a command comes, or a constraint is compiled: no polling, no CPU; after the first
              idle second, read the vocabulary of constraints in a thread
     asleep   after `Sleep`: no engine, its weights in host memory; until `Wake`
     end      `Stop`, or standard input closes because the server is gone
 
-The server holds the other end of standard input open for as long as it lives. Ctrl-C and SIGTERM are
-its business alone: a signal sent to the whole group must not end the engine before requests have drained.
+The server holds the other end of standard input open for as long as it lives. Only the server handles Ctrl-C
+and SIGTERM: a signal to the whole group must not end the engine before requests have drained.
 """
 
 from __future__ import annotations

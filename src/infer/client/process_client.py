@@ -1,22 +1,23 @@
-"""The client of an engine in its own process: the same calls as `InProcessClient`, and it survives a death.
+"""The client of an engine in its own process: it has the same calls as `InProcessClient`, and survives
+crashes.
 
     starting ──► up ──► down (restarting) ──► up ...            with restart=True
                   │          └──► down for good                 after too many restarts, with the reason
                   └─────────────► down for good                 with restart=False
 
-While the engine is down every call raises `EngineStopped`, and open requests get the same within moments of
-the death: their outputs so far are lost, and only the sender knows whether to repeat a request.
+While the engine is down, every call raises `EngineStopped`, and open requests get the same within moments of
+the crash: their outputs so far are lost, and only the sender knows whether to repeat a request.
 
-The reports of the engine tell whether it is *stuck*. Each says how many of our commands it has taken, what it
-still has to do and how many tokens it has computed. While it owes us something, a report of work done must
-come within `stuck_timeout` seconds: a chunk of a long prompt is work, even without an output. An engine that
-has nothing to do sleeps and is silent; after `PING_INTERVAL` seconds of silence it is sent a `Ping`, which
-wants a report like any command. So an engine that freezes while idle is found as well, and gets no requests
-that another replica can take long before it counts as stuck (`silent_s`, read by the server's router).
+The engine's reports show whether it is *stuck*. Each report says how many of our commands it has taken, what
+it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
+come within `stuck_timeout` seconds; a chunk of a long prompt is work, even without an output. An idle engine
+sleeps and is silent. After `PING_INTERVAL` seconds of silence it gets a `Ping`, which it must answer with a
+report like any command. So a frozen idle engine is found as well, and long before it counts as stuck,
+requests go to other replicas (`silent_s`, read by the server's router).
 
 A *full queue* is reported here, because the engine takes commands only between two steps, and a step may take
-seconds. What counts is its last report and the requests on their way: one that it would have taken is refused
-only because of sequences that have ended since that report.
+seconds. The client decides by the last report and the requests on their way, so it refuses a request too
+early only if sequences have ended since that report.
 """
 
 from __future__ import annotations

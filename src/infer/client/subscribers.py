@@ -1,14 +1,14 @@
 """Request ids to subscribers: the common part of an engine in a thread and an engine in a process.
 
-An engine knows request ids; its outputs must reach readers. A *subscriber* is the address that outputs are
-sent to: a queue where the engine is a thread of the same process, a number where it is another process.
+An engine knows request ids, but its outputs must reach readers. A *subscriber* is the address of outputs: a
+queue if the engine is a thread of the same process, a number if it is another process.
 
     reader's side   read_outputs()   submits a request, yields its outputs, unsubscribes
                     OutputQueue      outputs that are made and not read yet, of bounded size
     engine's side   Subscribers      request id -> subscriber; every output leaves with its address
 
-A reader may unsubscribe and another may come under the same request id before the first one's last outputs
-have arrived, so outputs are addressed by subscriber, never by request id alone.
+A reader may unsubscribe, and another may reuse its request id before the last outputs of the first have
+arrived. So outputs are addressed by subscriber, never by request id alone.
 """
 
 from __future__ import annotations

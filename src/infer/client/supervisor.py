@@ -1,14 +1,14 @@
-"""One engine process from start to exit, and the number of times that a dead one may be replaced.
+"""Supervises one engine process from start to exit, and limits how often a dead one is replaced.
 
     EngineProcess.start ──► spawn ──► loading ──► Ready ──► running ──► exit
                              │          │                      │
       private directory,     └──────────┴── exit: the reason, ─┘── exit: `exited` is set, with a reason
       one unix socket                       and the last lines it wrote
 
-The child is spawned, never forked: a fork after torch has started its threads would deadlock one day.
-Three things tie it to us: standard input (its lifeline: it ends when we end, however that happens),
-standard output and error (one pipe, passed on line by line), and the socket, in a directory that only
-this user can enter. Two threads wait for it, one in `waitpid` and one in the pipe; both only sleep.
+The child is spawned, never forked, because a fork after torch has started its threads can deadlock. Three
+things tie it to us: standard input (its lifeline: it ends when we end, however that happens), standard output
+and error (one pipe, passed on line by line), and the socket, in a directory that only this user can enter.
+Two threads wait for it, one in `waitpid` and one in the pipe; both only sleep.
 """
 
 from __future__ import annotations

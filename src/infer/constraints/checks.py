@@ -6,8 +6,8 @@ Three kinds of schema are refused here, with the keyword and a JSON pointer to i
     it means nothing                a type that JSON does not have, a bound that is not a number, `enum: []`
     it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
 
-A compiler says all this too, but not where, and only after it has spent the time. Every schema is visited
-once, however many references lead to it, and only if one does. All of it is linear in the size of the schema.
+A compiler would refuse all this too, but without the place, and only after it has spent the time. Every
+schema that a reference reaches is visited once, so the checks are linear in the size of the schema.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-r"""From the text of a constraint to a grammar, within limits.
+r"""Compiles the text of a constraint to a grammar, within limits.
 
     Structured ──► llguidance ──► Grammar, or a RequestError that says what is wrong
 
-An ordinary schema takes a millisecond, one of 13 KB some 13. Compiling lets go of the interpreter, so other
-requests are served meanwhile. Counts of items and states bound what it may take, and so they do for every
-mask and every token later: a constraint that goes beyond them while it is used ends its own request.
+An ordinary schema takes a millisecond, one of 13 KB some 13. Compiling releases Python's lock, so other
+requests are served meanwhile. Limits on items and states bound compiling, and later every mask and token: a
+constraint that exceeds them in use ends its own request.
 
-Copies of a matcher share its lexer, which builds its states as texts reach them. That is half the work of a
-request's first masks, so what was compiled is kept for the next request with the same constraint. Requests
-that run together have a lexer each, because only one thread at a time can use one. States are only ever
-added, so a lexer that is kept may have a fifth of the states that a request may have: 64 of them are at most
-640,000 states, 0.3 to 1.3 GB. A request that finds them used up starts over with a lexer of its own, with
-the whole limit, and from then on nothing is kept of its constraint.
+Copies of a matcher share its lexer, which builds its states as texts reach them. This is half the work of a
+request's first masks, so a lexer is kept for the next request with the same constraint. Requests that run
+together have a lexer each, because only one thread at a time can use it. States are only ever added, so a
+kept lexer may have a fifth of a request's limit: 64 lexers have at most 640,000 states, 0.3 to 1.3 GB. A
+request that reaches this bound starts over with its own lexer and the whole limit, and from then on nothing
+is kept of its constraint.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.

@@ -2,8 +2,8 @@
 
     add ──► a thread compiles ──► `wake`, and the next step takes it into the queue, or refuses it
 
-A step is a moment of the engine's clock, so a request that was compiled meanwhile counts as added then: that
-is what a record has, and a replay, which compiles while it adds, does the same things in the same steps.
+Steps are the engine's clock, so a request counts as added in the step that takes it into the queue. A record
+has this step, so a replay, which compiles while it adds, does the same things in the same steps.
 """
 
 from __future__ import annotations

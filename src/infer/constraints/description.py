@@ -13,9 +13,9 @@ A constraint holds for the whole output, unless it waits for something:
     Structured.choice(["yes", "no"])
     {"json_schema": {...}}                       the same as a mapping, where parameters are JSON
 
-Sizes are checked on construction; what a text holds is read and checked once, by the functions above, in the
-process that answers HTTP. Whether a schema can be compiled is the engine's answer: a `RequestError` that
-names the keyword and where it stands.
+Sizes are checked on construction; the contents are parsed and checked once, by the functions above, in the
+process that answers HTTP. Only the engine knows if a schema can be compiled; its answer is a `RequestError`
+with the keyword and its place.
 """
 
 from __future__ import annotations

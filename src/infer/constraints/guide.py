@@ -1,4 +1,4 @@
-"""The guide of one sequence, which knows what may follow: reasoning, free text, its grammar, its end.
+"""The guide of one sequence, which knows what may follow: reasoning, free text, its grammar, or its end.
 
     REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
     REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
@@ -7,15 +7,15 @@ Only CONSTRAINED has a mask, unless ids are banned (bans.py), which holds everyw
 triggers and costs next to nothing: running a grammar through it would cost a hundred times as much as through
 JSON.
 
-A guide's state depends on the output's ids and nothing else, so a sequence may be preempted, swapped and
-computed again without it. Every id is consumed exactly once, in order; a matcher that was given an id that it
-does not allow is broken for good, so nothing is consumed that was neither masked nor validated.
+A guide's state depends only on the output's ids, so a sequence may be preempted, swapped and computed again
+without it. Every id is consumed exactly once, in order. A forbidden id would break a matcher for good, so
+only masked or validated ids are consumed.
 
-Drafts of a sequence want a mask for each position of a window: `fill_window` walks along them and back.
+Drafts of a sequence need a mask for each position of a window: `fill_window` walks along them and back.
 
-Ids that must come next need no model (`forced`): the rest of a key that the grammar has only one way to
-write, or the end of a reasoning that has used up its tokens. Forced text can often be cut into tokens in
-several ways; the tokenizer's own is the one that comes, whether the ids are appended or drawn under a mask.
+Forced ids need no model (`forced`): for example the rest of a key, or the end of reasoning that has used up
+its tokens. Forced text can often be split into tokens in several ways; the tokenizer's own way is used,
+whether the ids are appended or drawn under a mask.
 """
 
 from __future__ import annotations

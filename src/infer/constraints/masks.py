@@ -1,13 +1,13 @@
-"""Masks of several rows at once: most take some 5 microseconds each, those of other states 20 and more.
+"""Fills the masks of several rows at once, in one thread or in several, whichever should be faster.
 
-Threads pay for themselves where masks take long. Those of plain texts are filled sooner than threads wake up
-and fetch the matchers into the caches of their cores (one H200's host, 32 rows, the median and the 99th of a
-hundred steps, ms: 0.31 and 0.86 in one thread, 0.35 and 1.1 in eight, 0.33 and 0.75 where each step goes the
-way that suits it). A mask in the middle of a text allows any letter and is quick; so is, as a rule, the one
-after it. The time of a row in one thread is kept with its constraint (`MaskCost`), for rows whose last mask
-was *wide* and for the others: constraints differ a hundredfold. From that follows the time of a step in one
-thread, and the time that steps of that size took in several is kept as well. The way that should be quicker
-now is used, and now and then, ever more rarely, the other one. The masks are the same.
+A mask takes 5 microseconds in most states, and 20 or more in others. Threads help only with slow masks: the
+masks of plain texts are filled before threads wake up and fetch the matchers into the caches of their cores
+(one H200's host, 32 rows, the median and the 99th of a hundred steps, ms: 0.31 and 0.86 in one thread, 0.35
+and 1.1 in eight, 0.33 and 0.75 with the choice made here). A mask in the middle of a text allows any letter
+and is quick, and so, as a rule, is the next one. Constraints differ a hundredfold, so each keeps the time of
+a row in one thread (`MaskCost`), separately for rows whose last mask was *wide*. This gives the time of a
+step in one thread; the time of steps of that size in several threads is measured too. The faster way is used,
+and now and then, ever more rarely, the other one. The masks are the same.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     files ──► tokenizer, as the text side reads it ──► JSON ──► LLTokenizer
     tokenizer.json that needs no change ─────────────┘
 
-It takes about a second of one core, and other threads wait for much of it. A server therefore builds it in a
-thread (`start`): while weights go to a GPU, where there is one, or else in its first idle second, so that no
-request shares the core with it; a constrained request that comes earlier waits for it. A program that never
-constrains an output never builds it.
+Building the tables takes about a second of one core, and other threads wait for much of it. So a server
+builds them in a thread (`start`): with a GPU, while weights are copied to it; otherwise in the first idle
+second, so that no request shares the core. A constrained request that comes earlier waits. A program that
+never constrains an output never builds them.
 """
 
 from __future__ import annotations

@@ -4,26 +4,27 @@
 
     ReasoningDelta("hm")  ContentDelta("Let me see.")  CallStart(0, "call_…", "f")  CallDelta(0, '{"a": 1}')
 
-The parser is a coroutine that is handed one character at a time, so it does not matter where pieces are cut.
-It holds back no more than it must: the beginning of a marker, blanks that may be the markup's, and a call
-until its name is known. From there on arguments are passed on as they come.
+The parser is a coroutine that takes one character at a time, so it does not matter where pieces are cut. It
+holds back only the beginning of a marker, blanks that may belong to markup, and a call until its name is
+known. After the name, arguments are passed on as they come.
 
-A call that proves not to be one is text, markers included, and nothing is lost: a marker with something else
-after it, an object without a name, a bare object that names no known tool. Once a call has begun, its
-arguments are passed on as they were written, even if they are not JSON: that is for the caller to see.
+Markup that proves not to be a call is text, with nothing lost: a marker with something else after it, an
+object without a name, a bare object that names no known tool. Once a call has begun, its arguments are passed
+on as written, even if they are not JSON, for the caller to see.
 
-A call that was cut off is not text: what follows a marker, where a limit or a stop string has cut the answer
-before the call had a name, and everything incomplete where calls are forced.
+A call that was cut off is not text. This covers a call that a limit or a stop string has cut before its name,
+and everything incomplete where calls are forced.
 
 Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
 comes), a Python call when it is complete.
 
-Harmony is different in kind: the whole answer is messages, and the header of each says what its text is.
+Harmony is different: the whole answer consists of messages, and the header of each gives the kind of its
+text.
 
     <|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>
 
-Models write broken headers now and then. The words that are known are taken from them, other words are text,
-and text without a header is the answer; markers are never shown.
+Models sometimes write broken headers. Known words are removed from them, other words are text, and text
+without a header is the answer; markers are never shown.
 """
 
 from __future__ import annotations

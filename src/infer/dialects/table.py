@@ -16,9 +16,9 @@
     glm45         <tool_call>f⏎<arg_key>k</arg_key>⏎<arg_value>v</arg_value>⏎</tool_call>    GLM-4.5 and later
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
-A row says what a call looks like; the parser (parser.py) reads it, the grammar (grammar.py) makes a model
-write it. The row of a model is found by its chat template: a template that shows tools to a model also tells
-it, in these very characters, how to call one.
+A row describes a call. The parser (parser.py) reads calls by it, and the grammar (grammar.py) makes a model
+write them. The chat template of a model identifies its row: a template that shows tools also tells the model,
+in these very characters, how to call one.
 """
 
 from __future__ import annotations

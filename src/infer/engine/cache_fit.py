@@ -1,8 +1,8 @@
 """The size of the KV cache on this machine, from the memory that is free now and the memory of steps.
 
-The arithmetic is that of `infer plan` (cache/memory.py). A start asks twice: before the weights are read,
-with their bytes taken off what is free, to refuse early; and once they are loaded, on a GPU with what the
-largest step was seen to take (rehearsal.py).
+The arithmetic is the same as in `infer plan` (cache/memory.py). A start computes the size twice: before the
+weights are read, with their bytes subtracted from the free memory, to refuse early; and after they are
+loaded, on a GPU with the measured memory of the largest step (rehearsal.py).
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@
         ├── graphs       the pool of the captured steps, and the device half's buffers
         └── KV cache     the rest
 
-**The arena** is a block that PyTorch's allocator holds and has free: it splits it for tensors of any size and
-joins the pieces again. It gives blocks back to the driver when an allocation fails elsewhere, but only those
-that are free from end to end, so a small tensor in the arena, the pin, keeps all of it. Steps of any size
-then find their memory whatever other processes do meanwhile. Tensors of up to 1 MiB come from blocks of
-2 MiB; a few of these are pinned in the same way.
+**The arena** is a free block of PyTorch's allocator, which splits it for tensors of any size and joins the
+pieces again. When an allocation fails elsewhere, the allocator returns blocks to the driver, but only blocks
+that are completely free. So a small tensor in the arena, the pin, keeps all of it, and steps of any size find
+their memory whatever other processes do meanwhile. Tensors of up to 1 MiB come from blocks of 2 MiB; a few of
+these are pinned in the same way.
 """
 
 from __future__ import annotations

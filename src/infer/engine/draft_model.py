@@ -1,29 +1,29 @@
-"""A small model that drafts: the same orders, rows and block tables, on a device half of its own.
+"""A small model that drafts: it has the same orders, rows and block tables, on its own device half.
 
     turn    text known so far    computes                     draws
-    0       t0 .. t9             what it has missed: t8 t9    d10        it lacks what was drawn in its place
-    1                            d10                          d11        it goes on from its own id
+    0       t0 .. t9             the missed tokens: t8 t9     d10        it lacks the ids drawn by the model
+    1                            d10                          d11        it continues from its own id
     2                            d11                          d12        drafts d10 d11 d12 are judged
 
-Its keys and values lie in a store of their own with as many blocks as the model's, so a block table serves
-both and a sequence's blocks are reserved once. It draws with the noise of the sequence (host_half.py): where
-the two models agree, they draw the same id, at any temperature.
+Its own store of keys and values has as many blocks as the model's, so one block table serves both and a
+sequence's blocks are reserved once. It draws with the noise of the sequence (host_half.py): if the two models
+agree, they draw the same id, at any temperature.
 
-What it has computed may be of another text by now: a draft was refused, or the sequence found its prompt in
-the prefix cache, came back from host memory, or is a fork. So each full block remembers the text up to its
-end as a number (a hash of the block before and its ids). When a sequence begins to run, its blocks are
-compared with its text, and the first that does not match is where the model catches up from. Blocks that it
-never computed, because drafts did not pay then, do not match either. Nothing is copied or swapped here.
+Its computed blocks may belong to another text: a draft was refused, or the sequence found its prompt in the
+prefix cache, came back from host memory, or is a fork. So each full block remembers the text up to its end as
+a number (a hash of the previous block and its ids). When a sequence begins to run, its blocks are compared
+with its text, and the model catches up from the first block that does not match. Blocks that it never
+computed, because drafts did not pay off then, do not match either. Nothing is copied or swapped here.
 
-On a CPU each turn is an order of its own. On a GPU all turns are one graph (execution/gpu/device.py), which
-computes the last two tokens of a text first: after a window the model never lacks more. Its block tables
-there are those of the sequences' own model. The device knows what came of a window before the host does, so
-the turns for the next one begin at once (`go_on`), and the host finds drafts when it has read the window:
+On a CPU each turn is a separate order. On a GPU all turns are one graph (execution/gpu/device.py), which
+first computes the last two tokens of a text: after a window the model never lacks more. It uses the block
+tables of the sequences' own model. The device judges a window before the host does, so the turns for the next
+window begin at once (`go_on`), and the host finds drafts when it has read the window:
 
     device      verify 1 | turns 2 | verify 2 | turns 3 | ...
     host                 └ read 1, plan and launch verify 2, turns 3 ┘
 
-Where the turns are over before the host is ready, the step that verifies them is launched with them.
+If the turns end before the host is ready, the step that verifies them is launched with them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sequences whose text decides what may follow (constraints/): what they may draw, and what they need not.
+"""Guided sequences, whose text decides what may follow (constraints/): fills their masks, appends forced ids.
 
-    ids of step N ──► `fill`: each guide consumes its ids and writes the mask of its row in step N + 1
-    step N + 1 samples under the masks
-                  ──► `may_jump`, `jump`: ids that must come next are appended without asking the model
+    ids of step N ──► `fill`: each guide consumes its ids and writes the mask of its row in step N + 1 step N
+    + 1 samples under the masks
+                  ──► `may_jump`, `jump`: forced ids are appended without the model
 
-The engine owns the steps and asks; the request table owns outputs and ends, and is asked for both.
+The engine owns the steps and calls this file; the request table owns outputs and ends of sequences.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The GPU memory that the steps of an engine take, measured by running the largest possible one.
 
-Before the KV cache takes the rest of the memory, a device half with hardly a cache computes the largest step
-that the settings allow: as many tokens as `max_num_batched_tokens`, then the logits of `max_batch_size` rows,
-which are sampled. All of it is padding, so nothing is written. The peaks of both parts, a little more for the
-gaps that tensors of other sizes leave, are the arena of all later steps (device_memory.py). The step also
-compiles the kernels that the first prompts need.
+Before the KV cache takes the rest of the memory, a device half with a minimal cache computes the largest step
+that the settings allow: `max_num_batched_tokens` tokens, then the logits of `max_batch_size` rows, which are
+sampled. All of it is padding, so nothing is written. The peaks of both parts, a little more for the gaps that
+tensors of other sizes leave, are the arena of all later steps (device_memory.py). The step also compiles the
+kernels that the first prompts need.
 
-Captured steps have a pool of their own, for their layers and for what samples them: one block, which is taken
-when the first of them is captured (execution/gpu/graphs.py). The largest of them has fewer tokens than the
-largest step, and its share of the tokens is its share of the memory; but a matrix that is unpacked for a
-product (`StepBytes.scratch`) has the same size for any number of tokens.
+Captured steps have their own pool, for their layers and their sampling: one block, which is allocated when
+the first of them is captured (execution/gpu/graphs.py). The largest of them has fewer tokens than the largest
+step, and its share of the tokens is its share of the memory; but a matrix that is unpacked for a product
+(`StepBytes.scratch`) has the same size for any number of tokens.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Drafts for the sequences of an engine: who gets any, how many, and what became of them.
+"""Drafts for the sequences of an engine: decides who gets drafts and how many, and judges them.
 
-    propose    before a plan: sequences whose ids are all known get drafts, or places for some
-    complete   after it, when their blocks are reserved: a model that drafts fills the places
-    judge      after the step: how many were right says how many are worth trying next time
+    propose    before a plan: sequences whose ids are all known get drafts, or places for drafts
+    complete   after the plan, when blocks are reserved: a model that drafts fills the places
+    judge      after the step: learns from the number of right drafts how many are worth trying
 
-Drafts are for the quiet moments of an engine. A step with drafts is read before the next is planned, since
-what it kept decides what comes next; and it pays only while the model waits for its weights. So sequences get
-none while prompts are computed or could be admitted, nor where the batch is too large for a draft to pay.
-Steps overlap then as if there were no speculation. While they do, the newest ids are still on the device:
-`is_due` looks at those that are known and says if it is worth waiting for the rest.
+A step with drafts is read before the next is planned, since the kept ids decide what comes next; and drafts
+pay off only while the model waits for its weights. So sequences get none while prompts are computed or could
+be admitted, or while the batch is too large. Steps then overlap as without speculation, and the newest ids
+are still on the device: `is_due` looks at the known ids and says if it is worth waiting for the rest.
 
 A penalty or a mask depends on all tokens before it, so it differs from one draft to the next; devices know
 (execution/host_sampling.py, execution/gpu/lanes.py).

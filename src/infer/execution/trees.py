@@ -5,8 +5,8 @@
     judge      from the first token on, go to the child that is the id drawn there, as long as there is one
     compact    keys and values of the kept path go to the slots after the text, as if there had been no other
 
-All nodes at a depth are drawn with the noise of their position, so the id drawn at a node is the one that the
-row would have drawn there without drafts, provided that its path is the text: one law for chains and trees.
+All nodes at a depth are drawn with the noise of their position. So if the path of a node is the text, the
+node draws the same id as the row without drafts. Chains and trees follow the same rule.
 
 Shapes:  T tokens of an order, M tokens whose keys and values are moved.
 """

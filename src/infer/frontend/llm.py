@@ -4,16 +4,17 @@
     for answer in llm.generate(["Once upon a time", "The sky is"], SamplingParams(temperature=0)):
         print(answer.text)
 
-All prompts of a call are in the engine together; it batches them as it sees fit, and each answer is the same
-as if its prompt had been alone.
+All prompts of a call are in the engine together. The engine batches them, and each answer is the same as for
+its prompt alone.
 
-One thread at a time: a call while another thread is in one raises `EngineError` at once. A second thread may
-take over when the first is done. For many callers at once use `AsyncLLM`, an `LLM` per thread, or a lock.
+Only one thread at a time may call an `LLM`: a call during another thread's call raises `EngineError` at once.
+A second thread may take over when the first is done. For many callers use `AsyncLLM`, an `LLM` per thread, or
+a lock.
 
-One process: a forked child has neither the threads nor the GPU of its parent's engine, so calls there raise
-`EngineError`. Make the `LLM` in the child, or start the child by spawn.
+A forked child has neither the threads nor the GPU of its parent's engine, so calls there raise `EngineError`.
+Make the `LLM` in the child, or start the child by spawn.
 
-A model is large; `llm.close()`, or `with LLM(...) as llm:`, gives its memory back.
+A model is large; `llm.close()`, or `with LLM(...) as llm:`, frees its memory.
 """
 
 from __future__ import annotations

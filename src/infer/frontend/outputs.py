@@ -3,9 +3,9 @@
     StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
                         └──────────► RequestOutput            (at the end)
 
-Both come from the same detokenizer, so the pieces joined are the answer, byte for byte. Stop strings are
-found here, because this is the first place that knows text: the builder then says which sequence the engine
-may stop working on.
+Both come from the same detokenizer, so the joined pieces equal the answer, byte for byte. Stop strings are
+found here, because this is the first code that knows text; the builder then names the sequence that the
+engine may stop.
 
 An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences has a parser.
 `text` is then the answer's own text, without reasoning and calls, and `events` has all three in order.

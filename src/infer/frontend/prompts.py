@@ -8,8 +8,8 @@ The engine knows token ids only. Everything before it (text to ids, messages to 
 
 An embedding is the final hidden state of an input, pooled: the state of the last token (the default, which
 decoder models are trained for) or the mean over all tokens. Vectors have the length 1, as in OpenAI's API, so
-that a dot product is a cosine; `normalize=False` gives the state as it is. A model's files may say how to
-pool (loader/pooling.py); that holds unless the caller says otherwise.
+that a dot product is a cosine; `normalize=False` returns the state unchanged. A model's files may say how to
+pool (loader/pooling.py); a caller's choice overrides them.
 """
 
 from __future__ import annotations

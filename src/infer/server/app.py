@@ -1,8 +1,8 @@
-"""The application: routes inside, and around them, from the outside in,
+"""The application: its routes, and the layers around them, from the outside in:
 
     AccessLog     an id, a log line and counts for every request, also for those that are refused
     HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
-    CORS          only if an origin is configured; outside of Auth, because a browser first asks without a key
+    CORS          only if an origin is configured; outside Auth, because a browser first asks without a key
     Auth          closed unless listed open
     BodyLimit     reads bodies, up to a size and for a time
     Gate          503 while starting or draining

@@ -4,18 +4,18 @@ A *served model* is a prompt encoder (tokenizer, chat template) and one or more 
 model by the name in the body, turns the body into requests with its encoder, and sends each request to the
 engine that the router picks.
 
-A *request record* is made for every HTTP request and found through a context variable. Its id is the one the
-client sees (`x-request-id`), and every log line about the request carries it, also those of the engine:
-the request's ids there begin with it.
+A *request record* is made for every HTTP request and found through a context variable. The client sees its id
+(`x-request-id`), and every log line about the request carries it. The engine's log lines do too, because the
+engine's request ids begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
 An *alias* stands for a model, or for several by weight (fleet/shares.py). All requests of one *asker* get the
-same one. The asker is the user that the body names, else the API key; without either, every request is on its
-own.
+same model. The asker is the user that the body names, else the API key; without either, every request is its
+own asker.
 
-A request *holds* the models it asked for from the first look at its body to the last byte of its answer, and
-a model is taken away only when no request holds it.
+A request *holds* its models from the parsing of its body to the last byte of its answer, and a model is
+removed only when no request holds it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adaptive drafts: each sequence of a step gets as many as make text come fastest, often none.
+"""Adaptive drafts: each sequence of a step gets the number of drafts that gives the most text per second.
 
 A draft costs a token of the step, and is kept only if it and all drafts before it are right. If a sequence's
 drafts are right at a rate r, the one at depth i survives with probability r^i:
@@ -10,20 +10,20 @@ drafts are right at a rate r, the one at depth i survives with probability r^i:
     in brackets: the best choice                        .80 .64 .51 .41 .30             4.66 / 4.5 = 1.04
                                                         .80 .64 .51 .41 .30 .09         4.75 / 4.6 = 1.03
 
-`choose` maximises expected tokens per second over all choices. Survival falls with depth, so the n drafts
-that survive best are the first of each sequence, and no other n drafts give more: one order serves every n.
-A draft model also pays for depth (`draft_s` for each position of the longest window), so there the search is
-made once for every longest window. Tokens that a step computes for other sequences count as gained too, so
-drafts must be worth slowing them down; where arithmetic bounds a step no draft is, and speculation is off.
+`choose` maximises expected tokens per second over all choices. Survival falls with depth, so taking drafts in
+the order of survival always takes the first drafts of each sequence, and this one order serves every number
+of drafts. A draft model also costs time for depth (`draft_s` for each position of the longest window), so its
+search runs once for every longest window. Tokens that a step computes for other sequences count too, so
+drafts must be worth delaying them. If arithmetic bounds a step, no draft is, and speculation is off.
 
     windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
     drafts     4433222                               1 refused                       1 right, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
-A rate is a mean over about the last MEMORY drafts that were judged, and starts at PRIOR_RATE. Without drafts
-nothing would be learned, so every PROBE_STEPS steps all sequences that got none are tried with one each,
-provided that drafts at HOPED_RATE would pay in that step. Older results weigh little from then on, so a
-right probe soon leads to longer windows. Nothing here reads a clock: equal calls give equal lengths.
+A rate is a mean over about the last MEMORY judged drafts, and starts at PRIOR_RATE. Without drafts nothing
+would be learned. So every PROBE_STEPS steps all sequences without drafts get one each, provided that drafts
+at HOPED_RATE would pay off in that step. Older results then weigh little, so a right probe soon leads to
+longer windows. Nothing here reads a clock: equal calls give equal lengths.
 """
 
 from __future__ import annotations

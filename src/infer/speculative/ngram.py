@@ -1,15 +1,15 @@
-"""Drafts from the sequence's own text: what followed when it last said the same.
+"""Drafts from the sequence's own text: the tokens after an earlier occurrence of its end.
 
     the  cat  sat  on  the  mat  and  the  cat          the end `the cat` has occurred before
     ╰──────╯                          ╰──────╯
               sat  on  the  mat                         the drafts: what followed it there
 
-The longest match decides, up to `max_ngram` tokens; among equally long ones the newest, since a text that
-changes its mind (a renamed variable, the current item of a list) repeats its last version. Answers of a small
-model got 5 to 7 % more tokens per step than with the oldest, edits of a file 0.5 % less. Long matches matter
-for edits: with at most 4 tokens they got 14 % less than with at most 16, since code has many lines that start
-alike. A match that reaches the end of the text goes on into its own drafts, so text with a short period gets
-drafts of full length:
+The longest match decides, up to `max_ngram` tokens. Among equally long matches the newest wins, since a text
+that changes its mind (a renamed variable, the current item of a list) repeats its last version. Compared with
+the oldest match, answers of a small model got 5 to 7 % more tokens per step, and edits of a file 0.5 % less.
+Long matches matter for edits, since code has many lines that start alike: with at most 4 tokens they got 14 %
+less than with at most 16. A match that reaches the end of the text goes on into its own drafts, so text with
+a short period gets drafts of full length:
 
     .. a b c a b      drafts:  c a b c a b c ..
 """

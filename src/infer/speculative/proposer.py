@@ -6,11 +6,10 @@
     kept                                       cat  sat  on            drafts up to the first that differs,
                                                                        and what was drawn in its place
 
-A step computes the last token and the drafts after it together, which costs little more than the last token
-alone: a small batch waits for the weights and not for the arithmetic. The token drawn at each position is the
-one that would have been drawn without drafts (execution/host_sampling.py), so a proposer decides how fast a
-text comes and never what it says. A proposer may be wrong, or silent; it must be deterministic, so that a
-recorded run can be repeated.
+A step computes the last token and the drafts after it together. This costs little more than the last token
+alone, because a small batch waits for the weights, not for the arithmetic. At each position it draws the same
+token as without drafts (execution/host_sampling.py), so a proposer changes the speed of a text, never the
+text. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run can be repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The text index finds where the end of a text has occurred before.
 
-Every run of `size` tokens is a key of a dict, which knows the *place* after its newest occurrence; a second
-array leads from each place to the one before it with the same run (size 2 below):
+Every run of `size` tokens is a key of a dict, whose value is the *place* after the newest occurrence. A
+second array leads from each place to the previous place of the same run (size 2 below):
 
     place      0   1   2   3   4   5   6   7   8   9
     token      a   b   c   x   b   c   y   b   c          newest[b c] = 6: the text's own end has no place yet
@@ -9,12 +9,12 @@ array leads from each place to the one before it with the same run (size 2 below
 
 To match the end `.. y b c`, the chain of `b c` is followed from the newest place back, and the text before
 each place is compared with the end. Chains of common runs are long, so only the first CANDIDATES places are
-looked at: on edits of real code this costs less than 1 % more steps. A suffix tree would find every place,
-but needs several Python objects per token.
+compared; on edits of real code this costs less than 1 % more steps. A suffix tree would find every place, but
+needs several Python objects per token.
 
 A run gets its place when the token after it is known, so the end of a text never matches itself. Keys are the
-ids as bytes: Python keys their hash with a secret, so no client can choose a text whose runs all collide, and
-since the dict is only asked, never listed, the answers do not depend on that secret.
+ids as bytes. Python keys their hash with a secret, so no client can choose a text whose runs all collide. The
+dict is only looked up, never listed, so the results do not depend on that secret.
 """
 
 from __future__ import annotations

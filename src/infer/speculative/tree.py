@@ -1,7 +1,7 @@
 """Trees of drafts: several guesses of the next token, and guesses of what follows each of them.
 
 A chain is worth nothing after its first wrong draft. A tree also has the second and third best guesses of a
-small model, and goes on from those as well; the target judges all nodes in one step. A tree of 8 drafts:
+small model, and continues from them as well; the target judges all nodes in one step. A tree of 8 drafts:
 
     text        "the"
                  ├─ 1 cat ─┬─ 2 sat ── 3 on ── 4 a     nodes 1 to 4 are the main line: best guesses all along
@@ -11,10 +11,10 @@ small model, and goes on from those as well; the target judges all nodes in one 
 
     drawn       dog at the text's end, ran at node 5, off at node 8: the text goes on with "dog ran off"
 
-A node is right with the product of the chances along its path. The best guess of a node is right with a rate
-r, the next ones with a half, then a quarter of what is left. `tree_of` takes the nodes that are likeliest at
-one rate: a tree for each number of nodes, the same for every text, so that an order need say little about it.
-The main line comes first, in the slots that a chain would have: if it is kept, nothing is moved in the cache.
+The chance of a node is the product of the chances along its path. The best guess of a node is right at a rate
+r, and the next two with a half and then a quarter of the rest. `tree_of` takes the likeliest nodes at one
+rate. So there is one tree for each number of nodes, the same for every text, and an order need say little
+about it. The main line comes first, in the slots of a chain: if it is kept, nothing moves in the cache.
 """
 
 from __future__ import annotations

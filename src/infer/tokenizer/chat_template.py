@@ -1,4 +1,4 @@
-"""A conversation becomes the exact text, and the exact ids, its model was trained on.
+"""Chat templates: turn a conversation into the exact text and ids that its model was trained on.
 
     messages, tools ──► clean ──► guard ──► Jinja template ──► text ──► ids
                                     │                                    │
@@ -17,9 +17,9 @@ Clients write messages in the OpenAI format, templates were written for a slight
     role          developer                                                ->  system
     reasoning     another name for reasoning_content                       ->  reasoning_content (or thinking)
 
-Keys that no template reads are dropped. What cannot be shown to a model (an image, an unknown role,
-arguments that are not JSON) is refused, and so is a conversation beyond the limits below: they bound the
-work a request can cause before its tokens are counted.
+Keys that no template reads are dropped. Content that cannot be shown to a model (an image, an unknown role,
+arguments that are not JSON) is refused, and so is a conversation beyond the limits below, which bound the
+work of a request before its tokens are counted.
 
 Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
 the model type and from the special tokens the vocabulary has. A model that fits no family uses the template

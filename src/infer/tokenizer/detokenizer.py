@@ -1,7 +1,7 @@
 """Token ids that arrive one by one, turned into text that is safe to show.
 
-A token may end in the middle of a character, and text may turn out to be the beginning of a stop string.
-Both must be held back until they are settled, and nothing else may be:
+A token may end in the middle of a character, and text may be the beginning of a stop string. Only these two
+are held back, until more tokens decide them:
 
     ids    ──►  bytes  ──►  whole characters  ──►  text before the first stop string
             Tokenizer    incremental UTF-8        `_StopSearch`
@@ -14,7 +14,7 @@ random splits and random stop strings:
 The first stop string is the one that begins earliest; if several begin there, the longest.
 So with stops "abcd" and "bc" the text "abc" is not decided yet: a "d" may follow.
 
-Each pushed byte and each character is looked at once per stop string, however long the text gets.
+Each pushed byte and each character is processed once per stop string, however long the text gets.
 """
 
 from __future__ import annotations

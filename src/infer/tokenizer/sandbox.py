@@ -1,8 +1,8 @@
 """Run other people's chat templates: Jinja's sandbox, with limits on time and memory.
 
-Jinja hides the interpreter but lets a template make much out of little: 'a'.ljust(10**9), x ~ x in a
+Jinja hides the interpreter, but a template can still use much time and memory: 'a'.ljust(10**9), x ~ x in a
 loop, a loop in a loop that writes nothing. So each rendering has an `Allowance` of seconds and characters,
-and everything that can grow asks it first:
+and every operation that can grow is charged to it first:
 
     {% for %}, {% macro %}     a tick is put in front of their bodies when a template is parsed
     a ~ b                      becomes a call of `concat_parts`

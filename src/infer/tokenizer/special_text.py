@@ -1,9 +1,9 @@
 """Find the text of special tokens in a text.
 
-With special tokens a template tells a model whose turn it is, so only a template may write them.
-`SpecialText` finds their spelling in a text, leftmost first and the longest there, as the `tokenizers`
-library does. The search must be linear: a client may send a megabyte of "<", and a vocabulary may hold
-a thousand special tokens. So the alternatives share their beginnings, as in a trie:
+Special tokens tell a model whose turn it is, so only a template may write them. `SpecialText` finds their
+spelling in a text, leftmost and longest first, as the `tokenizers` library does. The search must be linear,
+because a client may send a megabyte of "<", and a vocabulary may hold a thousand special tokens. So the
+alternatives share their beginnings, as in a trie:
 
     <s>  <start>  <stop>    ──►    <s(?:>|t(?:art>|op>))
 """

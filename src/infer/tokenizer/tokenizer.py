@@ -1,25 +1,25 @@
 """Text to token ids and back.
 
-*Encoding* is the `tokenizers` library's work. It is set up so that the text of a special token is text,
-always; where markup is wanted (`parse_special`), we find the special tokens ourselves and hand the
-library an *anchor* in their place, so it still sees the whole text at once and cuts it as usual:
+The `tokenizers` library does the *encoding*, set up so that the text of a special token is always text. If a
+caller wants markup (`parse_special`), we find the special tokens ourselves and give the library an *anchor*
+in their place, so it still sees the whole text at once and splits it as usual:
 
     <|im_start|>user⏎Hi     ──►   ⚓user⏎Hi   ──►   [⚓, 4093, 198, 23066]   ──►   [1, 4093, 198, 23066]
 
 The anchor is spelled with a random number made at start-up, so no text can hold it. A second one, the
 *cut*, stands for nothing and keeps merges from spelling a special token out of text.
 
-*Decoding* is ours: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end,
-with U+FFFD for what is not UTF-8. That one sentence makes streaming exact (detokenizer.py).
+*Decoding* is our own: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end, with
+U+FFFD for invalid bytes. This rule makes streaming exact (detokenizer.py).
 
     byte-level vocabularies    "Ġworld" -> b" world"      a printable alphabet for the 256 bytes
     sentencepiece ones         "▁world" -> b" world", "<0xE2>" -> b"\\xe2", and the first space of a text
                                is dropped if encoding puts one there
 
 Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
-Python's lock while it encodes one text, and releases it for a batch: long texts are batches of one, so that
-a thread that encodes megabytes does not stop the others. So is every text of a vocabulary whose patterns are
-not among those we know: a pattern may be slow.
+Python's lock while it encodes one text, but releases it for a batch. So long texts are batches of one, so
+that a thread that encodes megabytes does not stop the others. Texts of a vocabulary with unknown patterns are
+batches too, because a pattern may be slow.
 """
 
 from __future__ import annotations

@@ -438,7 +438,7 @@ def _tensors(
     headers: ModelHeaders, chosen: set[str], recipe: Recipe, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     targets = {name: find_target(name, headers.family.weight_map)[0] for name in chosen}
-    sizes: dict[tuple[str, int | None], torch.Tensor] = {}  # of columns, by what reads the same input
+    sizes: dict[tuple[str, int | None], torch.Tensor] = {}  # sizes of columns, by their input
     for name, place in targets.items() if recipe.act_order else ():
         key = (place.module, place.expert)
         sizes[key] = sizes.get(key, 0) + _column_sizes(_matrix(headers.tensors[name], place))

@@ -1,23 +1,23 @@
-"""Every request has an id, a record, and one line in the log.
+"""The access log: gives every request an id, a record, and one line in the log.
 
     method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 model="m" ...
     method=POST path="/v1/completions" status=400 ... request_id=req-80 param="stop" error="stop: must be ..."
 
-The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back.
-Polls of `/health` and `/metrics` come every few seconds for as long as the server lives: while all is well
-they are logged at level debug. A `/health` that is not well is logged when its status changes.
+The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back. Polls
+of `/health` and `/metrics` come every few seconds for as long as the server lives, so successful ones are
+logged at level debug. A failing `/health` is logged when its status changes.
 
-A request with the header `x-infer-trace` is told how long each of its stages took, up to its first token, in
-the header `server-timing` of its answer (`infer bench trace` prints it).
+For a request with the header `x-infer-trace`, the answer's header `server-timing` has the time of each stage
+up to the first token (`infer bench trace` prints it).
 
 The header `x-infer-model` names the model that serves a request: an alias may stand for several. Characters
 beyond ASCII are percent-encoded there.
 
-The costs of a request are gathered in its `RequestRecord` (state.py). For a refused request it also holds
-the error, and the log line quotes the part of it that is ours (redaction.py).
+A `RequestRecord` (state.py) gathers the costs of a request. For a refused request it also holds the error,
+and the log line quotes the part that is safe to log (redaction.py).
 
-This is the outermost layer of the server's own: an unexpected exception ends here, as a 500 without a
-traceback for the client and with one for the operator.
+This is the server's outermost layer. An unexpected exception ends here, as a 500 for the client and a
+traceback in the log for the operator.
 """
 
 from __future__ import annotations

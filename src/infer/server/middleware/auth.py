@@ -8,14 +8,14 @@
                                            key, which sees all
     everything else, known or not          one of the API keys, if any is configured
 
-Decided on the path the router matches too (`scope["path"]` below its root path), so no second reading
-of a URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant
-time: how long a refusal takes says nothing about how close a guess was. A key comes as `authorization: Bearer
-KEY`, or as `x-api-key: KEY`, which Anthropic's clients send.
+The decision uses the same path as the router (`scope["path"]` below its root path), so no second reading of a
+URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant time, so
+the time of a refusal says nothing about how close a guess was. A key comes as `authorization: Bearer KEY`, or
+as `x-api-key: KEY`, which Anthropic's clients send.
 
 With `cache_isolation=key` a keyed hash of the key goes into the record of the request, and from there into
-the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made of all API keys:
-every API process has the same, and nobody else can compute it.
+the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made from all API
+keys, so every API process has the same one and nobody else can compute it.
 
 A plain hash of the key is the asker, by which an alias of several models chooses one (state.py).
 """

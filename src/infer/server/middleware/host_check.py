@@ -1,4 +1,4 @@
-"""What pages of other origins may do: CORS, and protection of a loopback server against DNS rebinding.
+"""The rights of pages from other origins: CORS, and protection of a loopback server against DNS rebinding.
 
 A page from anywhere can point its own domain at 127.0.0.1 once it is loaded (DNS rebinding) and then
 talk to a local server as if it were its own. The browser still names the page's domain in the Host
@@ -24,7 +24,7 @@ _EXPOSED = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  
 
 
 def cors_options(config: ServerConfig) -> dict[str, Any]:
-    """What pages of the origins that are allowed may send and read."""
+    """The requests that pages of allowed origins may send, and the headers they may read."""
     # OpenAI's client describes itself in a dozen x-stainless-... headers
     allowed = {"allow_origins": list(config.cors_origin), "allow_methods": ["GET", "POST", "DELETE"]}
     return {**allowed, "allow_headers": ["*"], "expose_headers": _EXPOSED}

@@ -1,13 +1,13 @@
 """Limits on the body of a request, and on the time at which requests are taken at all.
 
-`BodyLimit` reads the whole body before a route sees it and counts as it reads, so that an upload in
-chunks without a content-length is held to the same limit, and a client that trickles bytes is cut off.
-It does so for every method: a GET may bring a body too, and no other layer would stop reading it. A body that
-is compressed is refused with 415: its real size is not known before it is read.
+`BodyLimit` reads the whole body before a route sees it and counts the bytes, so a chunked upload without a
+content-length has the same limit, and a client that trickles bytes is cut off. This holds for every method,
+because a GET may have a body too. A compressed body is refused with 415, because its real size is unknown
+before it is read.
 
-`Gate` answers 503 with a Retry-After while models are loading and once the server is draining; routes that
-watch the server (health, metrics, version, explain, the page) and the operator's routes pass. It also
-counts the requests inside, which is how a drain knows when the last one has left.
+`Gate` answers 503 with a Retry-After while models are loading and once the server is draining. Routes that
+watch the server (health, metrics, version, explain, the page) and the operator's routes pass. It also counts
+the running requests, so that a drain knows when the last one has left.
 """
 
 from __future__ import annotations

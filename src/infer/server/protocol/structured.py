@@ -1,4 +1,4 @@
-r"""The fields by which clients ask for an answer of a certain form; whichever they use, one `Structured`.
+r"""The fields by which clients constrain the form of an answer; each becomes a `Structured`.
 
     OpenAI      response_format       {"type": "json_object"}
                                       {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}
@@ -8,9 +8,9 @@ r"""The fields by which clients ask for an answer of a certain form; whichever t
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
     SGLang      json_schema, regex, ebnf
 
-Two that differ are refused, and so is an option that has no effect on the one that is there; the same
-constraint under two names, for servers of either kind, counts as one. `Structured` checks what a constraint
-may hold.
+Two different constraints are refused, and so is an option without effect on the given one. The same
+constraint under two names, for servers of either kind, counts as one. `Structured` checks the contents of a
+constraint.
 """
 
 from __future__ import annotations
