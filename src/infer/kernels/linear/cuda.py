@@ -75,7 +75,7 @@ class CudaLinear(Generic[Config]):
     tokens: range
     bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
     choose: Callable[[int, Matrix], Config | Declined | None]  # the cut of a matrix for that many tokens
-    variant: Callable[[Config, Matrix, int, bool, bool], Variant]  # by bucket, adding, reading parts
+    variant: Callable[[Config, Matrix, int, bool, bool], Variant]  # arguments: bucket, adding, reading parts
     is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
     ready: dict[Shape, Config] = field(default_factory=dict)
     declined: dict[Shape, Declined] = field(default_factory=dict)  # matrices without a cut of their own
@@ -173,7 +173,7 @@ class CudaLinear(Generic[Config]):
 
 
 class OtherKernel:
-    """A kernel that is no linear of its own, compiled and loaded with the linears (compiled.py)."""
+    """A kernel other than a linear, compiled and loaded with the linears (compiled.py)."""
 
     num_ready = 0  # variants that can be launched, or are expected to be until `load`
 

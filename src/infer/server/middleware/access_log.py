@@ -16,8 +16,7 @@ beyond ASCII are percent-encoded there.
 A `RequestRecord` (state.py) gathers the costs of a request. For a refused request it also holds the error,
 and the log line quotes the part that is safe to log (redaction.py).
 
-This is the server's outermost layer. An unexpected exception ends here, as a 500 for the client and a
-traceback in the log for the operator.
+This outermost layer turns an unexpected exception into a 500, with its traceback in the log only.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ content-length has the same limit, and a client that trickles bytes is cut off. 
 because a GET may have a body too. A compressed body is refused with 415, because its real size is unknown
 before it is read.
 
-`Gate` answers 503 with a Retry-After while models are loading and once the server is draining. Routes that
-watch the server (health, metrics, version, explain, the page) and the operator's routes pass. It also counts
-the running requests, so that a drain knows when the last one has left.
+`Gate` answers 503 with a Retry-After while models are loading and once the server is draining. Monitoring
+routes (health, metrics, version, explain, the page) and the operator's routes pass. It also counts running
+requests, so that a drain knows when the last one has left.
 """
 
 from __future__ import annotations
