@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     defines: Defines
     name: str  # the function in the source
     num_threads: int
-    types: tuple[Any, ...]  # of its arguments
+    types: tuple[Any, ...]  # types of its arguments
     shared_bytes: int = 0
 
 
