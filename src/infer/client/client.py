@@ -254,9 +254,8 @@ class InProcessClient:
             commands, self._inbox = self._inbox, []
         if is_idle:
             self._patience_s = self._engine.use_idle_time()
-        elif (
-            self._patience_s is not None
-        ):  # work has come between two pieces: the next waits as the first did
+        elif self._patience_s is not None:
+            # work has come between two pieces: the next waits as the first did
             self._patience_s = max(self._patience_s, IDLE_S)
         for command in commands:
             command()

@@ -141,9 +141,8 @@ class GuardedConnection(HttpToolsProtocol):
             self.expect_100_continue = False
         super().on_headers_complete()
         self._is_body_open = True
-        self.cycle.keep_alive &= (
-            self.parser.should_keep_alive()
-        )  # older uvicorns read no request header for it
+        # older uvicorns read no request header for it
+        self.cycle.keep_alive &= self.parser.should_keep_alive()
         self.cycle.transport = _AnswerTransport(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:

@@ -79,15 +79,8 @@ VERSION = 2  # version with orders; a record of version 1 has none
 MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
 MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
 MAX_STEP_GAP = 1_000_000  # steps between two events; an idle engine does not step
-TOLD_PARAMS = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-)  # parameters without text
+# parameters without text
+TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")
 NEARLY_FULL = 0.75  # share of a whole record's bytes after which an idle engine begins the next
 MAX_TOLD = 1_000_000  # the largest priority that is written
 

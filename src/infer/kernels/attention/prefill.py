@@ -424,9 +424,8 @@ def _merge_kernel(
                 denominator += sink_weights(sinks_ptr, g * M + r % M, token < num, maximum)
 
             total = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
-            own = (
-                g * NUM_PARTS + r // BLOCK_M
-            ) * BLOCK_M + r % BLOCK_M  # places of the rows in the parts of a split
+            # places of the rows in the parts of a split
+            own = (g * NUM_PARTS + r // BLOCK_M) * BLOCK_M + r % BLOCK_M
             for first_split in range(0, num_splits, AT_ONCE):
                 for offset in tl.static_range(AT_ONCE):  # several parts are under way at a time
                     in_part = token < tl.where(first_split + offset < num_splits, num, 0)

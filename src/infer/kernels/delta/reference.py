@@ -49,9 +49,8 @@ class DeltaRule(NamedTuple):
 class StateCache(NamedTuple):
     """The states of one layer in all blocks."""
 
-    states: (
-        torch.Tensor
-    )  # float32 [2, N, V / 2, K, H]: one half of the heads lies where keys would, one where values
+    # float32 [2, N, V / 2, K, H]: one half of the heads lies where keys would, one where values
+    states: torch.Tensor
     tails: torch.Tensor  # [N, W - 1, C], in the dtype of the model
 
     def read(self, blocks_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,9 +26,8 @@ import torch
 
 from infer.kernels.runtime.dispatch import jit, tl
 
-SMALLEST: Final = (
-    1e-30  # a head without a larger element is kept as zeros: its scale has no inverse in float32
-)
+# a head without a larger element is kept as zeros: its scale has no inverse in float32
+SMALLEST: Final = 1e-30
 LARGEST: Final = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each type
 
 
@@ -112,9 +111,8 @@ def encode(x, inverse, FP8: tl.constexpr):
     """The codes of elements, given the inverse of their scale."""
     scaled = x.to(tl.float32) * inverse
     if FP8:  # rounded by hand: Triton's interpreter rounds otherwise. Codes are 1/8 of a power of two apart
-        scaled = tl.where(
-            scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled)
-        )  # a fixed scale may be too small
+        # a fixed scale may be too small
+        scaled = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
         power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
         codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)

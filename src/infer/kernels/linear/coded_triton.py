@@ -44,11 +44,11 @@ def _codes(cells_ptr, first, FORM: tl.constexpr, CELLS: tl.constexpr, CELL_BYTES
         inside = tl.arange(0, CELLS * 2048)
         both = tl.load(cells_ptr + first + inside // 2048 * CELL_BYTES + inside % 2048)
         axes = tl.join(both & 15, both >> 4).reshape([CELLS * 2, 2, 8, 4, 4, 2, 2, 2])
-        if (
-            FORM == "lut4" or FORM == "nf4"
-        ):  # 64 columns, block, g, t, 16 columns, row + 8, column + 8, column + 1
+        if FORM == "lut4" or FORM == "nf4":
+            # 64 columns, block, g, t, 16 columns, row + 8, column + 8, column + 1
             ordered = axes.permute([1, 5, 2, 0, 4, 6, 3, 7])
-        else:  # 64 columns, block, g, t, 16 columns, column + 1, column + 8, row + 8
+        else:
+            # 64 columns, block, g, t, 16 columns, column + 1, column + 8, row + 8
             ordered = axes.permute([1, 7, 2, 0, 4, 6, 3, 5])
     else:
         inside = tl.arange(0, CELLS * 4096)

@@ -65,13 +65,8 @@ SOURCE = Path(__file__).with_name("pdl.cu")
 ARCH = "sm_90"
 _UNPACKED = ("fp8", "int8", "int4", "e5m2")  # codes that registers suffice for: tables take more
 _LONG, _MANY_ROWS = 12288, 3840  # coded weights of one token: columns and rows of `down` of a large model
-_TYPES = (
-    *(ctypes.c_void_p,) * 8,
-    ctypes.c_longlong,
-    ctypes.c_longlong,
-    *(ctypes.c_int,) * 2,
-    *(ctypes.c_float,) * 2,
-)
+_NUMBERS = (ctypes.c_longlong, ctypes.c_longlong, *(ctypes.c_int,) * 2, *(ctypes.c_float,) * 2)
+_TYPES = (*(ctypes.c_void_p,) * 8, *_NUMBERS)
 _EXPERT_TYPES = (ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
 _ROW_TYPES = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int,) * 2)
 

@@ -23,13 +23,7 @@ from infer.kernels.linear.coded_linear import expand, stored_parts, tile_constan
 from infer.kernels.linear.coded_triton import coded_tile
 from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
 from infer.kernels.moe.coded_cuda import GroupedLinear, block_height
-from infer.kernels.moe.grouped import (
-    ManyOfBoth,
-    Stack,
-    choose_tiles,
-    order_rows,
-    rows_in_order,
-)
+from infer.kernels.moe.grouped import ManyOfBoth, Stack, choose_tiles, order_rows, rows_in_order
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl
 

@@ -36,12 +36,7 @@ _CHUNK = 64  # columns of a stage
 _STAGES = 4
 NUM_THREADS = 3 * 128  # two warpgroups that multiply, four warps that load
 SHARED_BYTES = _STAGES * ((BLOCK_ROWS + _TALL) * _CHUNK * 2 + 16) + 1024  # stages, barriers, alignment
-_TYPES = (
-    *(TensorMap,) * 2,
-    *(ctypes.c_void_p,) * 5,
-    ctypes.c_longlong,
-    *(ctypes.c_int,) * 5,
-)
+_TYPES = (*(TensorMap,) * 2, *(ctypes.c_void_p,) * 5, ctypes.c_longlong, *(ctypes.c_int,) * 5)
 
 
 class ManyRows(OtherKernel):

@@ -78,9 +78,8 @@ class Router:
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._expected: OrderedDict[tuple[int, int], float] = (
-            OrderedDict()
-        )  # time of sending by replica and prefix
+        # time of sending by replica and prefix
+        self._expected: OrderedDict[tuple[int, int], float] = OrderedDict()
         self._sent: dict[int, _Sent] = {}
         self._turn = 0
 
