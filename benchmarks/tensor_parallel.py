@@ -28,7 +28,7 @@ from benchmarks.adapters import speed
 from benchmarks.machine import parse, today, write
 from infer.bench.report import commit, machine, versions
 from infer.client import rank_group, rank_process
-from infer.client.load import rank_of
+from infer.client.load import node_device, rank_of
 from infer.client.messages import RankLaunch
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
@@ -74,7 +74,9 @@ def measure(args: argparse.Namespace, size: int, stages: int) -> dict[int, list[
         tensor_parallel_size=size, pipeline_parallel_size=stages, max_batch_size=max(args.rows),
         max_seq_len=1024, use_prefix_caching=False, max_num_batched_tokens=1024, kv_cache_memory="256MiB",
     )  # fmt: skip
-    ranks = rank_group.RankProcesses(config, size * stages, 1) if size * stages > 1 else None
+    ranks = (
+        rank_group.RankProcesses(config, size * stages, 1, node_device(config)) if size * stages > 1 else None
+    )
     try:
         loaded = load(str(args.config), config, rank_of(config, 0))
         if ranks is not None:

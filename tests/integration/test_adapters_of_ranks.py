@@ -58,6 +58,7 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "RankProcesses", RankThreads)
     monkeypatch.setattr(SharedCommunicator, "first", _first, raising=False)
     monkeypatch.setattr(SharedCommunicator, "alone", lambda ranks: nullcontext(), raising=False)
+    monkeypatch.setattr(SharedCommunicator, "pass_ids", lambda ranks, ids: None, raising=False)
 
 
 @contextmanager

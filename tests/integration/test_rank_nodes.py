@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +30,12 @@ from tests.integration.test_rank_processes import (
     shared_memory,
     wait_for,
 )
+from tests.support import gloo_ranks
 from tests.support.server_process import start_server
 from tests.unit.client.test_rank_greeting import free_port
 
 SECRET = "a secret of the nodes"
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "nnodes")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def knobs_of(port: int, **knobs: Any) -> dict[str, Any]:
 
 @contextmanager
 def start_node(
-    log: Path, model: Path, secret: str = SECRET, **knobs: Any
+    log: Path, model: Path, secret: str = SECRET, module: str = "infer", **knobs: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`infer serve` on the second node; it is killed at the end."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
@@ -59,7 +62,7 @@ def start_node(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "INFER_RANK_TOKEN": secret}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "infer", *arguments], stdout=output, stderr=output, env=environment
+            [sys.executable, "-m", module, *arguments], stdout=output, stderr=output, env=environment
         )
     try:
         yield process
@@ -113,6 +116,43 @@ def test_two_nodes_answer_as_one_and_meet_again_after_a_killed_rank(checkpoint: 
         node.terminate()
         assert node.wait(PATIENCE) == 0
     assert shared_memory() == before
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 2), *(pytest.param((2, stages), marks=pytest.mark.slow) for stages in (1, 2))], ids=str
+)
+def test_ranks_as_on_the_gpus_of_two_nodes_answer_as_one_and_end_together(
+    size: tuple[int, int], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo stands in for NCCL; ranks are killed while they decode and while they start."""
+    before, knobs = shared_memory(), knobs_of(free_port(), quantization="none", dtype="float32")
+    gloo_ranks.install(monkeypatch.setattr)
+    knobs |= dict(zip(SIZES[:2], size, strict=True))
+    with LLM(checkpoint, **knobs | dict.fromkeys(SIZES, 1)) as llm:
+        alone = tokens(llm)
+    with start_node(tmp_path / "log", checkpoint, module=gloo_ranks.MODULE, **knobs) as node:
+        with LLM(checkpoint, **knobs) as llm:
+            assert tokens(llm) == alone
+            start = time.monotonic()
+            assert "ended with signal 9" in str(lose(llm, max(rank_pids(node.pid)), signal.SIGKILL))
+            assert time.monotonic() - start < PATIENCE
+        for seconds in (0.0, 2.0):  # it has just begun, or imports and reads weights
+            with pytest.raises(DeviceLost, match="ended with signal 9|is gone"):
+                threading.Thread(target=kill_next_rank, args=(node.pid, seconds)).start()
+                with LLM(checkpoint, **knobs) as llm:
+                    list(llm.stream(PROMPTS[0], LONG))
+            wait_for(lambda: not rank_pids(node.pid) and rank_pids() == [node.pid])
+        with LLM(checkpoint, **knobs) as llm:
+            assert tokens(llm) == alone
+    assert shared_memory() == before
+
+
+def kill_next_rank(parent: int, seconds: float) -> None:
+    """Kill the next rank of a node, this long after it has been started."""
+    wait_for(lambda: rank_pids(parent))
+    (*_, rank) = rank_pids(parent)
+    time.sleep(seconds)
+    os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.slow

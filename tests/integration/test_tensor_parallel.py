@@ -38,6 +38,7 @@ from infer.models.registry import FAMILIES
 from infer.scheduling.request import Request
 from infer.tools.quantize import Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
+from tests.support import gloo_ranks
 from tests.support.checkpoints import UNCUT_FAMILIES, reference_model
 from tests.support.rank_threads import RankThreads
 from tests.unit.loader.tiny_files import write_gguf
@@ -141,6 +142,13 @@ def gpu_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(SharedCommunicator, "first", lambda ranks, x: told.first(ranks, x), raising=False)
     monkeypatch.setattr(SharedCommunicator, "alone", lambda ranks: nullcontext(), raising=False)
+    monkeypatch.setattr(SharedCommunicator, "pass_ids", lambda ranks, ids: None, raising=False)
+
+
+@pytest.fixture
+def gpu_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as on the GPUs of several machines."""
+    gloo_ranks.install(monkeypatch.setattr)
 
 
 GPU_KNOBS: list[dict[str, Any]] = [
@@ -158,6 +166,45 @@ def test_steps_that_run_ahead_answer_the_same(knobs: dict[str, Any], root: Path,
     alone = answers(path, 1, **knobs)
     for size in (2, (1, 3)):
         assert answers(path, size, **knobs) == alone, size
+
+
+@pytest.mark.parametrize("size", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("knobs", [*GPU_KNOBS, {"deterministic": True}], ids=str)
+def test_gpus_on_several_nodes_answer_the_same(
+    knobs: dict[str, Any], size: tuple[int, int], root: Path, gpu_nodes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages compute parts at the same time, and speculation is judged by rank 0."""
+    path = checkpoint(root, "llama")
+    monkeypatch.setattr(gpu_device, "MIN_PART", 1)
+    assert answers(path, size, nnodes=size[1] if size[1] > 1 else 2, **knobs) == answers(path, 1, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "size", "quantization"),
+    [
+        ("qwen3_moe", "", (2, 2), "none"),
+        ("llama", "gptq", (2, 1), "auto"),
+        ("llama", "gptq", (1, 2), "auto"),
+        ("gemma3", "", (1, 2), "none"),
+        ("gpt2", "", (1, 3), "none"),
+        ("qwen3_next", "", (1, 2), "none"),
+    ],
+)
+def test_every_kind_of_model_answers_the_same_on_gpus_of_several_nodes(
+    family: str,
+    recipe: str,
+    size: tuple[int, int],
+    quantization: str,
+    root: Path,
+    gpu_nodes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts, packed words, tied heads, windows and states are where they should be."""
+    if recipe:
+        monkeypatch.setattr("infer.client.load.load_model", partial(loader.load_model, home="cuda"))
+    path, nnodes = checkpoint(root, family, recipe), max(size[1], 2)
+    found = answers(path, size, nnodes=nnodes, quantization=quantization)
+    assert found == answers(path, 1, quantization=quantization)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe", "qwen3_next"])
@@ -513,6 +560,16 @@ def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatc
         assert [rank_device(asked, Rank.of(number, *size)) for number in range(2)] == ["cuda:0", "cuda:1"]
     assert [rank_device("cuda:1", Rank(number, 4)) for number in range(4)] == ["cuda:1"] * 4
     assert rank_device("cpu", Rank(1, 4)) == "cpu" and rank_device("auto", Rank(0, 1)) == "auto"
+    of_nodes = [rank_device("auto", Rank.of(number, 2, 2), nnodes=2) for number in range(4)]
+    assert of_nodes == ["cuda:0", "cuda:1"] * 2 and rank_device("cuda:1", Rank(0, 2), nnodes=2) == "cuda:1"
+    with pytest.raises(
+        ConfigError, match="needs as many GPUs, 4 on each of 2 machines, and this machine has 2"
+    ):
+        rank_device("auto", Rank.of(0, 4, 2), nnodes=2)
+    with pytest.raises(
+        ConfigError, match="NCCL, which joins them, needs a GPU for each; device=cuda:0 is one"
+    ):
+        rank_device("cuda:0", Rank.of(0, 2, 2), nnodes=2)
     few = r"needs as many GPUs, 4 in all, and this machine has 2; .*device=cuda:0"
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and pipeline_parallel_size=2 " + few):
         rank_device("auto", Rank.of(0, 2, 2))

@@ -37,7 +37,7 @@ class Nodes:
             mirror.close()
 
 
-def open_nodes(size: int, num_stages: int, nnodes: int) -> Nodes:
+def open_nodes(size: int, num_stages: int, nnodes: int, *, meets_all: bool = False) -> Nodes:
     """Ranks on this many nodes, equally many on each."""
     nodes, each = Nodes(), size // nnodes
     ranges = [range(node * each, (node + 1) * each) for node in range(nnodes)]
@@ -57,7 +57,9 @@ def open_nodes(size: int, num_stages: int, nnodes: int) -> Nodes:
         nodes.links += [open_link(handle, rank, size, num_stages) for rank in ranks]
         os.close(handle)
         first = nodes.links[ranks[0]]
-        nodes.mirrors.append(RankMirror(first, ranges, node, on_report=take(node), on_loss=lose(node)))
+        nodes.mirrors.append(
+            RankMirror(first, ranges, node, meets_all=meets_all, on_report=take(node), on_loss=lose(node))
+        )
     for node in range(1, nnodes):
         here, there = tcp_pair()
         nodes.mirrors[0].add(node, here, SILENT_S)

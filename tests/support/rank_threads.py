@@ -9,8 +9,11 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+import torch
+
 from infer.client.load import load_part, rank_of
 from infer.config.settings import EngineConfig
+from infer.engine import machine
 from infer.engine.rank_worker import serve_rank
 from infer.errors import DeviceLost
 from infer.loader.find.source import resolve_model
@@ -21,12 +24,15 @@ from tests.support.rank_nodes import open_nodes
 class RankThreads:
     """Stands in for `RankProcesses` (client/rank_group.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
+    def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
         self._changed, self._num_done, self._num_parts = threading.Condition(), [0] * size, 0
         self._reason = "a rank is gone"
         self._error: BaseException | None = None
         headers = read_headers(resolve_model(config.load.model))
-        self._nodes = open_nodes(size, config.load.pipeline_parallel_size, config.load.nnodes)
+        self._nodes = open_nodes(
+            size, config.load.pipeline_parallel_size, config.load.nnodes,
+            meets_all=machine.has_gpu_kernels(device),
+        )  # fmt: skip
         self._links = self._nodes.links
         self.communicator: Communicator = self._links[0].communicator
         self.pipe: Pipe | None = self._links[0].pipe

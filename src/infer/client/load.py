@@ -15,7 +15,6 @@ import torch
 
 from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
-from infer.engine.machine import has_gpu_kernels
 from infer.errors import ConfigError
 from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model, rank_device
 from infer.loader.slices import ALONE, Rank
@@ -42,7 +41,7 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
         raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
     num_threads = max(1, torch.get_num_threads() // load.num_local_ranks)
-    ranks = RankProcesses(config, size, num_threads)
+    ranks = RankProcesses(config, size, num_threads, node_device(config))
     try:
         use_threads(num_threads)
         loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
@@ -58,7 +57,7 @@ def load_part(
 ) -> LoadedModel:
     """Load one rank's part of the model of a config; the first rank checks the settings of all."""
     load = config.load
-    device = choose_device(rank_device(load.device, rank))
+    device = choose_device(rank_device(load.device, rank, load.nnodes))
     if not rank.is_alone and device.index is not None:
         torch.cuda.set_device(device)
     return load_model(
@@ -88,14 +87,9 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
 
 
 def node_device(config: EngineConfig) -> torch.device:
-    """The device of this machine's first rank; ranks on several machines are refused on GPUs."""
-    load = config.load
-    if load.nnodes > 1 and has_gpu_kernels(device := choose_device(load.device)):
-        raise ConfigError(
-            f"nnodes={load.nnodes} works on CPUs only so far: ranks on GPUs exchange through the memory of "
-            f"one machine, and the model would be on {device}; leave it out, or set device=cpu"
-        )
-    return choose_device(rank_device(load.device, rank_of(config, 0)))
+    """The device of this machine's first rank."""
+    first = rank_of(config, config.load.ranks_of_nodes[config.load.node_rank][0])
+    return choose_device(rank_device(config.load.device, first, config.load.nnodes))
 
 
 def use_threads(number: int) -> None:

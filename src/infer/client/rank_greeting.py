@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import torch
 
 from infer import __version__
 from infer.config.settings import EngineConfig, LoadConfig
+from infer.engine.machine import device_facts
 from infer.errors import ConfigError
 from infer.loader.find.source import resolve_model
 
@@ -81,13 +83,13 @@ def read_token(load: LoadConfig) -> bytes:
     return text.encode()
 
 
-def facts_of(config: EngineConfig, device: str) -> dict[str, str]:
-    """The facts that all nodes must have in common."""
+def facts_of(config: EngineConfig, device: torch.device) -> dict[str, str]:
+    """The facts that all nodes must have in common; `device` is that of the first rank of this one."""
     load = config.load
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
     files = source.weight_files if source.is_gguf else [source.path / "config.json", *source.weight_files]
     knobs = {name: str(getattr(load, name)) for name in _EQUAL}
-    machine = {"device": device, "byteorder": sys.byteorder}
+    machine = device_facts(device) | {"byteorder": sys.byteorder}
     return {"version": __version__, **knobs, **machine, "model": _digest(files)}
 
 

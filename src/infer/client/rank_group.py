@@ -29,12 +29,14 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
+import torch
 
 from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
 from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
 from infer.client.spawn import give_orders, is_stopped, spawn
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
+from infer.engine import machine
 from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
 from infer.errors import DeviceLost, InferError, RanksEnded
 from infer.loader.load import Communicator, Pipe
@@ -95,9 +97,9 @@ class _Group:
 class RankProcesses:
     """Ranks 1 and up, from their start to their end; a `RankGroup` (kernels/runtime/communicator.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int) -> None:
-        """Start them."""
-        load, gate = config.load, _Gate(config) if config.load.nnodes > 1 else None
+    def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
+        """Start them; `device` is that of rank 0."""
+        load, gate = config.load, _Gate(config, device) if config.load.nnodes > 1 else None
         handle = make_memory(size)
         try:
             self._link = open_link(handle, 0, size, config.load.pipeline_parallel_size)
@@ -183,14 +185,14 @@ def _end(group: _Group, owner: int) -> None:
 class _Gate:
     """The way of the other nodes into a group; a setting that cannot be had is refused when it is made."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._load, self._token = config.load, read_token(config.load)
-        self._facts = facts_of(config, "cpu")  # others are refused before
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._load, self._token, self._device = config.load, read_token(config.load), device
+        self._facts = facts_of(config, device)
 
     def open(self, group: _Group, link: RankLink) -> None:
         """Let them come, in a thread."""
         self._server = listen(self._load)
-        group.mirror = _mirror(group, link, self._load)
+        group.mirror = _mirror(group, link, self._load, self._device)
         threading.Thread(
             target=self._gather, args=(group, group.mirror), name="infer-gate", daemon=True
         ).start()
@@ -204,11 +206,13 @@ class _Gate:
             mirror.start()
 
 
-def _mirror(group: _Group, link: RankLink, load: LoadConfig) -> RankMirror:
+def _mirror(group: _Group, link: RankLink, load: LoadConfig, device: torch.device) -> RankMirror:
     nodes = load.ranks_of_nodes
     return RankMirror(
-        link, nodes, load.node_rank, on_report=partial(_take_report, group, nodes), on_loss=group.lose
-    )
+        link, nodes, load.node_rank,
+        meets_all=machine.has_gpu_kernels(device),  # only rarely, and sums do not go through this memory
+        on_report=partial(_take_report, group, nodes), on_loss=group.lose,
+    )  # fmt: skip
 
 
 def _take_report(group: _Group, nodes: Sequence[range], node: int, body: bytes) -> None:
@@ -227,7 +231,9 @@ def _take_report(group: _Group, nodes: Sequence[range], node: int, body: bytes) 
             group.changed.notify_all()
 
 
-def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: int) -> str:
+def serve_ranks(
+    config: EngineConfig, connection: socket.socket, num_threads: int, device: torch.device
+) -> str:
     """Run the ranks of this node for a group whose node 0 is at the other end; returns why it has ended."""
     load, size = config.load, config.load.num_ranks
     own = load.ranks_of_nodes[load.node_rank]
@@ -236,7 +242,7 @@ def serve_ranks(config: EngineConfig, connection: socket.socket, num_threads: in
         link = open_link(handle, own[0], size, load.pipeline_parallel_size)
         group = _Group(link.communicator.abort, list)  # node 0 looks who is silent
         group.is_waited_for = True
-        mirror = group.mirror = _mirror(group, link, load)
+        mirror = group.mirror = _mirror(group, link, load, device)
         mirror.add(0, connection, HEAD_SILENT_S)
         mirror.start()
         threads = _start_ranks(group, config, own, handle, num_threads)

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 def serve_node(config: EngineConfig) -> NoReturn:
     """Serve one group after the other; raises `ConfigError` if node 0 refuses this node, or the model."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    load = config.load
-    token, facts = read_token(load), facts_of(config, node_device(config).type)
+    load, device = config.load, node_device(config)
+    token, facts = read_token(load), facts_of(config, device)
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
     # node 0 checks the same, and never listens if it fails
     check_ranks(config, read_headers(source, load.model_impl))
@@ -42,7 +42,7 @@ def serve_node(config: EngineConfig) -> NoReturn:
     while True:
         connection = join(load, token, facts)
         logger.info("node joined node=%d address=%s:%d", load.node_rank, load.master_addr, load.master_port)
-        reason = serve_ranks(config, connection, num_threads)
+        reason = serve_ranks(config, connection, num_threads, device)
         logger.warning("ranks have ended node=%d reason=%r", load.node_rank, reason)
 
 

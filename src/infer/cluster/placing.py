@@ -269,7 +269,7 @@ def spread(
 ) -> tuple[Orders, list[dict[str, float]]]:
     """The orders of a replica and its bundles, one for each node that it needs.
 
-    One node is enough where any is large enough, or where ranks cannot be on several: `sizes` has the
+    One node is enough where any is large enough, or where all ranks share a GPU: `sizes` has the
     resources of all nodes. Without enough nodes it waits for one, which the cluster may add.
     """
     if len(orders["models"]) != 1:
@@ -278,7 +278,7 @@ def spread(
     num_ranks = knobs["tensor_parallel_size"] * knobs["pipeline_parallel_size"]
     if knobs["nnodes"] > 1:
         return orders, [bundle] * knobs["nnodes"]
-    for nnodes in range(1, num_ranks + 1 if knobs["device"] == "cpu" else 1):
+    for nnodes in range(1, 1 if ":" in knobs["device"] else num_ranks + 1):
         each = {kind: float(-(-amount // nnodes)) for kind, amount in bundle.items()}
         num_large = sum(all(size.get(kind, 0) >= each[kind] for kind in each) for size in sizes)
         if num_ranks % nnodes == 0 and num_large >= nnodes:

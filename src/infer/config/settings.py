@@ -124,7 +124,7 @@ class LoadConfig:
     nnodes: int = knob(
         1,
         "machines that the ranks of tensor_parallel_size and pipeline_parallel_size are on, equally many on "
-        "each; on CPUs only so far (docs/features/nodes.md)",
+        "each, with GPUs of one kind or on CPUs (docs/features/nodes.md)",
     )
     node_rank: int = knob(
         0, "with nnodes: the number of this machine; 0 has the server, and the others only compute", least=0

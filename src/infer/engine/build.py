@@ -60,8 +60,8 @@ from infer.execution.torch_device import TorchDevice
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator, RankGroup
+from infer.kernels.runtime.device_ranks import DeviceRanks
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
-from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.loader.find.source import ModelSource
 from infer.loader.load import LoadedModel, choose_device
@@ -109,7 +109,7 @@ def build_engine(
         communicator = None
         if ranks is not None:
             try:
-                communicator = ranks.communicator = join_ranks(ranks.communicator, loaded)
+                communicator = ranks.communicator = join_ranks(settings, ranks.communicator, loaded)
             except DeviceLost:
                 ranks.wait()  # it raises the error of the rank that is gone
                 raise
@@ -126,7 +126,7 @@ def build_engine(
         if draft is not None:
             width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
             beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
-        shortage = communicator.shortage if isinstance(communicator, GpuCommunicator) else 0
+        shortage = communicator.shortage if isinstance(communicator, DeviceRanks) else 0
         size = fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
         store = build.make_store(size)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)

@@ -34,8 +34,10 @@ from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.runtime.communicator import Communicator, Pipe
+from infer.kernels.runtime.device_ranks import DeviceRanks
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
+from infer.kernels.runtime.node_communicator import NodeCommunicator
 from infer.layers.adapted import AdapterBank
 from infer.layers.bind import bind
 from infer.loader.load import LoadChoice, LoadedModel
@@ -62,10 +64,11 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
         ) from error
 
 
-def join_ranks(communicator: Communicator, loaded: LoadedModel) -> Communicator:
+def join_ranks(settings: EngineConfig, communicator: Communicator, loaded: LoadedModel) -> Communicator:
     """Return what joins the ranks of this model on their devices; all ranks come here together."""
     if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
-        return GpuCommunicator(communicator, loaded.device, loaded.dtype)
+        kind = NodeCommunicator if settings.load.nnodes > 1 else GpuCommunicator
+        return kind(communicator, loaded.device, loaded.dtype)
     return communicator
 
 
@@ -93,8 +96,8 @@ class DeviceBuild(NamedTuple):
     def bind(self, pipe: Pipe | None) -> Callable[[], bool]:
         """Choose what the model multiplies with; call the result before the first step (layers/bind.py)."""
         config, loaded, communicator = self.config, self.loaded, self.communicator
-        if isinstance(communicator, GpuCommunicator):
-            communicator.uses_nccl = not config.deterministic
+        if isinstance(communicator, DeviceRanks):
+            communicator.deterministic = config.deterministic
             pipe = communicator if communicator.num_stages > 1 else None
         loaded.model.pipe = pipe
         if communicator is not None and communicator.size == 1:  # the only rank of its stage
@@ -217,7 +220,7 @@ class DeviceBuild(NamedTuple):
             has_trees=has_trees,
             adapters=self.bank,
             ranks=loaded.ranks,
-            communicator=cast("GpuCommunicator | None", self.communicator),
+            communicator=cast("DeviceRanks | None", self.communicator),
             pipe=loaded.model.pipe,
         )
 

@@ -8,7 +8,8 @@ from infer.config.resolve import Machine, ModelFacts
 from infer.engine.cache_fit import state_size
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_library
-from infer.kernels.runtime.dispatch import gpu_memory, is_gpu, nvidia_capability
+from infer.kernels.runtime.dispatch import device_kind, gpu_memory, is_gpu, nvidia_capability
+from infer.kernels.runtime.nccl import nccl_version
 from infer.kernels.runtime.profiles import device_profile
 from infer.loader.load import LoadChoice, LoadedModel
 
@@ -33,6 +34,13 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
 def has_gpu_kernels(device: torch.device) -> bool:
     """True if the kernels that keep the state of a batch on the device run there."""
     return is_gpu(device)
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """Return what the devices of ranks on several machines must have in common."""
+    if not is_gpu(device):
+        return {"device": device_kind(device)}
+    return {"device": torch.cuda.get_device_name(device), "nccl": nccl_version()}
 
 
 def gpu_name(device: torch.device) -> str:

@@ -85,7 +85,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
         elif kind == RankMessage.BIND:
             build = device = warm_up = slots = None  # those of an engine before this one
             settings = EngineConfig.from_knobs(**json.loads(body))
-            communicator = communicator or join_ranks(link.communicator, loaded)
+            communicator = communicator or join_ranks(settings, link.communicator, loaded)
             config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
             build = DeviceBuild(config, loaded, bank, communicator)
             build.bind(link.pipe)()

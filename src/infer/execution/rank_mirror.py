@@ -60,16 +60,17 @@ class RankMirror:
         nodes: Sequence[range],
         own: int,
         *,
+        meets_all: bool = False,
         on_report: Callable[[int, bytes], None],
         on_loss: Callable[[str], None],
     ) -> None:
-        """`nodes` are the ranks of each node.
+        """`nodes` are the ranks of each node; `meets_all`: ranks exchange with those of other stages.
 
         Threads call `on_report` with a node and what it reports, and `on_loss` once a node is gone.
         """
         self._library, self._memory, self._region = link.library, link.memory, link.communicator.address
         self._nodes, self._own = nodes, own
-        self._words = linked_words(link.size, link.num_stages)
+        self._words = linked_words(link.size, link.num_stages, meets_all=meets_all)
         self._peers: dict[int, _Peer] = {}
         self._on_report, self._on_loss = on_report, on_loss
         self._is_closed = threading.Event()

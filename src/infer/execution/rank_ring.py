@@ -60,12 +60,16 @@ def link_bytes(size: int) -> int:
     return region_bytes(size) + HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
-def linked_words(size: int, num_stages: int) -> list[MirroredWord]:
+def linked_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
     """Every word that a rank waits for and another rank writes, also those of messages."""
     start, others = region_bytes(size), frozenset(range(1, size))
     slots = start + HEADER_BYTES, NUM_SLOTS, SLOT_BYTES
     taken = [MirroredWord(start + WORD_BYTES * rank, rank, frozenset({0})) for rank in sorted(others)]
-    return [*mirrored_words(size, num_stages), MirroredWord(start, 0, others, *slots), *taken]
+    return [
+        *mirrored_words(size, num_stages, meets_all=meets_all),
+        MirroredWord(start, 0, others, *slots),
+        *taken,
+    ]
 
 
 def slot_length(memory: mmap.mmap, word: MirroredWord, number: int) -> int:

@@ -215,21 +215,32 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
 
 
-def rank_device(device: str, rank: Rank) -> str:
-    """The device of one of several ranks: a GPU for each, unless one was named, which then all share."""
+def rank_device(device: str, rank: Rank, nnodes: int = 1) -> str:
+    """The device of one of several ranks: a GPU for each, unless one was named, which then all share.
+
+    Each of `nnodes` machines has equally many ranks, in the order of their numbers.
+    """
     if rank.is_alone or choose_device(device).index is None:
         return device
     asked = " and ".join(f"{name}={size}" for name, size in rank.settings.items())
     if is_amd():
         raise ConfigError(f"{asked} needs GPUs of NVIDIA; leave it out, or use device=cpu")
+    num_here = rank.num_ranks // nnodes
     if ":" in device:
+        if num_here > 1 < nnodes:
+            raise ConfigError(
+                f"{asked} with nnodes={nnodes} puts {num_here} ranks on each machine, and NCCL, which joins "
+                f"them, needs a GPU for each; device={device} is one: leave it out"
+            )
         return device
-    if (num_gpus := torch.cuda.device_count()) < rank.num_ranks:
+    if (num_gpus := torch.cuda.device_count()) < num_here:
+        where = f"{num_here} on each of {nnodes} machines" if nnodes > 1 else f"{num_here} in all"
+        share = ", let all ranks share one GPU with device=cuda:0" if nnodes == 1 else ""
         raise ConfigError(
-            f"{asked} needs as many GPUs, {rank.num_ranks} in all, and this machine has {num_gpus}; "
-            "ask for fewer, let all ranks share one GPU with device=cuda:0, or use device=cpu"
+            f"{asked} needs as many GPUs, {where}, and this machine has {num_gpus}; ask for fewer{share}, or "
+            "use device=cpu"
         )
-    return f"cuda:{rank.number_of_all}"
+    return f"cuda:{rank.number_of_all % num_here}"
 
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:

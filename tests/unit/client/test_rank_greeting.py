@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer.client import rank_greeting
 from infer.client.rank_greeting import facts_of, gather_nodes, join, listen, read_token
@@ -148,7 +149,7 @@ def test_facts_name_what_differs(checkpoint: str, tmp_path: Path) -> None:
 
     def facts(**knobs: Any) -> dict[str, str]:
         knobs = {"model": str(copy), "tensor_parallel_size": 2, "nnodes": 2} | knobs
-        return facts_of(EngineConfig.from_knobs(**knobs), "cpu")
+        return facts_of(EngineConfig.from_knobs(**knobs), torch.device("cpu"))
 
     assert facts() == facts(model=checkpoint, node_rank=1, num_threads=3, max_batch_size=7)
     assert facts()["dtype"] == "auto" and facts(dtype="float32")["dtype"] == "float32"

@@ -54,9 +54,11 @@ def test_ranks_are_on_as_few_nodes_as_are_large_enough(sizes: tuple[float, ...],
     assert knobs["nnodes"] == nnodes and knobs["num_threads"] == each
 
 
-def test_gpus_are_on_one_node_and_a_number_that_was_given_is_kept() -> None:
+def test_gpus_are_on_as_few_nodes_and_a_number_that_was_given_is_kept() -> None:
     large, small = {"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 1.0}
     assert place(small, large, tensor_parallel_size=4)[0] == [{"CPU": 4.0, "GPU": 4.0}]
-    assert place(small, small, tensor_parallel_size=2)[0] == [{"CPU": 2.0, "GPU": 2.0}]  # it waits for one
+    assert place(small, small, tensor_parallel_size=2)[0] == [{"CPU": 1.0, "GPU": 1.0}] * 2
+    shared = place(small, tensor_parallel_size=2, device="cuda:0")[0]
+    assert shared == [{"CPU": 2.0, "GPU": 1.0}], "ranks that share a GPU are on one node"
     bundles, knobs = place(cpu(64), tensor_parallel_size=2, nnodes=2, device="cpu")
     assert bundles == [{"CPU": 1.0}] * 2 and knobs["nnodes"] == 2

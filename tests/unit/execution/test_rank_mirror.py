@@ -119,6 +119,20 @@ def test_rows_pass_from_node_to_node(size: int, num_stages: int, nnodes: int, op
     assert float(last[0, 0]) == num_rows - 1 + num_stages
 
 
+def test_ranks_of_all_stages_gather_bytes_on_several_nodes() -> None:
+    """As those on GPUs do while they start."""
+    nodes = open_nodes(4, 2, 2, meets_all=True)
+
+    def work(rank: int, link: RankLink) -> list[bytes]:
+        return link.communicator.everyone().gather_bytes(bytes([rank]) * 40)
+
+    try:
+        expected = [(bytes([rank]) * 40).ljust(64, b"\0") for rank in range(4)]
+        assert together(nodes.links, work) == [expected] * 4
+    finally:
+        nodes.close()
+
+
 def test_states_and_reports_reach_node_0(opened: Open) -> None:
     nodes = opened(2, 1, 2)
     nodes.mirrors[1].report(b"from 1")

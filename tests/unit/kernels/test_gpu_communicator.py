@@ -12,7 +12,7 @@ import torch
 from infer.errors import ConfigError, DeviceLost
 from infer.execution.torch_device import MAX_PARTS
 from infer.kernels.cpu.collectives import SharedCommunicator
-from infer.kernels.runtime.gpu_communicator import _wait_for_all, check_alike
+from infer.kernels.runtime.device_ranks import check_alike, wait_for_all
 from infer.kernels.runtime.gpu_way import (
     DEPTH,
     IDS,
@@ -37,7 +37,7 @@ def test_ranks_that_do_not_come_together_are_not_waited_for(is_aborted: bool, wa
     thread.start()
     shared: Any = SimpleNamespace(is_aborted=is_aborted)
     with pytest.raises(DeviceLost, match="did not come together for NCCL"):
-        _wait_for_all(cast(SharedCommunicator, shared), wait_s, thread)
+        wait_for_all(cast(SharedCommunicator, shared), wait_s, "", thread)
     over.set()
     thread.join()
 

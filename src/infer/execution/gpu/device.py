@@ -92,8 +92,8 @@ from infer.kernels.elementwise.tree_nodes import next_nodes
 from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.communicator import Pipe, RankGroup
+from infer.kernels.runtime.device_ranks import DeviceRanks
 from infer.kernels.runtime.dispatch import is_gpu
-from infer.kernels.runtime.gpu_communicator import GpuCommunicator
 from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.layers.adapted import AdapterBank
@@ -172,7 +172,7 @@ class GpuDevice:
         tree_of: Callable[[int], DraftTree] | None = None,
         adapters: AdapterBank | None = None,
         ranks: RankGroup | None = None,
-        communicator: GpuCommunicator | None = None,
+        communicator: DeviceRanks | None = None,
         pipe: Pipe | None = None,
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
@@ -513,8 +513,18 @@ class GpuDevice:
         self, rows: np.ndarray, positions: np.ndarray, places: np.ndarray, num_ids: int
     ) -> Pending:
         """Note that rows go on from ids that a later stage draws, which come when a row needs them."""
+        assert self._communicator is not None
         self._awaited.append(AwaitedIds(rows, positions, places, num_ids))
+        self._communicator.pass_ids(self._scratch.ids_S)
         return no_rows
+
+    def _read_back(
+        self, order: StepOrder, ids_S: torch.Tensor, num_rows: int, asked: Asked | None
+    ) -> PendingIds:
+        """Begin to bring the ids of a step to the host, and to the stages that await them."""
+        if self._communicator is not None:
+            self._communicator.pass_ids(self._scratch.ids_S)
+        return self._readback.take(order.step, ids_S, num_rows, asked)
 
     @torch.inference_mode()
     def _go_on(self, order: StepOrder) -> None:
@@ -582,7 +592,7 @@ class GpuDevice:
                 return self._await_ids(rows, order.stops, np.arange(len(rows)), size.num_rows)
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None) if has_logprobs else None
-            return self._readback.take(order.step, ids_S, len(rows), asked).wait
+            return self._read_back(order, ids_S, len(rows), asked).wait
 
         return sample
 
@@ -621,7 +631,7 @@ class GpuDevice:
             logits_SV = self.graphs.sample(size)
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
-            pending = self._readback.take(order.step, ids_S, order.num_rows, asked)
+            pending = self._read_back(order, ids_S, order.num_rows, asked)
             return pending.scatter(lambda: [*map(Drawn, sampling.tolist(), where.tolist())]).wait
 
         return sample
@@ -665,6 +675,9 @@ class GpuDevice:
         windows = partial(_windows_of, order, ends - 1, decided, backs)
 
         def sample(masks: StepMasks) -> Pending:
+            if not self._has_logits:
+                goes_on, num_ids = ~is_judged, size.num_rows  # others wait to be judged
+                return self._await_ids(order.rows[goes_on], stops[goes_on], (ends - 1)[goes_on], num_ids)
             self.has_judged = True
             if order.flags & AWAITS_MASKS:
                 numbers = np.asarray(masks.numbers, dtype=np.int64)
@@ -672,7 +685,7 @@ class GpuDevice:
                 self.rows.masks.send(self.rows.first_lane + places)
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
-            pending = self._readback.take(order.step, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
+            pending = self._read_back(order, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
             return pending.scatter(windows).wait
 
         return sample
@@ -847,7 +860,7 @@ class GpuDevice:
         ids_S = self._scratch.ids_S[: len(rows_S)]
         if self._samples:
             ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
-        if self._communicator is not None:
+        if self._communicator is not None and self._has_logits:  # other stages await them
             self._communicator.first(ids_S)
         advanced_S = rows_S if advanced_S is None else advanced_S
         advance_rows(advanced_S, ids_S, positions_S, state.last_token_R, state.position_R, state.sampling)
@@ -1088,7 +1101,7 @@ class GpuDevice:
             ids_S = self.sample_rows(logits_SV, rows_S, positions_S, advanced_S.int())
             self._follow(partial(self._followed, order, prompts, ids_S))
             of_outputs = self._asked(logits_SV, rows, None)
-            pending = self._readback.take(order.step, ids_S, order.num_rows, of_outputs)
+            pending = self._read_back(order, ids_S, order.num_rows, of_outputs)
             return pending.scatter(windows, asked, pooled).wait
 
         return sample

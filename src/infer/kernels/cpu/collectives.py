@@ -52,15 +52,15 @@ class MirroredWord(NamedTuple):
     counts: int | None = None  # offset of the floats in each slot; None: a slot says itself how long it is
 
 
-def mirrored_words(size: int, num_stages: int) -> list[MirroredWord]:
-    """The words of exchanges and pipes."""
+def mirrored_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
+    """The words of exchanges and pipes; `meets_all`: exchanges are also those of `everyone`."""
     group, floats = size // num_stages, CAPACITY * 4
     words, pipes = [], HEADER_BYTES + 2 * size * floats
     for rank in range(size):
         line, first = WORD_BYTES * (1 + rank), rank - rank % group
-        stage = frozenset(range(first, first + group)) - {rank}
+        others = frozenset(range(size) if meets_all else range(first, first + group)) - {rank}
         own = HEADER_BYTES + 2 * rank * floats
-        words.append(MirroredWord(line, rank, stage, own, 2, floats, line + _LINE.size))
+        words.append(MirroredWord(line, rank, others, own, 2, floats, line + _LINE.size))
         if rank >= group:  # its rows go to the next stage
             sent, reader = pipes + rank * _PIPE_BYTES, rank - group
             slots = sent + 2 * WORD_BYTES, PIPE_SLOTS, floats, sent + 8

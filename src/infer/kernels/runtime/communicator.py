@@ -5,7 +5,8 @@
 
 Every rank makes the same calls in the same order, with the same number of rows. Shares are added in the
 order of the ranks, so all ranks have the same bits. On CPUs the ranks share memory
-(kernels/cpu/collectives.py), on GPUs they write to each other's (gpu_communicator.py).
+(kernels/cpu/collectives.py), on GPUs they write to each other's (gpu_communicator.py), and between machines
+NCCL carries what they exchange, in an order of its own (node_communicator.py).
 
 Where the layers of a model are in stages, a `Pipe` takes hidden states from stage to stage.
 """

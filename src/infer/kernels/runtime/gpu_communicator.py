@@ -5,8 +5,7 @@ other through the memory of the host that they share (kernels/cpu/collectives.py
 wait, on a GPU as on a CPU. Ranks may share one GPU. Where each has its own, long sums go through NCCL, which
 refuses to share one.
 
-A step of padding is computed by each rank alone, whenever it likes: warm-ups and rehearsals exchange nothing
-(`alone`). A capture records exchanges and runs none.
+Ranks on several machines exchange in another way (node_communicator.py).
 
 Shapes:  M rows, N columns of a rank.
 """
@@ -14,31 +13,26 @@ Shapes:  M rows, N columns of a rank.
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
-from infer.errors import ConfigError, DeviceLost
+from infer.errors import ConfigError
 from infer.kernels.cpu.collectives import HEADER_BYTES, SharedCommunicator, column_share
 from infer.kernels.linear.residual import ResidualInput, ResidualSum
 from infer.kernels.runtime import dispatch
-from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.cuda_build import (
     BuildError,
     LoadedKernels,
     PreparedLaunch,
     driver,
-    index_of,
     make_cubin,
 )
+from infer.kernels.runtime.device_ranks import WAIT_S, DeviceRanks, wait_for_all
 from infer.kernels.runtime.gpu_way import (
     DEPTH,
     IDS,
@@ -58,10 +52,8 @@ from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_na
 SOURCE: Final = Path(__file__).with_name("exchange.cu")
 SUM, SIDE_BY_SIDE = 0, 1  # what becomes of the shares
 NCCL_BYTES: Final = 1 << 19  # bytes of a share from which ranks on several GPUs use NCCL
-WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as gone
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _HANDLE_BYTES: Final = 64
-_RANK: Final = Struct("<BQ63s")  # number of a GPU, its free bytes, the start of its name
 _OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
 _TYPES: Final = TYPES | {
     "exchange": (*(ctypes.c_void_p,) * 2, *_OF_RANKS, *(ctypes.c_ulonglong,) * 2, ctypes.c_int),
@@ -71,42 +63,19 @@ _TYPES: Final = TYPES | {
 }  # fmt: skip
 
 
-class _Rank(NamedTuple):
-    """The facts about the GPU of a rank."""
-
-    card: int  # its number
-    free: int  # bytes of its memory, with the weights in it
-    name: str
-
-    @classmethod
-    def read(cls, text: bytes) -> _Rank:
-        """The facts as `to_bytes` has written them."""
-        card, free, name = _RANK.unpack_from(text)
-        return cls(card, free, name.rstrip(b"\0").decode())
-
-    def to_bytes(self) -> bytes:
-        """The facts, always in as many bytes."""
-        return _RANK.pack(self.card, self.free, self.name.encode())
-
-
 class _Handle(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char * _HANDLE_BYTES),)
 
 
-class GpuCommunicator(Communicator):
-    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together.
-
-    Where layers are in stages it adds up with the ranks of its own, and is the `Pipe` to the others.
-    """
+class GpuCommunicator(DeviceRanks):
+    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together."""
 
     def __init__(
         self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype, wait_s: float = WAIT_S
     ) -> None:
         """`shared` joins the same ranks on the host; `dtype` is that of sums and hidden states."""
-        self.rank, self.size, everyone = shared.rank, shared.size, shared.everyone()
-        self._shared, self._device, self._dtype, self._is_alone = everyone, device, dtype, False
-        number, num_ranks = everyone.rank, everyone.size
-        self.uses_nccl = True  # NCCL makes long sums, in an order that depends on the number of rows
+        super().__init__(shared, device, dtype)
+        everyone, number, num_ranks = self._everyone, self._everyone.rank, self._everyone.size
         with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
             self._kernels = _load(device, self.size, dtype)
             self.can_add = "exchange_add" in self._kernels
@@ -115,11 +84,7 @@ class GpuCommunicator(Communicator):
             aborted = _map_word(everyone, taken)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
-            free, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
-            about = _Rank(index_of(device), free, name)
-            found = everyone.gather_bytes(_export(own) + about.to_bytes())
-            ranks = [_Rank.read(each[_HANDLE_BYTES:]) for each in found]
-            check_alike([each.name for each in ranks])
+            found, ranks = self._meet(_export(own))
             opened = [
                 own if r == number else _open(found[r], ranks[r].card, device, taken)
                 for r in range(num_ranks)
@@ -127,13 +92,13 @@ class GpuCommunicator(Communicator):
             first = number - self.rank  # number of the first rank of its stage
             self._slots = torch.tensor(opened[first : first + self.size], dtype=torch.int64, device=device)
             has_own = len({each.card for each in ranks}) == num_ranks
-            # bytes that the GPU of another rank has less free than that of this one
-            self.shortage = max(about.free - min(each.free for each in ranks), 0) if has_own else 0
+            if has_own:
+                self._note_shortage(ranks)
             self._nccl: NcclGroup | None = None
             adds_up = self.size > 1 or num_ranks == 1
             if has_own and adds_up and (nccl := load_nccl()) is not None:
                 made = make_name(nccl) if self.rank == 0 else bytes(NAME_BYTES)
-                made, wait = everyone.gather_bytes(made)[first], partial(_wait_for_all, shared, wait_s)
+                made, wait = everyone.gather_bytes(made)[first], partial(wait_for_all, shared, wait_s, "")
                 self._nccl = NcclGroup(nccl, made, self.rank, self.size, device, wait)
                 shared.on_abort.append(self._nccl.abort)
             taken.callback(torch.cuda.synchronize, device)
@@ -143,21 +108,11 @@ class GpuCommunicator(Communicator):
         self._of_ranks = self._slots.data_ptr(), numbers, aborted, dead, limit_ns, self.rank
         memory = RankMemory([place + slot_bytes for place in opened], aborted, dead, limit_ns, number)
         way = partial(GpuWay, self._kernels, memory, device)
-        self._ids, self.num_stages = way(IDS, 0, range(1, num_ranks)), num_ranks // self.size
-        self.stage = self.num_stages - 1 - first // self.size
+        self._ids = way(IDS, 0, range(1, num_ranks))
         self._before = way(ROWS, number + self.size, [number]) if self.stage else None
         self._after = way(ROWS, number, [number - self.size]) if first else None
         self._finalizer = weakref.finalize(self, resources.close)
         self._finalizer.atexit = False
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Exchange nothing meanwhile, except in steps that are captured: results are of no use."""
-        before, self._is_alone = self._is_alone, True
-        try:
-            yield
-        finally:
-            self._is_alone = before
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, in the memory of `x` where possible."""
@@ -165,7 +120,7 @@ class GpuCommunicator(Communicator):
             return x
         shares = whole_pieces(x)
         is_long = shares.numel() * shares.element_size() >= NCCL_BYTES
-        if is_long and self.uses_nccl and self._nccl is not None:
+        if is_long and not self.deterministic and self._nccl is not None:
             self._nccl.all_reduce(shares)
         else:
             assert x.dtype is self._dtype, f"sums are made in {self._dtype}, not in {x.dtype}"
@@ -183,12 +138,8 @@ class GpuCommunicator(Communicator):
         self._exchange(shares_MN, out_MV, SIDE_BY_SIDE, width * x_MN.element_size() // PIECE)
         return out_MV[:, :num_columns].contiguous()
 
-    def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, also those of other stages, through the host."""
-        return self._shared.gather_bytes(mine)
-
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte numbers by that of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by that of the first rank of all, which samples."""
         if self._exchanges:
             self._ids.go(x)
 
@@ -207,9 +158,6 @@ class GpuCommunicator(Communicator):
         assert self._after is not None, "the last stage has the head"
         if self._exchanges:
             self._after.go(whole_pieces(x_MN))
-
-    def tick(self) -> None:
-        """Do nothing: a step on a GPU is watched as a whole (client/rank_group.py)."""
 
     def num_parts(self, num_rows: int, size: int) -> int | None:
         """The parts of the `ResidualSum` that `add` makes of so large a sum; None: it is for fewer rows."""
@@ -241,10 +189,6 @@ class GpuCommunicator(Communicator):
                 row_pieces, num_pieces, num_parts, units, stream.offset,
             )  # fmt: skip
         return total
-
-    @property
-    def _exchanges(self) -> bool:
-        return not self._is_alone or torch.cuda.is_current_stream_capturing()
 
     def _exchange(self, x: torch.Tensor, y: torch.Tensor, how: int, width: int = 1) -> None:
         count = x.numel() * x.element_size() // PIECE
@@ -325,22 +269,3 @@ def _map_word(shared: SharedCommunicator, taken: ExitStack) -> int:
 
 def _unmap(shared: SharedCommunicator) -> None:
     driver().cuMemHostUnregister(ctypes.c_void_p(shared.address))
-
-
-def check_alike(names: Sequence[str]) -> None:
-    """Refuse ranks on GPUs of different kinds: kernels and sizes are chosen for rank 0's."""
-    if len(set(names)) > 1:
-        found = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
-        raise ConfigError(
-            f"{len(names)} ranks need GPUs of one kind, but {found}; choose equal ones with "
-            "CUDA_VISIBLE_DEVICES, or ask for one rank"
-        )
-
-
-def _wait_for_all(shared: SharedCommunicator, wait_s: float, thread: threading.Thread) -> None:
-    """Wait for a thread that ends when all ranks have come."""
-    end = time.monotonic() + wait_s
-    while thread.is_alive():
-        thread.join(0.1)
-        if shared.is_aborted or time.monotonic() > end:
-            raise DeviceLost(f"ranks did not come together for NCCL within {wait_s:.0f} s")

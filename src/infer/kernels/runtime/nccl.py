@@ -1,23 +1,35 @@
-"""Sums over ranks with a GPU each, by NCCL, a library that comes with PyTorch for CUDA.
+"""Groups of ranks with a GPU each that exchange by NCCL, a library that comes with PyTorch for CUDA.
 
-Three of its functions are called through ctypes: PyTorch's own way to them begins with a group of processes
-that find each other over a network, and ours have found each other already.
+Its functions are called through ctypes: PyTorch's own way to them begins with a group of processes that find
+each other over a network, and ours have found each other already. A call goes to the current stream, so
+captured steps have it in them. Ranks capture when they like, so a capture must exchange nothing: connections
+are made when a group begins, and buffers are not registered.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from infer.errors import DeviceLost
+from infer.errors import ConfigError, DeviceLost
 
 NAME_BYTES: Final = 128
 _TYPES: Final = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_BYTES: Final = 0
 _SUM: Final = 0
+_PLACE, _COUNT, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_CALLS: Final = {
+    "ncclAllReduce": (_PLACE, _PLACE, _COUNT, _NUMBER, _NUMBER, _PLACE, _PLACE),
+    "ncclAllGather": (_PLACE, _PLACE, _COUNT, _NUMBER, _PLACE, _PLACE),
+    "ncclBroadcast": (_PLACE, _PLACE, _COUNT, _NUMBER, _NUMBER, _PLACE, _PLACE),
+    "ncclSend": (_PLACE, _COUNT, _NUMBER, _NUMBER, _PLACE, _PLACE),
+    "ncclRecv": (_PLACE, _COUNT, _NUMBER, _NUMBER, _PLACE, _PLACE),
+}
 
 Wait = Callable[[threading.Thread], None]
 
@@ -28,6 +40,8 @@ class _Name(ctypes.Structure):
 
 def load_nccl() -> Any:
     """The library that PyTorch has loaded; None: it has none, or one of its own that nobody else can call."""
+    for name in ("NCCL_GRAPH_REGISTER", "NCCL_RUNTIME_CONNECT"):
+        os.environ.setdefault(name, "0")  # a capture would wait for those of other ranks
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError:
@@ -41,6 +55,18 @@ def make_name(nccl: Any) -> bytes:
     return ctypes.string_at(ctypes.byref(name), NAME_BYTES)
 
 
+def nccl_version() -> str:
+    """The version of NCCL, which all ranks on several machines must have."""
+    nccl, version = load_nccl(), ctypes.c_int()
+    if nccl is None:
+        raise ConfigError(
+            "ranks on the GPUs of several machines need NCCL, and libnccl.so.2 cannot be loaded here; "
+            "install the PyTorch for CUDA that brings it (nvidia-nccl), or use one machine, or device=cpu"
+        )
+    _check(nccl, nccl.ncclGetVersion(ctypes.byref(version)))
+    return str(version.value)
+
+
 class NcclGroup:
     """One rank of a group; all ranks make theirs together, each on its GPU."""
 
@@ -49,6 +75,7 @@ class NcclGroup:
     ) -> None:
         """`wait` waits for the others, and raises where one of them does not come."""
         self._nccl, self._group, codes = nccl, ctypes.c_void_p(), list[int]()
+        self._aside: torch.cuda.Stream | None = None
         nccl.ncclCommInitRank.argtypes = ctypes.c_void_p, ctypes.c_int, _Name, ctypes.c_int
 
         def join() -> None:
@@ -60,24 +87,50 @@ class NcclGroup:
         thread.start()  # NCCL itself would wait for good
         wait(thread)
         _check(nccl, codes[0])
-        nccl.ncclAllReduce.argtypes = (
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
-            ctypes.c_void_p,
-        )  # fmt: skip
+        for call, types in _CALLS.items():
+            getattr(nccl, call).argtypes = types
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace a tensor without gaps by the sum over all ranks."""
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        place, kind = x.data_ptr(), _TYPES[x.dtype]
-        code = self._nccl.ncclAllReduce(place, place, x.numel(), kind, _SUM, self._group, stream)
-        _check(self._nccl, code)
+        self._call("ncclAllReduce", x, x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], _SUM)
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Put the tensors of all ranks one after the other."""
+        self._call("ncclAllGather", x, x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Replace a tensor by that of the first rank."""
+        self._call("ncclBroadcast", x, x.data_ptr(), x.data_ptr(), x.nbytes, _BYTES, 0)
+
+    def broadcast_aside(self, x: torch.Tensor) -> Callable[[], None]:
+        """Begin the same in a stream of its own; the result lets the current stream wait for it."""
+        self._aside = self._aside or torch.cuda.Stream(x.device, priority=-1)
+        self._aside.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._aside):
+            self.broadcast(x)
+            done = self._aside.record_event()
+        return lambda: torch.cuda.current_stream(x.device).wait_event(done)
+
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        """Send a tensor to a rank, which receives it."""
+        self._call("ncclSend", x, x.data_ptr(), x.nbytes, _BYTES, rank)
+
+    def receive(self, x: torch.Tensor, rank: int) -> None:
+        """Replace a tensor by the next one that a rank sends."""
+        self._call("ncclRecv", x, x.data_ptr(), x.nbytes, _BYTES, rank)
 
     def abort(self) -> None:
-        """End every sum that waits for a rank, from any thread; there are no sums after it."""
+        """End every exchange that waits for a rank, from any thread; there are none after it."""
         self._nccl.ncclCommAbort(self._group)
+
+    def _call(self, name: str, x: torch.Tensor, *args: int) -> None:
+        assert x.is_contiguous(), x.stride()
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        _check(self._nccl, getattr(self._nccl, name)(*args, self._group, stream))
 
 
 def _check(nccl: Any, code: int) -> None:
     if code:
         nccl.ncclGetErrorString.restype = ctypes.c_char_p
-        raise DeviceLost(f"NCCL failed: {nccl.ncclGetErrorString(code).decode()}")
+        reason = nccl.ncclGetErrorString(code).decode()
+        raise DeviceLost(f"NCCL failed: {reason}; with NCCL_DEBUG=WARN it says why")
