@@ -2,12 +2,12 @@
 
     client ──► AccessLog ─► CORS ─► Auth ─► BodyLimit ─► Gate ─► Front ──HTTP──► replica, which does the work
 
-Tokens come from the replica's own server and are passed on as they are. A replica that goes before its answer
-has begun is replaced by another, unseen by the client: signs of life (`: ping`) do not count as a beginning.
-If it goes later, the stream ends with an error in the form of its API, and an answer that is not streamed
-breaks off. A request that a replica refuses (503: its queue is full, it drains) goes to the next one, until
-one takes it. If a replica or an engine ends during a request, the request may be the cause: it is tried once
-more, and not on every replica.
+The front passes on the tokens of the replica's own server unchanged. If a replica dies before its answer has
+begun, another replaces it, unnoticed by the client; signs of life (`: ping`) do not count as a beginning. If
+it dies later, the stream ends with an error in the form of its API, and an answer that is not streamed breaks
+off. A refused request (503: the replica's queue is full, it drains) goes to the next replica, until one takes
+it. If a replica or an engine ends during a request, the request may be the cause, so it is tried only once
+more.
 
 `/health` is 200 while some replica serves. `/metrics` has the series of all replicas, each with its number as
 the label `replica`. Admin routes are about one server and are not here.

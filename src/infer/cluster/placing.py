@@ -2,14 +2,14 @@
 
     placement group {CPU, GPU} ──► actor ──► the replica's process, an ordinary server on the node's address
 
-A replica of several ranks has a bundle for all of them on one node. If no node is as large, and the model is
-on CPUs, it has bundles on several nodes, each with an actor: the first has the server, the others only ranks,
-and they talk to each other as `--nnodes` does, with a secret of their own. They end and are placed together.
+A replica of several ranks has a bundle for all of them on one node. If no node is large enough, and the model
+is on CPUs, it has bundles on several nodes, each with an actor. The first has the server, the others only
+ranks, and they communicate as with `--nnodes`, with their own secret. They end and are placed together.
 
-One task keeps each replica: it places the actor, waits for the model, hands its URL to the front, and waits
-for its end. Whatever ended it (a crash, a killed actor, a node that is gone), the next one is placed wherever
-there is room, after a pause that grows. Only the very first start may fail for good: then nothing would ever
-serve.
+One task manages each replica: it places the actor, waits for the model, passes its URL to the front, and
+waits for its end. Whatever ended it (a crash, a killed actor, a lost node), the next replica is placed
+wherever there is room, after a growing pause. Only the very first start may fail for good, because then
+nothing would ever serve.
 """
 
 from __future__ import annotations

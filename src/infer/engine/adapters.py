@@ -2,13 +2,13 @@
 
     load      read a directory, check it against the model, put it into a free slot
     enter     a request that names an adapter gets its slot, and a cache salt that no other load shares
-    unload    the name is gone at once; requests that began with it go on, and the slot is free after them
+    unload    the name is gone at once; its running requests continue, and the slot is free after them
 
-Keys and values depend on the adapter that computed them, so each load has a salt of its own: two adapters, or
-the same name loaded again with other weights, never share a cached prefix.
+Keys and values depend on the adapter that computed them, so each load has its own salt: two adapters, or the
+same name loaded again with other weights, never share a cached prefix.
 
-Where ranks share the model, rank 0 has the names and tells the others which directory goes into which slot
-(rank_worker.py). Each rank reads its part of it, and none fills a slot that another one cannot.
+If ranks share the model, rank 0 has the names and sends the other ranks the directory for each slot
+(rank_worker.py). Each rank reads its part, and a slot is filled only if every rank can fill it.
 """
 
 from __future__ import annotations

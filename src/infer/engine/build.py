@@ -1,4 +1,4 @@
-"""From settings and a loaded model to a running engine: the composition root.
+"""The composition root: builds a running engine from settings and a loaded model.
 
     EngineConfig ─► resolve ─┬─► pool (books) ───► scheduler ─┐
     LoadedModel ─────────────┴─► store (tensors) ─► device ───┴─► Engine

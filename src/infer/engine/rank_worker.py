@@ -1,15 +1,15 @@
-"""A rank of a model other than the first: it has a part of the weights, a device half, and nothing else.
+"""The loop of a rank other than 0, which has a part of the weights and a device half, and nothing else.
 
-    load its part ──► told ──► bind        the projections that it runs with; ranks can compute together now
+    load its part ──► told ──► bind        its projections; ranks can compute together now
                       told ──► probe       a prompt of made-up tokens, which rank 0 measures
                       told ──► build       its KV store, as large as rank 0 has found, and its device half
                       told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
                       told ──► agree       the captured graphs that all ranks have: no others are used
                       told ──► order       its part of a step
                       told ──► adapter     its part of a LoRA adapter, into a slot
-                      told ──► ids         what was drawn, where the next order has come before
+                      told ──► ids         drawn ids, if the next order has come before them
 
-Messages come in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
+Messages arrive in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
 is never more than one message behind.
 """
 

@@ -3,9 +3,9 @@
     words    sent · taken by rank 1 · taken by rank 2 · ...     numbers of messages' pieces, which only grow
     slots    piece 5   piece 6   piece 7   piece 4              a long message is several pieces
 
-Rank 0 writes a piece when every rank has taken the one that was in its slot, and then says that it is sent.
-Nobody is locked out: a word has one writer (kernels/cpu/csrc/collectives.c). A message is a kind and bytes,
-which is what an order is when it travels (order.py).
+Rank 0 writes a piece when every rank has taken the earlier piece of its slot, and then increments `sent`. No
+locks are needed, because a word has one writer (kernels/cpu/csrc/collectives.c). A message is a kind and
+bytes, such as a written order (order.py).
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     y = W x                        rows without an adapter, as if there were no wrapper
     y = W x + B[s] (A[s] x)        rows whose adapter is in slot s
 
-Which row has which slot is the same for all matrices of a step, so it is told once, to the *bank*, by whoever
-runs the model. Where no row has one, the wrapper hands everything to the projection that it wraps, fused
-kernels and recorded programs included: that step costs nothing. Few rows with adapters on a GPU keep the
-fused kernels, too: a launch before each computes A x, and B is further columns of W (linear/wgmma.py).
+The slots of the rows are the same for all matrices of a step, so the device half sets them once, in the
+*bank*. If no row has an adapter, the wrapper only calls its projection, fused kernels and recorded programs
+included, and the step costs nothing extra. A few rows with adapters on a GPU keep the fused kernels, too: a
+launch before each computes A x, and B adds columns to W (linear/wgmma.py).
 
-After the last attention a step may go on with some of its rows (models/model.py): `select` is told which.
+After the last attention a step may continue with some of its rows (models/model.py), which `select` receives.
 
 Shapes:  T rows of the step, S of them that go on, K columns of a matrix, N rows.
 """

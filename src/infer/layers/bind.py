@@ -1,16 +1,16 @@
 """The binder: gives every linear layer of a model the projection it runs with, and prepares them all.
 
     wait = bind(model, device, deterministic=False)       walks the model once; compilers begin
-    wait()                                                what was compiled is loaded: steps may run
+    wait()                                                compiled kernels are loaded: steps may run
 
-A projection is told what stands before and after it (`Neighbours`), which is all it needs to know which
-kernels to ask for. That is found from the model itself: a block's children are declared in the order in which
-they run, so where a sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the
-first one writes the sum that the first matrix of the second one reads.
+A projection learns its neighbours (`Neighbours`), from which it knows the kernels that it needs. The binder
+finds them in the model itself: a block declares its children in the order in which they run. So if a
+sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the first writes the sum
+that the first matrix of the second reads.
 
-Norms that stand elsewhere (Gemma's, after a sub-layer) leave the chain open there. A mixture of experts
-reads the sum with its router. A wrong guess is never a wrong result: what is fused is decided when the stream
-is read (quant/residual.py).
+Norms in other places (Gemma's, after a sub-layer) leave the chain open there. A mixture of experts reads the
+sum with its router. A wrong guess never gives a wrong result, because fusion is decided when the stream is
+read (quant/residual.py).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     embedding   a range of the vocabulary: rows of others are zeros                        ──► sum
     head        a range of the vocabulary                            ──► columns of all, side by side
 
-So a block has two exchanges, and the residual stream is the same on every rank. What a rank holds is
-decided when weights are planned (loader/slices.py), and the network is built with the rank's numbers of
-heads and rows. Here its projections are wrapped: nothing else of a model knows that there are ranks.
+So a block has two exchanges, and the residual stream is the same on every rank. The weight plan decides the
+slices of a rank (loader/slices.py), and the network is built with the rank's numbers of heads and rows. This
+file wraps its projections; nothing else in a model knows about ranks.
 
 Shapes:  T tokens, D hidden size, M rows, N columns of a rank, V vocabulary.
 """

@@ -1,11 +1,11 @@
-"""A model whose layers are in stages: each rank has some layers that follow each other, and only these.
+"""Stages: each rank has some consecutive layers of a model, and only these.
 
     stage 0    embedding ──► layers 0 .. 3 ──► hidden states ──┐
     stage 1                  layers 4 .. 7  ◄──────────────────┘ ──► norm ──► head
 
-Modules keep their names and layers their numbers, so weights, caches and plans mean the same on every rank.
-What a rank has not is an `Elsewhere`: the stream passes it as it is. A tied head is the embedding's own
-table, so the first and the last stage have both.
+Modules keep their names and layers their numbers, so weights, caches and plans mean the same on every rank. A
+module of another rank is an `Elsewhere`, which leaves the stream unchanged. A tied head is the embedding's
+own table, so the first and the last stage have both.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     base_model.model.<module>.base_layer.weight  the embedding or the head itself, which PEFT may save with
                                               their adapters: it must be the model's own
 
-The module is named as in the base model's checkpoint, so the family's weight map says where it goes, fused
-parts included. The tensors decide what is adapted: `target_modules` of the config is not read, and a tensor
-that has no place is an error, never skipped. Scale and rank of a module:
+The module is named as in the base model's checkpoint, so the family's weight map gives its place, fused parts
+included. The tensors decide which modules are adapted: `target_modules` of the config is not read, and a
+tensor without a place is an error, never skipped. Scale and rank of a module:
 
     scale   lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has exceptions by module
     r       rows of A; the config must say the same, and rank_pattern has exceptions by module

@@ -2,14 +2,14 @@
 
     ~/.cache/infer/codes/<weights>-<key>.safetensors     all matrices that were rounded while they were loaded
 
-The first part of the name tells files of weights apart, for read_ahead.py, which knows no more. The key is a
-hash of all that codes depend on: the checkpoint's files, the code that rounds and lays out, the parts of each
-matrix in their order, and on a CPU the compiled library, whose layout depends on the instructions of the
-processor. So nothing is ever stale. A file is written under a name of its own and renamed into place when it
-is whole, and each tensor has a checksum. A file that cannot be read, or is not what was written, is made
-again; a folder that cannot be written is not an error.
+The first part of the name identifies the checkpoint, for read_ahead.py, which knows no more. The key is a
+hash of everything that codes depend on: the checkpoint's files, the code that rounds and lays out, the order
+of the parts of each matrix, and on a CPU the compiled library, whose layout depends on the processor's
+instructions. So no file is ever stale. A file is written under a temporary name and renamed into place when
+it is whole, and each tensor has a checksum. An unreadable or changed file is made again; a folder that cannot
+be written is not an error.
 
-Only numbers of 16 bits or more become codes that are kept: those of a quantized file are on disk already, and
+Only codes made from numbers of 16 bits or more are kept: codes of a quantized file are on disk already, and
 need little work. A CPU of two cores loads and rounds a billion weights in 8 s to int8 and in 25 s to int4. A
 GPU is done in less than a second, so it keeps codes only of very large models.
 """

@@ -1,9 +1,9 @@
-"""The headers of a model: what its files say before any weight is read, enough to plan and to tokenize.
+"""The headers of a model: everything that its files say without the weights, enough to plan and to tokenize.
 
     config      config.json, or the header of a GGUF file
     tensors     names, types and shapes; a quantized matrix is one tensor, whatever leaves it has on disk
-    sources     the same tensors, each with the module of ours that the family's weight map names for it
-    stored      the dtype that most weights are stored in
+    sources     the same tensors, each with our module for it in the family's weight map
+    stored      the dtype of most weights
 
 Everything that a start decides about weights follows from these (weight_plan.py).
 """

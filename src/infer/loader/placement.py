@@ -1,8 +1,8 @@
 """The place of each tensor of a checkpoint, decided and checked before anything is read.
 
-The weight map says which of our modules a tensor belongs to; the model, built but not yet filled, says
-which places there are and what shape they have. Every matrix is one tensor by now, however its file stores it
-(formats/quantized.py), and a linear layer's projection takes it in: this file knows no number format.
+The weight map names our module for each tensor. The model, built but not yet filled, has the places and their
+shapes. Every matrix is one tensor by now, however its file stores it (formats/quantized.py), and a linear
+layer's projection fills itself with it, so this file knows no number format.
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
@@ -13,8 +13,8 @@ own. A checkpoint may hold them one by one, or stacked in one tensor, which is t
     ...layers.7.mlp.experts.3.up_proj.weight   ──►   expert 3, rows of "up" of gate_up.weight
     ...layers.7.mlp.experts.gate_up_proj       ──►   expert 0, expert 1, ... of gate_up.weight
 
-Every place must be filled exactly once, by a tensor of its shape. All that is wrong is reported at
-once: with a wrong file, the whole difference says more than its first line.
+Every place must be filled exactly once, by a tensor of its shape. All errors are reported together, because
+the whole difference explains a wrong file better than its first line.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
     the network, without memory ───────┘
 
 A `Kept` is the row of the registry that keeps a matrix, the form of its codes, and the tensors that fill it.
-Everyone reads the plan: loading builds the model from it, the memory plan counts the bytes of its
-`skeleton` (the same model without memory), the code cache keeps what it calls rounded, the start line is its
-`describe`. The plan of one rank of several has the slices of all tensors that the rank holds (slices.py), and
-names the tensors that cannot be cut.
+All other parts read the plan: loading builds the model from it, the memory plan counts the bytes of its
+`skeleton` (the same model without memory), the code cache keeps its rounded matrices, and the start line is
+its `describe`. The plan of one rank has the slices of all tensors that the rank holds (slices.py), and names
+the tensors that cannot be cut.
 
-On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes keep theirs where a form has
-the same groups, the parts of a fused matrix where one form holds them all, and numbers of 16 bits are rounded
-to a form that suits the matrix:
+On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes are kept if a form has the
+same groups. Parts of a fused matrix are kept if one form holds them all. 16-bit numbers are rounded to a form
+that suits the matrix:
 
     file, part by part          ──►  form of the fused matrix
     int4 g128, int4 g128             int4, groups of 128

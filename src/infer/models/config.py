@@ -1,4 +1,4 @@
-"""The shape of a network, whichever file described it.
+"""The shape of a network, independent of the file format.
 
 Each family's `read_config` turns the keys of a `config.json` (or of a GGUF header, translated to the
 same keys) into one `ModelConfig`. Everything downstream reads only this: models build themselves

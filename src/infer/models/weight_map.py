@@ -1,8 +1,8 @@
-"""The module of ours that a checkpoint's tensor belongs to: a table, keyed by module.
+"""Weight maps: tables from the modules of a checkpoint to our modules.
 
     "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", part="q")
 
-reads: the module q_proj of layer i fills part "q" of our fused module qkv of layer i. The table names
+means: the module q_proj of layer i fills part "q" of our fused module qkv of layer i. The table names
 *modules*; the last part of a tensor's name, its leaf (`weight`, `bias`, `qweight`, `scales`, ...), belongs to
 the format of the file, so one table serves every format of a family.
 

@@ -1,8 +1,8 @@
-"""Weights of 8 or 4 bits on a GPU: codes of the file where it has them, else rounded while they are loaded.
+"""Weights of 8 or 4 bits on a GPU: the file's own codes if it has them, else codes rounded during the load.
 
-A matrix comes from the disk some rows at a time, is brought into its form on the device and put into place.
-So loading needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy. Layout and
-products are those of kernels/linear/coded.py.
+A matrix comes from the disk some rows at a time, is converted on the device and put into place. So loading
+needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy.
+kernels/linear/coded.py has the layout and the products.
 """
 
 from __future__ import annotations

@@ -5,16 +5,17 @@
     int5   w = d * q + m,  q in 0 .. 31          6 bits per weight: Q5_0, Q5_1 and Q5_K of GGUF files
     int6   w = d * q,      q in -32 .. 31        7 bits per weight, groups of 16: Q6_K and Q3_K
 
-The minimum m of a group costs half a bit per weight and very little time: sixteen steps are too few to spend
-any of them on a range that holds no weight, and the formats of 4-bit files have minima, too.
+The minimum m of a group costs half a bit per weight and very little time. It pays off because sixteen steps
+are too few to waste any on an empty range, and because the formats of 4-bit files have minima, too.
 
-Activations are quantised on the way, 32 at a time, so the products are integer arithmetic. A few channels are
-much louder than the rest, and with 8 bits that costs more accuracy than the weights do; so they have 15, in
-two digits (csrc/linear.h), unless the knob `cpu_products` asks for one digit: `fast`.
+Activations are quantised during the product, 32 at a time, so the products are integer arithmetic. A few
+channels are much larger than the rest, and with 8 bits this costs more accuracy than the weights do. So
+activations have 15 bits, in two digits (csrc/linear.h), unless `cpu_products` is `fast`, which means one
+digit.
 
 Rows are filled in any order, so a fused matrix takes its parts as they come from the disk.
 
-`bits` of the head is 8 even in an int4 model: its errors would go straight into the logits. A tied
+`bits` of the head is 8 even in an int4 model, because its errors go straight into the logits. A tied
 embedding reads its rows from the packed head.
 """
 

@@ -1,29 +1,29 @@
-"""HTTP connections that cannot be held open for nothing.
+"""HTTP connections with limits on time and size, so that clients cannot hold them open for nothing.
 
-uvicorn waits for ever for the first request of a connection. Here the head of a request (its first line and
+uvicorn waits forever for the first request of a connection. Here the head of a request (its first line and
 its headers) must arrive whole within HEAD_TIMEOUT_S and within MAX_HEAD_BYTES:
 
     connected ──► [ head: timed, counted ] ──► body (limits.py) ──► answer ──► idle (keep-alive timeout)
                         ▲                                                        │
                         └────────────── first byte of the next request ◄─────────┘
 
-The counting goes on after the head: the framing of a body in chunks (sizes, extensions, trailers) is not part
-of the body that limits.py counts, so it may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
+Counting continues after the head: limits.py does not count the framing of a chunked body (sizes, extensions,
+trailers), so the framing may be MAX_HEAD_BYTES and a few bytes for each byte of the body.
 
-A request that is answered before its body has come (a wrong key, say) ends its connection. Closing it on
-the spot would make the operating system answer the rest of the body with a reset, and a reset can destroy
-the answer before the client has read it. So the connection *lingers*: our side is closed, and whatever still
-comes is thrown away, for at most LINGER_S and MAX_LINGER_BYTES.
+A request that is answered before its body has arrived (for example with a wrong key) ends its connection. If
+we closed it at once, the operating system would answer the rest of the body with a reset, which can destroy
+the answer before the client has read it. So the connection *lingers*: our side is closed, and further input
+is discarded, for at most LINGER_S and MAX_LINGER_BYTES.
 
-A client may stop sending after its request and still read (a half-closed connection): it gets its answer.
-One that has hung up looks the same until something is sent to it, so a client that waits is sent `100
-Continue`, which every client of HTTP/1.1 skips; if it has gone, its machine answers that with a reset.
+A client may stop sending after its request and still read (a half-closed connection): it gets its answer. A
+client that has hung up looks the same until something is sent to it. So a waiting client gets `100 Continue`,
+which every HTTP/1.1 client skips; the machine of a client that has gone answers with a reset.
 
-A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off: the bytes that wait for it fill our
-buffers, and closing the connection in order would wait for it as well.
+A client that takes nothing of an answer for SEND_TIMEOUT_S is cut off, because its unread bytes fill our
+buffers, and an orderly close would wait for it as well.
 
-A request that asks for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not
-asked, body and all (RFC 9110, 7.8).
+A request for another protocol (`connection: upgrade`: h2c, a websocket) is served as if it had not asked,
+body included (RFC 9110, 7.8).
 
 `GuardedConnection` is a protocol class of the kind that uvicorn takes as its `http` setting.
 """

@@ -2,15 +2,15 @@
 
     bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
 
-The port is taken before models are loaded, so that a second server on it fails at once and not after a
+The port is taken before models are loaded, so that a second server on it fails at once instead of after a
 minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
-is refused earlier still: a server that will never be ready should not listen. Settings that the device cannot
-honour are refused by the first engine: this process imports no torch.
+is refused even earlier, because a server that will never be ready should not listen. The first engine refuses
+settings that the device does not support, because this process does not import torch.
 
-After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503, running ones have
-`drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off now, and
-exits within two seconds. If a model cannot be loaded the server ends with that error, and if every engine is
-down for good it ends with `EngineLost`, so that a service manager can start it again.
+After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503. Running requests have
+`drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off at once, and
+the server exits within two seconds. If a model cannot be loaded the server ends with that error, and if every
+engine is down for good it ends with `EngineLost`, so that a service manager can start it again.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Attention of one new token per row over the paged cache: the kernel that decoding spends its time in.
+"""Attention of one new token per row over the paged cache, where decoding of long contexts spends its time.
 
     out[s] = softmax(scale * q[s] k^T) v        over the `lens_S[s]` positions that row s may see
 
-Keys and values are read where the block tables say (paged.py). Rows are cut into splits, and a grid as large
-as the machine strides over the list of them (decode_work.py).
-The query heads that share a kv head are the rows of one matrix product, padded to the tensor cores' 16.
+The block tables say where keys and values lie (paged.py). Rows are cut into splits, and a grid as large as
+the machine strides over the list of splits (decode_work.py). The query heads that share a kv head are the
+rows of one matrix product, padded to the tensor cores' 16.
 
-Splits are merged in the same launch. A row of one split is written at once. Otherwise each program leaves its
-unnormalised sum, maximum and denominator in scratch memory and takes a ticket; the program with the last
-ticket adds all parts, always in the order of the splits, so the result is the same bit by bit whichever
-program that is. It also puts the ticket counter back to zero for the next layer.
+Splits are merged in the same launch. A row of one split is written at once. Otherwise each program writes its
+unnormalised sum, maximum and denominator to scratch memory and takes a ticket. The program with the last
+ticket adds all parts in the order of the splits, so the bits do not depend on which program that is. It also
+resets the ticket counter for the next layer.
 
-At small batches decoding is a chain of waits, one memory access after the other:
+With small batches, decoding is a chain of waits, one memory access after the other:
 
     item of work ─► block table ─► keys and queries ─► values ─► part ─► ticket ─► parts ─► out
 
@@ -21,11 +21,11 @@ blocks while this one is computed. The keys and values of all positions but the 
 few rows, the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
 The first launch after `DecodeWork.plan` is an ordinary one, and tables must not change between the two.
 
-`attend_projected` is the same one launch earlier, for a step in which every token is a row that decodes: it
-takes the fused projection and does what heads.py does, too. Each program norms and rotates the query heads of
-its item, and the one with the row's last split the new key. That key and its value go to the cache and into
-the softmax but are never read back, so all that is read from the cache is older than the step, and the first
-tile of keys and values is loaded before the wait. What is left after it:
+`attend_projected` begins one launch earlier, for a step in which every row decodes: it takes the fused
+projection and also does the work of heads.py. Each program norms and rotates the query heads of its item; the
+program with the row's last split also norms and rotates the new key. That key and its value go to the cache
+and into the softmax but are never read back. So all data from the cache is older than the step, and the first
+tile of keys and values is loaded before the wait. After it remain:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
@@ -35,18 +35,18 @@ Both are one Triton kernel, whose pieces stand in the order in which an item mee
 
     read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
 
-An item carries three things along: the largest score so far, the sum of 2^(score - largest), and the values
-weighted alike. Each later tile of positions, or part from scratch memory, is added by rescaling. In a
-projected item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
+An item keeps three values: the largest score so far, the sum of 2^(score - largest), and the values with the
+same weights. Each later tile of positions, or part from scratch memory, is added by rescaling. In a projected
+item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
 
-A window of drafts is given as a row for each of its tokens. Drafts that are a tree (execution/trees.py) see
-some positions before them and not all: `tree_2S` has the position at which the tree of each row begins, and a
-bit for each position from there on that it sees. The newest is always one of these, and a tree is not longer
-than a tile and one more, so that no tile is without any. CUDA C++ does not know trees.
+A window of drafts is a row for each of its tokens. Drafts of a tree (execution/trees.py) see only some of the
+positions before them: `tree_2S` has the position at which the tree of each row begins, and a bit for each
+later position that the row sees. The newest position is always visible, and a tree is at most one token
+longer than a tile, so every tile has a visible position. The CUDA C++ kernels do not support trees.
 
-Both functions exist a second time, in CUDA C++, for the heads that fit it (decode_cuda.py). `DECODE_WAYS`
-(choice.py) says which runs, by backend and by the kv heads of all rows; `infer doctor --kernels` prints it.
-Triton also serves other GPUs, types and head sizes, and scores with caps or sinks.
+Both functions also exist in CUDA C++, for the heads that fit (decode_cuda.py). `DECODE_WAYS` (choice.py)
+chooses by backend and by the kv heads of all rows; `infer doctor --kernels` prints the choice. Triton also
+serves other GPUs, types and head sizes, and scores with caps or sinks.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, P slots, R rows of
          the block tables, B blocks per row, W work items.

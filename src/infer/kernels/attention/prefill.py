@@ -19,33 +19,32 @@ With `invariant`, all keys take the masked way, in tiles that start at multiples
 has the same bits whatever else its tile, its chunk and the step hold, be it a chunk of its own or part of a
 prompt: a tile that a token does not see adds zeros to its sums.
 
-The tiles are listed on the host, which knows the chunks, longest first so that none starts late; a list is
-padded to the capacity a graph was captured for with empty tiles, whose programs leave at once.
+The host knows the chunks and lists the tiles, longest first so that none starts late. It pads the list to the
+captured capacity with empty tiles, whose programs end at once.
 
-One program takes one tile of queries and walks over all keys that the tile sees. Many tiles fill the machine;
-few do not: 128 tokens after 8,000 that were found in the cache are 16 programs for the 132 SMs of an H200,
-and each walks alone. Then the keys of a tile are cut into *splits* (split-K; with `invariant`, never), as
-many as there is room for, and a (tile, split) is one item of work for each kv head:
+One program takes one tile of queries and walks over all keys that the tile sees. Many tiles fill the machine,
+but few do not: 128 tokens after 8,000 cached ones are only 16 programs for the 132 SMs of an H200. Then the
+keys of a tile are cut into *splits* (split-K; never with `invariant`), as many as there is room for, and a
+(tile, split) is one item of work for each kv head:
 
     room for 5 items     tile 0, 900 keys    |=== 300 ===|=== 300 ===|=== 300 ===|     item 0, 1, 2
                          tile 1, 560 keys    |=== 280 ===|=== 280 ===|                 item 3, 4
                          tile 2, empty                                                 none
 
-Only the device knows how long the tiles are and how many of them are empty: the graph that launches this was
-captured before. So every program plans the whole list for itself, from the few tiles there are, and finds
-its own item in it. The longest split decides when all are done, hence the plan: the shortest length with
-which all items find room. It lies between two bounds: keys / length items would do if nothing were
-rounded up, and rounding adds less than one item per tile:
+Only the device knows the lengths of the tiles and how many are empty, because the graph was captured earlier.
+So every program plans the whole short list and finds its own item in it. The longest split decides when all
+are done, so the plan takes the shortest length with which all items find room. This length lies between two
+bounds: without rounding, keys / length items would be enough, and rounding adds less than one item per tile:
 
     all keys / room   <=   length   <=   all keys / (room - tiles)
 
 Sixteen lengths between the two are tried at once. A tile is cut evenly, at whole tiles of keys, so that the
 three ranges of keys begin and end where they would without splits.
 
-An item of a split tile leaves its unnormalised sum, maximum and denominator in scratch memory; a second
-launch adds them in the order of the splits. Not the program that comes last, as in decoding: the parts of a
-tile are 64 KiB each, and one SM would have a megabyte of them to read. The second launch spreads the rows of
-all tiles over the machine, and has started by the time the first one ends (PDL, see dispatch.py). It needs no
+An item of a split tile writes its unnormalised sum, maximum and denominator to scratch memory, and a second
+launch adds them in the order of the splits. In decoding the last program does this, but the parts of a tile
+are 64 KiB each, and one SM would have to read a megabyte of them. The second launch spreads the rows of all
+tiles over the machine, and has started by the time the first one ends (PDL, see dispatch.py). It needs no
 counters, and the bits do not depend on which program was faster.
 
 Shapes:  T tokens, N query heads, G kv heads, M = N/G, H head size, P slots, R rows of the block tables,

@@ -1,8 +1,8 @@
-"""One function per operation of the C library: check the operands, write down the arguments, run or record.
+"""One function per operation of the C library: checks the operands, packs the arguments, runs or records.
 
-Everything is float32 and on the CPU; the functions that callers import (kernels/*.py, quant/packed.py)
-have decided that already. The formats below must match the structs of csrc/ field by field: q is a
-pointer or an integer, d a double.
+Everything is float32 and on the CPU, which the functions that callers import (kernels/*.py, quant/packed.py)
+have ensured. The formats below must match the structs of csrc/ field by field: q is a pointer or an integer,
+d a double.
 
 Shapes:  T tokens, D hidden size, F intermediate size, N query heads, G kv heads, H head size, R = H / 2.
 """

@@ -1,8 +1,8 @@
-"""Record a model's operations once, then run them all with a single call.
+"""Records a model's operations once, then runs them all with a single call.
 
-A small model's step is hundreds of operations of a few microseconds each; calling them one by one from
-Python costs as much again. The operations and their arguments are the same in every step, apart from
-the number of rows, so they can be written down:
+A small model's step has hundreds of operations of a few microseconds each, and calling them one by one from
+Python takes as long again. The operations and their arguments are the same in every step, apart from the
+number of rows, so they can be recorded:
 
     with ProgramRecorder(library) as recording:     nothing is computed, every launch is noted
         y = model(tokens, step)              the model's own Python runs once, as it always does
@@ -10,12 +10,12 @@ the number of rows, so they can be written down:
     ...
     program.run(num_rows, num_items)         the whole list, in C, for 1 .. max rows
 
-Inputs must lie in tensors that stay where they are; the caller overwrites them before each run. What
-the model allocates meanwhile comes from an *arena*, which takes a buffer back as soon as the last
-view of it is gone and gives it out again to a later operation, as the model's own execution would.
+Inputs must lie in tensors with fixed addresses, which the caller overwrites before each run. Allocations of
+the model come from an *arena*, which takes a buffer back as soon as its last view is gone and reuses it for a
+later operation, as PyTorch's allocator would.
 
-A PyTorch operation that computes something would be missing from the list. The recorder watches for them:
-only views and allocations may pass, and with anything else there is no program, only the step as usual.
+A PyTorch operation that computes something would be missing from the list. The recorder watches for these:
+only views and allocations are allowed, and with anything else there is no program, only the usual step.
 """
 
 from __future__ import annotations

@@ -3,16 +3,17 @@
     rms_norm       y = x / sqrt(mean(x^2) + eps) * (weight + offset)
     add_rms_norm   r = x + residual;  y = rms_norm(r);  both are returned
 
-Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end.
-`offset` is 1 for Gemma, which stores its weights centred on zero, and 0 for every other family.
-The sum r is rounded to the input type *before* it is normalised: fused or not, the numbers agree.
-x may come in parts, [P, T, D], whose sum it is: in float32 (linear/split.py) that sum is not rounded, in the
-type of the residual (a mixture's choices) it is, as where it is computed by itself.
+Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end. `offset`
+is 1 for Gemma, which stores its weights centred on zero, and 0 for every other family. The sum r is rounded
+to the input type *before* it is normalised: fused or not, the numbers agree. x may come in parts, [P, T, D],
+that are added up. The sum of parts in float32 (linear/split.py) is not rounded; the sum of parts in the type
+of the residual (a mixture's choices) is rounded to that type.
 
 Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
-(benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows:
-one row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode
-step the launch counts for more than the bytes; the weights are there when the input is (PDL, `dispatch.py`).
+(benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows: one
+row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode step
+the launch takes longer than the bytes, so the weights are loaded while the input is still being computed
+(PDL, `dispatch.py`).
 
 Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm), P parts.
 """

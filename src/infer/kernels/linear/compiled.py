@@ -1,10 +1,10 @@
-"""The linears in CUDA C++ of one model on one GPU: made by the binder, asked by the model's projections.
+"""The CUDA C++ linears of one model on one GPU: made by the binder, used by the model's projections.
 
 These kernels load weights while the previous kernel still runs (PDL). A Triton kernel between two of them
-hides nothing, and the mix is slower than either kind alone. So each of the first three is loaded for all the
-matrices that projections ask for (`want`), or for none: if one matrix does not fit it, or there is no
-compiler, all of them stay with Triton. With coded weights Triton is several times slower: each matrix that
-has a cut gets its kernel, whatever the others have.
+hides nothing, and the mix is slower than either kind alone. So each of the first three kernels is loaded for
+all matrices that projections request (`want`), or for none: if one matrix does not fit, or there is no
+compiler, all of them stay with Triton. With coded weights Triton is several times slower, so each matrix with
+a cut gets its kernel, whatever the others have.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
     2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py

@@ -1,4 +1,4 @@
-"""Linear layers of few tokens: what decoding spends its time in.
+"""Linear layers for few tokens, where decoding spends most of its time.
 
     linear           y = x WT + bias;  gated: y = act(x WgT) * (x WuT), where W stacks the gate's rows on up's
     norm_linear      r = x + residual;  y = linear(rms_norm(r));  both are returned
@@ -6,9 +6,9 @@
     linear_add       r = linear(x) + residual, prepared for the norm that reads it: a `ResidualSum`
     linear_of_sum    the linear of a sum that was prepared this way, once it is normalised
 
-A step that decodes M sequences reads every weight once to use it M times. For small M the time of a
-layer is the time to read its weights, and the target is the bandwidth of a read; a general matrix
-product is built for large M and reaches a third of it on small models.
+A step that decodes M sequences reads every weight once and uses it M times. For small M the time of a layer
+is the time to read its weights, so the target is the bandwidth of a read. A general matrix product is built
+for large M and reaches a third of this bandwidth on small models.
 
     Hopper      CUDA C++, for matrices that were compiled for it   compiled.py
     M = 1       dot products, the norm folded in                   triton_kernels.gemv_kernel
@@ -16,18 +16,18 @@ product is built for large M and reaches a third of it on small models.
     M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
     above       cuBLAS (F.linear), then `gated_activation`
 
-The choice among Triton's is looked up by number of tokens and shape of W (triton_configs.py). From two tokens
-on, a norm in every program costs more than one launch for all of them. It is cheapest where the sum is made:
-the epilogue of a matrix that writes into the residual stream (`linear_add`) adds and multiplies with the
-norm's gain before it stores, and the matrix that reads the stream next applies what is left, one number per
-token. Both must run on the tensor cores for that; a layer then takes two launches less:
+A table by number of tokens and shape of W chooses among Triton's kernels (triton_configs.py). From two tokens
+on, a norm in every program costs more than one launch for all of them. The norm is cheapest where the sum is
+made: the epilogue of a matrix that writes into the residual stream (`linear_add`) adds and multiplies with
+the norm's gain before it stores. The matrix that reads the stream next applies the remaining factor, one
+number per token. Both must run on the tensor cores for this; a layer then takes two launches less:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
 Fused or not, sums are taken in float32. The fused forms round less often: gate, up and their product stay in
-float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type
-of x before it is used, because the next layer adds to what is stored. Before its division r * gain may be too
-large for float16, whose largest number is 65,504: in that type the norm stays a launch of its own.
+float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type of x
+before it is used, because the next layer adds to what is stored. Before its division, r * gain may exceed the
+largest float16, 65,504, so in that type the norm stays a separate launch.
 
 With one tile shape a row's bits do not depend on M; they may differ between buckets of M and between kernels,
 cuBLAS included. The kernel of pdl.py has one bucket: with 1 to 8 tokens a row has the same bits.

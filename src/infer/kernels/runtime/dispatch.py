@@ -1,18 +1,18 @@
-"""The choice of the implementation that runs: the PyTorch reference, the Triton kernel or the C kernel.
+"""Chooses the implementation that runs: the PyTorch reference, the Triton kernel or the C kernel.
 
     tensor on a GPU, Triton installed         -> Triton kernel
     TRITON_INTERPRET=1 (kernel tests on CPU)  -> Triton kernel, executed by Triton's interpreter
     float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
-This is the one file of the package that asks which device this is; its answers have names (`device_kind`,
-`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py enforces it. Kernel files import
-`jit`, `tl` and `use_triton` from here, so that they can be imported where Triton is missing or useless: on a
-CPU-only build of PyTorch it is not even looked for, because importing it costs about as much as starting the
+This is the only file of the package that asks about the device; its answers have names (`device_kind`,
+`is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py enforces this. Kernel files import `jit`, `tl`
+and `use_triton` from here, so that they can be imported where Triton is missing or useless. On a CPU-only
+build of PyTorch, Triton is not even searched for, because importing it takes about as long as starting the
 rest of the program.
 
-Triton reads TRITON_INTERPRET when a function is decorated, which is when a kernel file is imported.
-It is read here at the same moment, so that both always agree; set it before the first import.
+Triton reads TRITON_INTERPRET when a function is decorated, that is, when a kernel file is imported. This file
+reads it at the same moment, so that both always agree; set it before the first import.
 
 Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. On Hopper and
 later GPUs the kernels of a decode step are all launched this way, and each is written in this order:
@@ -22,12 +22,12 @@ later GPUs the kernels of a decode step are all launched this way, and each is w
     gdc_wait                                               the kernel before has ended, its writes are visible
     main loop and epilogue: read and write the rest        activations, the cache, scratch memory, counters
 
-Three rules keep this free of races. Every such kernel waits, whatever it has to do: then the end of one means
-the end of all before it, though several may have started. Nothing is written before the wait, for an earlier
-kernel may still read it. And between a write and a read that does not wait for it, some kernel must have been
-launched the ordinary way: it started after the end of all before it, and whatever came since started later.
-Kernels that know nothing of PDL may stand anywhere: without a `gdc_launch_dependents` the next one starts at
-the end, and a kernel that is launched the ordinary way starts when all is done.
+Three rules prevent races. First, every such kernel waits, whatever it has to do, so the end of one means the
+end of all before it, though several may have started. Second, nothing is written before the wait, because an
+earlier kernel may still read it. Third, between a write and a read that does not wait for it, some kernel
+must have been launched the ordinary way: it started after the end of all before it, and all later kernels
+started after it. Kernels without PDL may stand anywhere: without a `gdc_launch_dependents` the next kernel
+starts at the end, and a kernel that is launched the ordinary way starts when all others are done.
 """
 
 from __future__ import annotations

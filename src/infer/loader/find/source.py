@@ -1,4 +1,4 @@
-"""Finding the model: from what the user typed to files on this disk.
+"""Finds the model that a user names, as files on this disk.
 
     None, or its name           the default model, fetched once        default_model.py
     path of a directory         config.json + *.safetensors            used where it lies
@@ -6,12 +6,11 @@
     org/name                    a hub repository, all of it            hub.py
     org/name:file.gguf          one GGUF file of a hub repository      hub.py
 
-A path on disk wins: `org/name` is only looked up on the hub when there is no such directory.
-Files that are unpickled when read (`*.bin`, `*.pt`) are never downloaded and never opened: opening a
-pickle runs whatever code its author put there.
+A path on disk wins: `org/name` is only looked up on the hub when there is no such directory. Pickle files
+(`*.bin`, `*.pt`) are never downloaded and never opened, because opening a pickle runs its author's code.
 
-`check_model` asks the same questions without fetching anything, so that a server can refuse a name that
-leads nowhere before it takes a port.
+`check_model` makes the same checks without fetching anything, so that a server can refuse a wrong name before
+it takes a port.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@
     │ length N │ N bytes of JSON: name -> dtype, shape, range │ the tensors, end to end       │
     └──────────┴────────────────────────────────────────────┴───────────────────────────────┘
 
-Headers are read and checked first, for all files: a checkpoint that does not fit the model is refused
-before a byte of weights is read. The weights are mapped, not read: `copy_to` brings one tensor into
-its final place, converting on the way, and lets go of the pages it has read, so loading needs no second
-copy of anything.
+Headers are read and checked first, for all files: a checkpoint that does not fit the model is refused before
+a byte of weights is read. The weights are mapped, not read: `copy_to` brings one tensor into its final place,
+converting on the way, and releases the pages it has read, so loading needs no second copy.
 
-The checks are ours because the files are other people's: ranges that overlap, leave holes or leave
-the file, names that occur twice, an index that points outside its directory. Weights themselves are
-not inspected: a NaN in a checkpoint is loaded as a NaN.
+Files come from strangers, so we check them ourselves: ranges that overlap, leave holes or leave the file,
+names that occur twice, an index that points outside its directory. Weights themselves are not inspected: a
+NaN in a checkpoint is loaded as a NaN.
 """
 
 from __future__ import annotations

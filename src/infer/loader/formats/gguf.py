@@ -8,10 +8,10 @@ A GGUF file is one model in one file (github.com/ggml-org/ggml/blob/master/docs/
 Numbers are little-endian. A tensor info is a name, a shape, a type and an offset into the data; most
 types pack a block of 32 or 256 numbers into a few bytes (`gguf_quants.py` unpacks them).
 
-Every count, length and offset is checked against what is left of the file before it is used: a
-damaged file must end in a `CheckpointError`, never in a huge allocation, and never in weights read
-from beyond their place. This costs no time (docs/features/gguf.md has the measurement): the file is
-mapped, and arrays of numbers are taken in one piece.
+Every count, length and offset is checked against the rest of the file before it is used: a damaged file must
+end in a `CheckpointError`, never in a huge allocation, and never in weights read from the wrong place. This
+costs no time (docs/features/gguf.md has the measurement), because the file is mapped and arrays of numbers
+are read in one piece.
 
 The format lists dimensions fastest first; shapes here are row-major, as everywhere in Python.
 """

@@ -5,8 +5,8 @@
     k_proj.output_scale, v_proj.output_scale     older compressed-tensors
     self_attn.kv_scale                           one for both
 
-They are used all or none: every layer must have both. Unusable scales are left out, and the log says why:
-scales that are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
+Either all layers use their scales or none does: every layer must have both. The log says why scales are not
+used: they are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
     q_proj.qweight, q_proj.qzeros, q_proj.scales, q_proj.g_idx   ──►   q_proj.weight, [N, K]
 
-From here on it is a matrix like any other: a part of a fused one, one expert's, a head, next to matrices that
-are not quantized. It is unpacked while it is copied into place, some rows at a time; or it hands out its
-integers, where the scheme that keeps it has a place for them (quant/packed.py). So formats on disk
-(stored_formats.py) and schemes in memory know nothing of each other.
+After that it is a matrix like any other: a part of a fused matrix, an expert, a head, next to matrices that
+are not quantized. It is unpacked while it is copied into place, some rows at a time. If the scheme in memory
+can keep the integers, they are copied instead (quant/packed.py). So formats on disk (stored_formats.py) and
+schemes in memory know nothing of each other.
 
-The tensors that are there decide which matrices are quantized. Lists of exceptions in a config are not
-read; the rest of it only helps (`Settings`). A method under which the same bytes would be other numbers is
-refused.
+The present tensors decide which matrices are quantized. Lists of exceptions in a config are not read; the
+other settings only help (`Settings`). A method that gives the same bytes another meaning is refused.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ With `on_demand` models are loaded when they are asked for (on_demand.py).
 A load ends early if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed, and
 the name is free again.
 
-An engine that died is started again by its own client. When all engines are down for good, the server is
-lost (`Workers.lost`) and ends: a service manager can do more. With `on_demand` only the model is unloaded.
+An engine's own client restarts it when it dies. When all engines are down for good, the server is lost
+(`Workers.lost`) and ends, so that a service manager can restart it. With `on_demand` only the model is
+unloaded.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
 """

@@ -1,7 +1,7 @@
 """An engine client that measures the requests that pass through it.
 
-Every route reads a request's outputs through this client, so that every request is measured alike. Times run
-from the arrival of the HTTP request, where there is one: a client also waits for its body to be read and
+Every route reads outputs through this client, so that every request is measured alike. Times start at the
+arrival of the HTTP request, if there is one, because a client also waits for its body to be read and
 tokenized.
 
     reason    how a request ended
@@ -10,8 +10,8 @@ tokenized.
     abort     given up before that: the client left, its time was up, another prompt of its body failed
     error     the engine failed or died
 
-A request that the engine refuses (a prompt that does not fit, a full queue), or does not take because it is
-down, has not begun, so it is counted only among the HTTP errors.
+A request that the engine refuses (a prompt that does not fit, a full queue), or cannot take because it is
+down, has not begun, so it counts only as an HTTP error.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The choice of a replica: the one that will have computed the prompt first.
+"""The choice of a replica: the one that will finish computing the prompt first.
 
-Every replica keeps its own prefix cache and reports what it gains and loses, so every API process knows the
-same. Its load is the time that its queue will take. The engines measure the time of a token and of a row;
-the mean is used for all replicas, for they are alike and a single measure may be noise:
+Every replica has its own prefix cache and reports its additions and evictions, so every API process knows the
+contents. Its load is the time that its queue will take. The engines measure the time of a token and of a row.
+The mean is used for all replicas, because they are alike and a single measurement may be noise:
 
     wait(replica) = prompt tokens that wait there * token_s + rows that decode there * row_s
     cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
-So a prefix attracts a prompt for as long as computing it elsewhere would take longer than waiting, and a hot
-one comes to be cached on as many replicas as it takes. Replicas whose costs differ by less than CLOSE of the
+So a prompt follows its prefix as long as waiting takes less time than computing it elsewhere, and a popular
+prefix ends up cached on as many replicas as needed. Replicas whose costs differ by less than CLOSE of the
 prompt's own cost take turns by load. Requests sent a moment ago count as well: their tokens wait, and their
 prefixes are expected.
 
-A bound holds whatever the costs say, because they do not know how long answers will be: a replica with
-more requests than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas
-that are down are left out, and those that have given no sign of progress for MAX_SILENCE_S, a ping included,
-until they give one.
+Costs do not know how long answers will be, so a bound holds as well: a replica with more requests than
+MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas that are down get
+none, and neither do replicas without a sign of progress for MAX_SILENCE_S (an answered ping counts), until
+they give one.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The API processes other than process 0, seen from it: started, told about engines and models, asked, ended.
+"""Manages the API processes other than process 0: starts them, sends them news and questions, and ends them.
 
-A server of one process has none of them to tell or to ask.
+A server of one process has no others to manage.
 
     process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
        │ ▲            channel: see worker.py                    │
        │ └── /health, /metrics, /admin/..., stored responses ───┘
        └── starts and watches the engines; each engine has a socket to every process
 
-A process that dies takes the requests it served with it, and the server ends with a line that says so: a
-service manager starts it whole again. Restarting one process would have to explain counts that went backwards
-and requests that an engine still computes for it; an API process dies of a bug or of the machine, not of
-load.
+When a process dies, its requests are lost, and the server ends with a line that says so, for a service
+manager to restart all of it. Restarting one process would have to explain counts that went backwards and
+requests that an engine still computes for it. An API process dies because of a bug or the machine, not
+because of load.
 """
 
 from __future__ import annotations

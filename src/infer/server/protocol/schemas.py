@@ -1,7 +1,6 @@
 """The bodies clients may send, field by field.
 
-Every field that an OpenAI or vLLM client may know falls into one of four groups, and none is dropped in
-silence:
+Every field of an OpenAI or vLLM client falls into one of four groups, and none is dropped silently:
 
     honoured    a field of the classes below
     neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
@@ -10,11 +9,11 @@ silence:
     unknown     refused with the closest known name, or with the route it belongs to; one that resembles
                 nothing is refused on /v1/completions* and ignored elsewhere, named as above and in the log
 
-The same holds for the keys of a chat message, so that an answer of this server, or of another one, can be
-sent back as a part of the conversation just as a client's library wrote it down.
+The same holds for the keys of a chat message, so that a client can send back an answer of this or another
+server as its library stored it.
 
-Types are strict (`"1"` is not a number, nor `true` an integer); null means a field that was not given. Only
-shapes are checked here; ranges are checked where values are used (`SamplingParams`).
+Types are strict (`"1"` is not a number, nor `true` an integer); null means a missing field. Only shapes are
+checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
 from __future__ import annotations

@@ -6,16 +6,16 @@ r"""A job's answer on its way to the client: outputs of engines, pieces of one t
     data: {"id":...,"object":...,"created":...,"model":...,"choices":[{"index":0,"text":" sky",...}]}\n\n
           └──────── the same in every frame: bytes made once ────────┘
 
-A piece holds one token, however many a step made at once. A stream begins when its first token is there, so
-a request that is refused or fails before is an HTTP error with a status. Where the first token takes long
-(a prompt of thousands of tokens on a CPU, a full queue), the stream begins `BEGIN_S` after the engine has
-taken the request, and says that it is alive every `PING_S`: proxies and clients give up on a silent server.
-Once a stream has begun a failure is a frame: `data: {"error": ...}`, then the end.
+A piece holds one token, even if a step made several at once. A stream begins with its first token, so a
+request that is refused or fails before is an HTTP error with a status. If the first token takes long (a
+prompt of thousands of tokens on a CPU, a full queue), the stream begins `BEGIN_S` after the engine has taken
+the request, and sends a sign of life every `PING_S`, because proxies and clients give up on a silent server.
+Once a stream has begun, a failure is a frame: `data: {"error": ...}`, then the end.
 
 A generation is closed when its client leaves or its time is up, and closing it aborts the engine's requests.
 A client that stops reading stops the stream, not the engine: unread outputs wait as token ids, up to a limit,
-until the time of the connection is up. Sending to a client that is gone takes no time at all, so a backlog
-is sent with pauses, in which the event loop learns of the disconnect.
+until the connection's time is up. Sending to a disconnected client takes no time at all, so a backlog is sent
+with pauses, in which the event loop learns of the disconnect.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     body ──► SamplingParams ──┐
          └─► prompts ──► ids ─┴──► one Request per prompt ──► Job
 
-Fields the client did not give come from the model's defaults (generation_config.json), then from
-`SamplingParams`. Tokenizing and rendering a long prompt takes milliseconds, so both happen in a thread.
+Missing fields come from the model's defaults (generation_config.json), then from `SamplingParams`. Tokenizing
+and rendering a long prompt takes milliseconds, so both happen in a thread.
 """
 
 from __future__ import annotations

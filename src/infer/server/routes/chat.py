@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`: answer a conversation.
 
-The model's chat template turns messages and tools into a prompt; from there on a chat is a completion whose
+The model's chat template turns messages and tools into a prompt. After that, a chat is a completion whose
 frames are called deltas. The first frame of every choice holds the role, the last one the finish reason.
 
 An answer that may hold reasoning or tool calls has a format (`Job.form`), and its pieces have events:

@@ -3,16 +3,17 @@
     body ──► job (translate.py) ──► Generation ──► FrameWriter ──► a stream, or the whole answer      `answer`
       └───► chat, of a body of another API (messages.py, responses.py) ──► job                    `open_agent`
 
-FastAPI's own JSON reader takes NaN, Infinity and lone surrogates; the one here does not. A route module gets
-it from `make_router`. A body without a content-type is read as JSON, unless it comes from a page in a
-browser, which names its origin: a page of another site can send such a body without asking, but none of type
+FastAPI's own JSON reader accepts NaN, Infinity and lone surrogates; this one does not. A route module gets it
+from `make_router`. A body without a content-type is read as JSON, unless it comes from a page in a browser,
+which names its origin: a page of another site can send such a body without permission, but not one of type
 JSON.
 
-Parsing holds Python's lock, in a thread too, and 8 MiB of small objects take a second. So a large body is
-looked at before it is parsed, which makes no objects. First its values are counted, piece by piece, with the
-event loop's other work in between: the time to parse and check a body depends on its strings, objects, lists
-and escapes, and hardly on long texts. Then its fields are measured. All bytes outside the measured fields
-count together: unknown fields, and the earlier copies of a field that is given twice (the last one is read).
+Parsing holds Python's lock, even in a thread, and 8 MiB of small objects take a second. So a large body is
+scanned before it is parsed, without making objects. First its values are counted, piece by piece, with the
+event loop's other work in between, because the time to parse and check a body depends on its strings,
+objects, lists and escapes, and hardly on long texts. Then its fields are measured. All bytes outside the
+measured fields count together: unknown fields, and earlier copies of a field that is given twice (the last
+copy counts).
 """
 
 from __future__ import annotations
