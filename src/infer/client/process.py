@@ -46,7 +46,7 @@ from infer.engine.gc_freeze import freeze
 from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.stats import EngineStats, add_counters
-from infer.errors import ConfigError, EngineError, InferError
+from infer.errors import ConfigError, DeviceLost, EngineError, InferError
 from infer.loader.find.source import resolve_model
 from infer.log import setup_logging
 from infer.scheduling.request import StepOutput
@@ -414,7 +414,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             server.run()
         except BaseException as error:
             shortage = spell_shortage(error)
-            if shortage is None and not isinstance(error, InferError):
+            if shortage is None and (type(error) is DeviceLost or not isinstance(error, InferError)):
                 logger.exception("engine process died")
             failure = messages.to_failure(error if shortage is None else kind(shortage))
             for socket in sockets:

@@ -24,7 +24,7 @@ import torch
 from infer.errors import DeviceLost, EngineError
 from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
-from infer.execution.gpu.sending import send
+from infer.execution.gpu.sending import fetch, send
 from infer.execution.host_sampling import Judge, PromptTable, kept_nodes, num_kept, read_prompts
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
@@ -186,9 +186,7 @@ class Readback:
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin to copy a tensor to pinned memory of its own; an event after it says when it is there."""
-        if not self._is_cuda:
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return fetch(tensor) if self._is_cuda else tensor
 
     def fetch_drafts(self, drafts_KS: torch.Tensor) -> PendingTensor:
         """Begin to copy all drafts; the result is good until drafts have been fetched twice more."""

@@ -2,6 +2,10 @@
 
 The host sends everything through pinned memory of its own, which torch's allocator keeps until the copy has
 run, however many steps come before it.
+
+The driver needs memory of the device to pin a block of the host's. Where another process has taken all of it,
+a copy goes through pageable memory, and the host waits for it. `reserve_pinned` makes that rare: blocks that
+were pinned once stay in the allocator's cache.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import torch
 from infer.kernels.runtime.dispatch import is_gpu
 
 ALIGNMENT = 16  # bytes
+# bytes of the blocks that are pinned ahead of the first step; the allocator rounds up to powers of two
+RESERVED_SIZES = tuple(1 << power for power in range(9, 20))
+NUM_RESERVED = 8  # blocks of each size
 
 
 def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -41,10 +48,45 @@ def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device; the host does not wait for it, and may forget `values` at once."""
     if not is_gpu(device):
         return values
-    return values.pin_memory().to(device, non_blocking=True)  # the allocator keeps it until it has arrived
+    return _pinned(values).to(device, non_blocking=True)  # the allocator keeps it until it has arrived
 
 
 def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
     assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
-    target.copy_(values.pin_memory() if is_gpu(target.device) else values, non_blocking=True)
+    target.copy_(_pinned(values) if is_gpu(target.device) else values, non_blocking=True)
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor of a GPU to host memory of its own; an event after it says when it is there."""
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except torch.AcceleratorError as error:
+        _check_is_no_memory(error)
+        return tensor.cpu()
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def reserve_pinned() -> None:
+    """Pin blocks for the steps to come, as many as there is memory for, and leave them to the allocator."""
+    held: list[torch.Tensor] = []
+    try:
+        for size in RESERVED_SIZES * NUM_RESERVED:
+            held.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    except torch.AcceleratorError as error:
+        _check_is_no_memory(error)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory, or the values themselves where nothing more can be pinned."""
+    try:
+        return values.pin_memory()
+    except torch.AcceleratorError as error:
+        _check_is_no_memory(error)
+        return values
+
+
+def _check_is_no_memory(error: torch.AcceleratorError) -> None:
+    """Raise every error but the one that says that there is no memory, after which the device goes on."""
+    if "out of memory" not in str(error):
+        raise error

@@ -24,6 +24,7 @@ import torch
 from infer.cache.layout import TransferKind
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepSize
+from infer.execution.gpu.sending import reserve_pinned
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
 from infer.kernels.runtime.dispatch import is_gpu
@@ -83,6 +84,8 @@ class WarmUp:
             for order, masks in device.rare_orders():
                 self._try(partial(device.run_half, order, masks))
                 yield "try"
+            self._try(reserve_pinned)
+            yield "try"
         self._capture_during_plans()
         yield "capture"
         seconds = " ".join(f"{phase}_s={seconds:.2f}" for phase, seconds in self.phases.items())
