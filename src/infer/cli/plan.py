@@ -76,7 +76,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read the headers, divide the memory, print the plan."""
-    _name_model(args)
+    if args.model is not None:
+        flags.name_model(args, args.model)
     knobs = flags.knobs_from(args)
     if args.gpu_memory is not None and "device" in knobs:
         raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
@@ -119,16 +120,6 @@ def run(args: argparse.Namespace) -> int:
     )
     write_out(text)
     return 0
-
-
-def _name_model(args: argparse.Namespace) -> None:
-    """Take a MODEL as if it had been given with --model; two different ones are refused."""
-    if args.model is None:
-        return
-    flag = getattr(args, flags.KNOB + "model", args.model)
-    if flag != args.model:
-        raise ConfigError(f"MODEL is {args.model!r} and --model is {flag!r}; give one of them")
-    setattr(args, flags.KNOB + "model", args.model)
 
 
 class Forms(NamedTuple):

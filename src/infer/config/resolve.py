@@ -328,12 +328,7 @@ def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
         f"mlp_backend={run.mlp_backend}": run.mlp_backend != AUTO,
         "speculative_method=eagle3": is_eagle,
     }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(
-                f"{name} needs a model whose code is here, and this one runs with that of "
-                f"{model.model_impl}; leave it out"
-            )
+    _refuse(asked, f"needs a model whose code is here, and this one runs with that of {model.model_impl}")
 
 
 def _check_products(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:
@@ -382,11 +377,7 @@ def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype != AUTO,
     }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise ConfigError(
-                f"{what} cannot be had with {model.family}, whose layers keep a state; leave it out"
-            )
+    _refuse(refused, f"cannot be had with {model.family}, whose layers keep a state")
     return replace(config, cache=replace(cache, block_size=max(cache.block_size, model.state_tokens)))
 
 
@@ -398,11 +389,14 @@ def _check_mixed_heads(config: EngineConfig, family: str) -> None:
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype not in (AUTO, "none"),
     }
-    for what, is_asked in refused.items():
+    _refuse(refused, f"cannot be had with {family}, whose layers differ in size")
+
+
+def _refuse(asked: Mapping[str, object], why: str) -> None:
+    """Refuse the first of these that is asked for."""
+    for what, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(
-                f"{what} cannot be had with {family}, whose layers differ in size; leave it out"
-            )
+            raise ConfigError(f"{what} {why}; leave it out")
 
 
 def _check_cache_dtype(config: EngineConfig, machine: Machine) -> None:

@@ -195,7 +195,7 @@ def test_a_config_that_is_not_there_is_no_hub_id(infer: Infer) -> None:
 def test_two_names_for_the_model_are_refused(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--model", "another", "--gpu-memory", "24GiB")
     assert outcome.code == 2
-    assert f"MODEL is '{shape}' and --model is 'another'; give one of them" in outcome.err
+    assert f"two models are named, '{shape}' and --model 'another'; give one of them" in outcome.err
 
 
 def test_a_gpu_of_a_few_bytes_is_a_unit_forgotten(infer: Infer, shape: Path) -> None:
