@@ -1,10 +1,35 @@
-"""A run on a borrowed GPU may be cut off at any time: what fails says why at once, not at the end."""
+"""Where no NVIDIA GPU is, the files of this folder are skipped without being imported.
+
+A run on a borrowed GPU may be cut off at any time: what fails says why at once, not at the end.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 
 import pytest
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class _Skipped(pytest.File):
+    """A file of tests that cannot run here: collecting two thousand of them takes each worker seconds."""
+
+    def collect(self) -> list[pytest.Item]:
+        """Skip the file."""
+        pytest.skip("no NVIDIA GPU")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.File | None:
+    """Replace the files of this folder on a machine without a GPU."""
+    return None if _has_gpu() else _Skipped.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session", autouse=True)
