@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from infer.kernels.cpu.build import build_library
+from infer.kernels.cpu.library import library
 from tests.support.images import ROOT, exec_form, health_command, is_sent, read_dockerfile
 from tests.support.server_process import KNOBS, wait_until
 
@@ -74,6 +76,12 @@ def test_the_entry_point_serves_writes_to_its_volumes_alone_and_ends_at_sigterm(
         if key.endswith(("HOME", "_DIR"))
     }
     environment = os.environ | inside | {"HOME": str(home), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
+    if (
+        library() is not None
+    ):  # C kernels that this machine has compiled: compiling them takes a quarter minute
+        kernels = Path(environment["XDG_CACHE_HOME"], "infer", "kernels")
+        kernels.mkdir(parents=True)
+        shutil.copy(build_library(), kernels)
     words = exec_form(final.one("ENTRYPOINT"))
     arguments = [*words[1:], f"tiny={checkpoint}", *KNOBS, "--num-blocks", "256", "--api-key", "k"]
     arguments[arguments.index("0.0.0.0")] = "127.0.0.1"  # a test opens nothing to the network

@@ -1,4 +1,7 @@
-"""A live server of several API processes whose models are loaded when they are asked for."""
+"""A live server of several API processes whose models are loaded when they are asked for.
+
+Its engines are the token oracle: a dozen of them come and go, and each starts without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 
 from tests.support.server_process import ServerProcess, start_server, wait_until
 
+ENGINES = "tests.support.faulty_server"
 LONG: dict[str, Any] = {"model": "a", "prompt": "a", "max_tokens": 200, "ignore_eos": True}
 
 
@@ -21,7 +25,7 @@ def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     flags = ("--on-demand", "--api-processes", "2", "--admin-key", "root", "--num-blocks", "256")
     directory = tmp_path_factory.mktemp("logs")
     models = ("--model", f"a={checkpoint}", "--model", f"b={checkpoint}")
-    with start_server(directory, *models, *flags) as running:
+    with start_server(directory, *models, *flags, module=ENGINES) as running:
         yield running
 
 
@@ -37,7 +41,7 @@ def engines(server: ServerProcess) -> int:
             commands.append(Path(f"/proc/{child}/cmdline").read_bytes())
         except OSError:  # it has ended
             continue
-    return sum(b"infer.client.process" in command for command in commands)
+    return sum(ENGINES.encode() in command for command in commands)
 
 
 def loaded(server: ServerProcess) -> list[str]:

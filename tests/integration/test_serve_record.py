@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ import httpx
 import pytest
 
 from infer.bench.traces import read_trace
+from infer.cli.main import main
 from infer.errors import ConfigError
 from infer.tools.record import Added, Record
 from infer.tools.record_files import aside
 from infer.tools.replay import replay_model
-from tests.support.server_process import ServerProcess, command, start_server, wait_until
+from tests.support.server_process import KNOBS, ServerProcess, start_server, wait_until
 
 SECRET = "an unmistakable prompt about rivers"
 
@@ -126,13 +126,18 @@ def _records_to(pid: int, path: Path) -> bool:
     ],
 )
 def test_what_cannot_be_recorded_is_an_error_before_a_model_is_loaded(
-    checkpoint: str, tmp_path: Path, arguments: tuple[str, ...], message: str
+    checkpoint: str,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "there.jsonl").write_text(json.dumps({"old": True}))
-    run = subprocess.run(
-        command(checkpoint, *arguments), capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    assert run.returncode == 2
-    assert re.search(message, run.stderr), run.stderr
-    assert "model loaded" not in run.stderr and "listening" not in run.stderr
+    monkeypatch.chdir(tmp_path)
+    code = main(["serve", *KNOBS, "--port", "0", checkpoint, *arguments])
+    written = capsys.readouterr().err
+    assert code == 2
+    assert re.search(message, written), written
+    assert "model loaded" not in written and "listening" not in written
     assert json.loads((tmp_path / "there.jsonl").read_text()) == {"old": True}
