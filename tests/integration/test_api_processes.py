@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -388,6 +389,8 @@ def test_a_terminal_that_closes_ends_the_server_and_leaves_nothing(
     with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
         children = server.children()
         assert len(children) == 2 and list(temporary.glob("infer-run-*"))
+        # SIGQUIT may write the whole memory of the process to a file first, for longer than this test waits
+        resource.prlimit(server.process.pid, resource.RLIMIT_CORE, (0, 0))
         for pid in children:  # as a service manager does that signals a whole group
             if number == signal.SIGHUP:
                 os.kill(pid, number)

@@ -27,7 +27,7 @@ class ServerProcess:
     url: str
     log: Path
 
-    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         """Send a signal and wait for the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
@@ -76,7 +76,7 @@ def start_server(directory: Path, *arguments: str, module: str = "infer.server")
             process.stdout.close()
 
 
-def wait_until(condition: object, timeout_s: float = 20.0) -> None:
+def wait_until(condition: object, timeout_s: float = 60.0) -> None:
     """Look again and again until a condition holds."""
     assert callable(condition)
     give_up_at = time.monotonic() + timeout_s
