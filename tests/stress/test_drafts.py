@@ -79,7 +79,7 @@ class Speculation:
 def test_refused_drafts_change_no_token(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(ROWS[number] | squeeze)
     speculation = Speculation(world, f"drafts {number}")
-    Traffic(world, f"drafts {number}", num_requests=40, plain_share=0.6).run()
+    Traffic(world, f"drafts {number}", num_requests=30, plain_share=0.6).run()
 
     assert world.verify() > 5
     assert speculation.events["drafts"] > 20

@@ -41,7 +41,7 @@ def test_speculation_changes_no_token(number: int, squeeze: dict[str, Any]) -> N
         KINDS[turn % len(KINDS)], seed=number, is_adaptive=turn // 4 % 2 == 0, max_drafts=1 + number % 7
     )
     world = make_world(ROWS[number] | squeeze, speculation=make, steps_ahead=number % 4)
-    Traffic(world, f"speculation {number}", num_requests=40, plain_share=0.8, pace=0.15).run()
+    Traffic(world, f"speculation {number}", num_requests=30, plain_share=0.8, pace=0.15).run()
 
     assert world.verify() > 5
     check_forgotten(world)

@@ -47,7 +47,7 @@ def make_world(windows: str, squeeze: str, **knobs: Any) -> OracleWorld:
 @pytest.mark.parametrize(("windows", "squeeze", "steps_ahead"), thinned(WINDOWS, SQUEEZES, (0, 2), keep=3))
 def test_every_request_gets_its_own_tokens(windows: str, squeeze: str, steps_ahead: int) -> None:
     world = make_world(windows, squeeze, steps_ahead=steps_ahead)
-    Traffic(world, f"{windows} {squeeze}", num_requests=60, plain_share=0.8 if steps_ahead else 0.0).run()
+    Traffic(world, f"{windows} {squeeze}", num_requests=40, plain_share=0.8 if steps_ahead else 0.0).run()
     assert world.verify() > 20
     world.check_idle()
 
