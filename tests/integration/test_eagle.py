@@ -111,7 +111,7 @@ WAYS = {f"cpu {way}": (False, knobs) for way, knobs in COMPUTED.items()} | {
 }
 
 
-@pytest.mark.parametrize(("way", "family"), thinned(WAYS, ("llama", "gemma3"), keep=2))
+@pytest.mark.parametrize(("way", "family"), thinned(WAYS, ("llama", "gemma3"), keep=3))
 def test_drafts_are_those_of_the_whole_text(way: str, family: str) -> None:
     on_gpu, knobs = WAYS[way]
     knobs = {"use_prefix_caching": False} | knobs
@@ -144,7 +144,7 @@ def test_after_a_prefix_hit_one_entry_is_of_another_text(on_gpu: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "on_gpu"),
-    [*thinned(ALL_FAMILIES, (False,), keep=3), ("qwen3", True), ("mistral", True), ("mixtral", True)],
+    [*thinned(ALL_FAMILIES, (False,), keep=5), ("mistral", True), ("mixtral", True)],
 )
 def test_the_text_is_the_same(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, with drafts that are often right and that are wrong."""

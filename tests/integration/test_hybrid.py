@@ -229,10 +229,20 @@ class RightAndWrong(Proposer):
         pass
 
 
+_PLAIN: dict[str, list[list[int]]] = {}
+
+
+def plainly(requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """The answers of an engine without drafts, computed once for equal requests."""
+    if (key := repr(requests)) not in _PLAIN:
+        plain = make_engine("qwen3_5", use_prefix_caching=False)
+        _PLAIN[key] = [output for (output,) in run_engine(plain, requests)]
+    return _PLAIN[key]
+
+
 def speculate(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
     """The texts of requests whose drafts are partly right; several are kept and several refused."""
-    plain = make_engine("qwen3_5", use_prefix_caching=False)
-    expected = [output for (output,) in run_engine(plain, requests)]
+    expected = plainly(requests)
     assert engine.speculation is not None
     texts = [prompt + output for (prompt, _), output in zip(requests, expected, strict=True)]
     engine.speculation._proposer = RightAndWrong(texts)
