@@ -161,7 +161,7 @@ def together() -> list[str]:
 def starts() -> list[str]:
     """Return the seconds from the start of a server to its first answer, and what they were spent on."""
     small, large, vllm = (read(f"serve-{name}.json") for name in (*SERVED, "vllm-h200"))
-    listed = {("qwen3-0.6b", "empty"): small, ("qwen3-8b", "those of the other shape"): large}
+    listed = {("qwen3-0.6b", "empty"): small, ("qwen3-8b", "filled by the other shape"): large}
     if "filled_caches" in small:
         listed["qwen3-0.6b", "filled"] = small["filled_caches"]
     rows = []

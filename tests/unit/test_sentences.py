@@ -2,7 +2,8 @@
 The words are also checked in the README and in the pages of docs.
 
 A docstring begins with a verb or with the noun that it returns, a trailing comment contains its noun, and
-some words are always a detour. `python -m tests.unit.test_sentences src/infer/cache` lists what breaks them.
+some words are always a detour. Pages also name their nouns again instead of "those of", and keep sentences
+short. `python -m tests.unit.test_sentences src/infer/cache docs/features/gpu.md` lists what breaks the rules.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ PROSE = sorted(
 FENCE = re.compile(r"^ *```.*?^ *```[^\n]*", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`[^`\n]+`")
 
-NO_FIRST_WORDS = {"Of", "Whether", "What", "How", "Which", "Where", "Who", "Whose", "When"}
+NO_FIRST_WORDS = {"Of", "Whether", "What", "How", "Which", "Where", "Who", "Whose", "When"} | {
+    *("As", "That", "Those", "May", "Is", "Are", "Does"),
+}
 PREPOSITION = re.compile(
     r"(of|in|on|at|by|for|from|to|with|without|between|among|behind|beside|under|over|until|as"
     r"|which|whose|where|that|who|and)\b"
@@ -45,6 +48,15 @@ DETOURS = {
     re.compile(r"(?<![Tt]here )\bis no (?!longer\b|more\b|less\b|one\b)"): "is not a",
     re.compile(r"(^|[.:] )Of (?!course)"): "a sentence that begins with its subject",
 }
+PAGE_DETOURS = DETOURS | {re.compile(r"\b([Tt]hose (that|of)|[Tt]hat of)\b"): "the noun again"}
+
+# Pages with lists of figures, whose sentences are as long as the lists.
+FIGURES = {"docs/unreported.md"}
+LONGEST_SENTENCE = 45  # words, where code is one and what stands in parentheses does not count
+NOT_PROSE = re.compile(r"^ *(\||#|<!--).*$|<!--.*?-->|\([^()]*\)|·.*", re.MULTILINE | re.DOTALL)
+PARAGRAPH = re.compile(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )")
+SENTENCE = re.compile(r"(?<=[.?!:])\s+(?=[A-Z*\[(])")
+GENERATED = re.compile(r"<!-- .*? -->\n.*?<!-- end -->", re.DOTALL)  # by scripts/docs.py
 
 
 def broken_rules(source: str) -> Iterator[tuple[int, str]]:
@@ -77,10 +89,12 @@ def may_break_a_rule(line: str) -> bool:
     )
 
 
-def detours(text: str, first_line: int) -> Iterator[tuple[int, str]]:
+def detours(
+    text: str, first_line: int, patterns: Mapping[re.Pattern[str], str] = DETOURS
+) -> Iterator[tuple[int, str]]:
     """The words of a text that are a detour, and what to write."""
     for number, line in enumerate(text.splitlines()):
-        for pattern, better in DETOURS.items():
+        for pattern, better in patterns.items():
             if found := pattern.search(line):
                 yield first_line + number, f"{found[0].strip()!r}; better {better}: {line.strip()}"
 
@@ -88,7 +102,18 @@ def detours(text: str, first_line: int) -> Iterator[tuple[int, str]]:
 def broken_in_page(text: str) -> list[tuple[int, str]]:
     """The lines of a Markdown page that break a rule, outside its code."""
     text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
-    return list(detours(INLINE_CODE.sub("`code`", text), 1))
+    return list(detours(INLINE_CODE.sub("`code`", text), 1, PAGE_DETOURS))
+
+
+def long_sentences(text: str) -> list[str]:
+    """The sentences of a Markdown page with more than LONGEST_SENTENCE words, outside code and tables."""
+    text = re.sub(r"\]\([^)]*\)", "]", INLINE_CODE.sub("Code", FENCE.sub("", GENERATED.sub("", text))))
+    return [
+        sentence
+        for paragraph in PARAGRAPH.split(text)
+        for sentence in SENTENCE.split(NOT_PROSE.sub("", paragraph))
+        if len(sentence.split()) > LONGEST_SENTENCE
+    ]
 
 
 def broken_in(path: Path) -> list[str]:
@@ -111,9 +136,20 @@ def test_pages_keep_the_rules(page: str) -> None:
     assert not broken_in_page((ROOT / page).read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("page", sorted(set(PROSE) - FIGURES))
+def test_pages_have_short_sentences(page: str) -> None:
+    assert not long_sentences((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_a_long_sentence_is_found_and_a_list_of_files_is_not() -> None:
+    words = "word " * LONGEST_SENTENCE
+    assert long_sentences(f"Short. Too {words}(in all {words}) end.") == [f"Too {words} end."]
+    assert not long_sentences(f"| {words} {words} |\n\n`a.py` (one) · {words}\n\n{words}")
+
+
 def test_code_in_a_page_is_not_a_sentence() -> None:
     page = "Two.\n```text\nit is no sentence\n```\nThe error is `no room beside it`.\nIt is no error.\n"
-    assert [line for line, _ in broken_in_page(page)] == [6]
+    assert [line for line, _ in broken_in_page(page + "Those of a page.")] == [6, 7]
 
 
 def test_every_rule_finds_what_it_forbids() -> None:
