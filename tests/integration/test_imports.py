@@ -87,12 +87,12 @@ def test_an_engine_process_imports_neither_a_tokenizer_nor_a_matcher_until_it_ne
 
 ON_META = """
 import sys, torch
-from infer.layers.rotary import Rotary, frequencies, stretch_llama3
+from infer.layers.facts import RopeScaling
+from infer.layers.rotary import Rotary, frequencies, stretch
 with torch.device("meta"):
     plain = frequencies(7, 10_000.0)
-    slow = stretch_llama3(
-        plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_len=8192
-    )
+    llama3 = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0, original_context_len=8192)
+    slow = stretch(plain, 10_000.0, llama3, 8192)
     rotary = Rotary(slow, 5)
 assert rotary.cos_PR.is_meta and rotary.cos_PR.dtype == torch.float32
 print(*rotary.sin_PR.shape, "torch._dynamo" in sys.modules)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.rms_norm import rms_norm
 from infer.layers.attention import StepContext
+from infer.layers.facts import DeltaConfig
 from infer.layers.linear import Linear, Weights
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
@@ -38,27 +39,21 @@ class DeltaAttention(nn.Module):
         self,
         hidden_size: int,
         layer: int,
+        delta: DeltaConfig,
         *,
-        num_key_heads: int,
-        num_value_heads: int,
-        key_dim: int,
-        value_dim: int,
-        num_taps: int,
         eps: float,
         parts: Mapping[str, int],
         order: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.layer, self.eps = layer, eps
-        self.num_key_heads, self.key_dim, self.value_dim = num_key_heads, key_dim, value_dim
-        values = num_value_heads * value_dim
-        num_channels = 2 * num_key_heads * key_dim + values
-        self.sizes = [num_channels, values, num_value_heads, num_value_heads]
+        self.layer, self.delta, self.eps = layer, delta, eps
+        num_heads, values = delta.num_value_heads, delta.num_value_heads * delta.value_dim
+        self.sizes = [delta.num_channels, values, num_heads, num_heads]
         self.projected = Linear(hidden_size, sum(self.sizes), bias=False, parts=parts)
-        self.conv = Weights(num_channels, 1, num_taps)
-        self.decay = Weights(num_value_heads, dtype=torch.float32)
-        self.dt_bias = Weights(num_value_heads, dtype=torch.float32)
-        self.norm = Weights(value_dim)
+        self.conv = Weights(delta.num_channels, 1, delta.num_taps)
+        self.decay = Weights(num_heads, dtype=torch.float32)
+        self.dt_bias = Weights(num_heads, dtype=torch.float32)
+        self.norm = Weights(delta.value_dim)
         self.output = Linear(values, hidden_size, bias=False)
         self.order: torch.Tensor | None
         self.register_buffer("order", None if order is None else torch.tensor(order), persistent=False)
@@ -69,14 +64,8 @@ class DeltaAttention(nn.Module):
         if self.order is not None:
             y_TX = y_TX.index_select(-1, self.order)
         qkv_TC, z_TX, b_TV, a_TV = torch.split(y_TX, self.sizes, dim=-1)
-        rule = DeltaRule(
-            self.conv.weight[:, 0],
-            self.decay.weight,
-            self.dt_bias.weight,
-            self.num_key_heads,
-            self.key_dim,
-            self.value_dim,
-        )
+        sizes = self.delta.num_key_heads, self.delta.key_dim, self.delta.value_dim
+        rule = DeltaRule(self.conv.weight[:, 0], self.decay.weight, self.dt_bias.weight, *sizes)
         seen_TVH = step.recur(self.layer, rule, qkv_TC, b_TV, a_TV)
         gate_TVH = functional.silu(step.needed(z_TX).float()).view(seen_TVH.shape)
         normed_TVH = rms_norm(seen_TVH.contiguous(), self.norm.weight, eps=self.eps)

@@ -32,6 +32,7 @@ from infer.kernels.linear.compiled import CompiledLinears
 from infer.kernels.moe.few import ExpertShape, FewExperts
 from infer.kernels.moe.grouped import route
 from infer.kernels.runtime.profiles import device_profile
+from infer.layers.facts import ExpertConfig
 from infer.layers.linear import ExpertLinear, Linear, Weights
 from infer.layers.mlp import GatedMLP
 from infer.quant.chosen import ChosenExperts
@@ -42,37 +43,33 @@ ALWAYS_DENSE = (".router", ".shared_gate")  # name endings of modules that no sc
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token through `num_choices` of `num_experts` gated MLPs, mixed by the router's weights.
+    """Each token through some of many gated MLPs, mixed by the router's weights.
 
-    `normalized`: the weights of a token's experts add up to 1. `shared_size`: size of the shared expert;
-    0: none. `bias`: the router and every expert's matrices have one (gpt-oss). `scaled`: each expert's weight
-    is multiplied by a stored number (Gemma 4).
+    `bias`: the router and every expert's matrices have one (gpt-oss). `scaled`: each expert's weight is
+    multiplied by a stored number (Gemma 4).
     """
 
     def __init__(
         self,
         hidden_size: int,
-        expert_size: int,
+        experts: ExpertConfig,
         *,
-        num_experts: int,
-        num_choices: int,
-        normalized: bool,
         activation: str,
-        shared_size: int = 0,
         bias: bool = False,
         scaled: bool = False,
     ) -> None:
         super().__init__()
-        self.num_choices, self.normalized, self.activation = num_choices, normalized, activation
-        self.router = Linear(hidden_size, num_experts, bias=bias, always_dense=True)
-        halves = {"gate": expert_size, "up": expert_size}
-        self.gate_up = ExpertLinear(num_experts, hidden_size, 2 * expert_size, parts=halves, bias=bias)
-        self.down = ExpertLinear(num_experts, expert_size, hidden_size, bias=bias)
-        if shared_size:
-            self.shared = GatedMLP(hidden_size, shared_size, activation=activation, bias=False)
+        self.num_choices, self.normalized = experts.num_choices, experts.normalized
+        self.activation, count, size = activation, experts.num_experts, experts.size
+        self.router = Linear(hidden_size, count, bias=bias, always_dense=True)
+        halves = {"gate": size, "up": size}
+        self.gate_up = ExpertLinear(count, hidden_size, 2 * size, parts=halves, bias=bias)
+        self.down = ExpertLinear(count, size, hidden_size, bias=bias)
+        self.has_shared = experts.shared_size > 0
+        if self.has_shared:
+            self.shared = GatedMLP(hidden_size, experts.shared_size, activation=activation, bias=False)
             self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
-        self.has_shared = shared_size > 0
-        self.scale = Weights(num_experts) if scaled else None
+        self.scale = Weights(count) if scaled else None
         self.few: FewExperts | None = None  # kernels for few tokens, where there are some
 
     def prepare(self, compiled: CompiledLinears) -> None:

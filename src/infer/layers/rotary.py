@@ -38,13 +38,13 @@ Shapes:  H head size, P positions, R = H/2 pairs, of which the first ones turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from infer.kernels.runtime.dispatch import device_kind
+from infer.layers.facts import RopeScaling
 
 
 def frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -57,56 +57,57 @@ def frequencies(head_dim: int, theta: float) -> torch.Tensor:
     return 1.0 / theta**exponents_R
 
 
-def stretch_llama3(
-    frequencies_R: torch.Tensor,
-    *,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_context_len: int,
+def stretch(
+    frequencies_R: torch.Tensor, theta: float, scaling: RopeScaling, context_len: int
 ) -> torch.Tensor:
+    """Frequencies for a longer context than the model was trained on; a dynamic base has them already."""
+    if scaling.kind == "linear":
+        return frequencies_R / scaling.factor
+    if scaling.kind == "proportional":
+        return frequencies_R[: scaling.num_pairs] / scaling.factor
+    if scaling.kind == "longrope":  # every frequency has its own factor
+        is_long = context_len > scaling.original_context_len
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return frequencies_R / torch.tensor(factors, dtype=torch.float32, device=frequencies_R.device)
+    if scaling.kind == "llama3":
+        return _stretch_llama3(frequencies_R, scaling)
+    if scaling.kind == "yarn":
+        return _stretch_yarn(frequencies_R, theta, scaling)
+    assert scaling.kind == "dynamic", scaling
+    return frequencies_R
+
+
+def _stretch_llama3(frequencies_R: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Slow down the pairs that do not complete enough turns within the trained context."""
-    turns_R = original_context_len * frequencies_R / (2 * math.pi)
-    keep_R = (turns_R - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    keep_R = keep_R.clamp(0.0, 1.0)  # 0: fully stretched, 1: untouched
-    return frequencies_R * (keep_R + (1 - keep_R) / factor)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns_R = scaling.original_context_len * frequencies_R / (2 * math.pi)
+    keep_R = ((turns_R - low) / (high - low)).clamp(0.0, 1.0)  # 0: fully stretched, 1: untouched
+    return frequencies_R * (keep_R + (1 - keep_R) / scaling.factor)
 
 
-def stretch_yarn(
-    frequencies_R: torch.Tensor,
-    *,
-    theta: float,
-    factor: float,
-    beta_fast: float,
-    beta_slow: float,
-    truncate: bool,
-    original_context_len: int,
-) -> torch.Tensor:
+def _stretch_yarn(frequencies_R: torch.Tensor, theta: float, scaling: RopeScaling) -> torch.Tensor:
     """Slow pairs down by their number: none before the fast bound, all of them after the slow one."""
     size = 2 * len(frequencies_R)
 
     def pair_of(turns: float) -> float:
         """The pair, as a fraction, that turns this often within the trained context."""
-        return size * math.log(original_context_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        full = scaling.original_context_len / (turns * 2 * math.pi)
+        return size * math.log(full) / (2 * math.log(theta))
 
-    low, high = pair_of(beta_fast), pair_of(beta_slow)
-    if truncate:
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     width = high - low or 0.001
     pairs_R = torch.arange(len(frequencies_R), dtype=torch.float32, device=frequencies_R.device)
     slow_R = ((pairs_R - low) / width).clamp(0.0, 1.0)  # 1: fully stretched, 0: untouched
-    return frequencies_R / factor * slow_R + frequencies_R * (1 - slow_R)
+    return frequencies_R / scaling.factor * slow_R + frequencies_R * (1 - slow_R)
 
 
-def stretch_longrope(frequencies_R: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-    """Divide every frequency by its own factor."""
-    return frequencies_R / torch.tensor(factors, dtype=torch.float32, device=frequencies_R.device)
-
-
-def dynamic_theta(theta: float, size: int, *, factor: float, original_context_len: int, length: int) -> float:
+def dynamic_theta(theta: float, size: int, scaling: RopeScaling, length: int) -> float:
     """The base for texts of `length` tokens, in heads of which `size` channels turn."""
-    stretch = factor * max(length, original_context_len) / original_context_len - (factor - 1)
+    factor, original = scaling.factor, scaling.original_context_len
+    stretch = factor * max(length, original) / original - (factor - 1)
     return float(theta * stretch ** (size / (size - 2)))
 
 

@@ -9,68 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """The stretching of rotary frequencies beyond the trained context of a model (layers/rotary.py).
-
-    `dynamic` and `longrope` depend on the served length: the tables are made for one length, because
-    keys in the cache keep the rotation that they were written with.
-    """
-
-    kind: str  # "linear", "dynamic", "llama3", "yarn", "longrope" or "proportional"
-    factor: float
-    original_context_len: int = 0  # tokens that the model was trained on; not used by linear
-    low_freq_factor: float = 1.0  # llama3: turns within that context up to which a pair is slowed down fully
-    high_freq_factor: float = 1.0  # llama3: turns from which a pair keeps its frequency
-    beta_fast: float = 32.0  # yarn: turns from which a pair keeps its frequency
-    beta_slow: float = 1.0  # yarn: turns up to which a pair is slowed down fully
-    truncate: bool = True  # yarn: the two bounds are rounded outwards to whole pairs
-    short_factors: tuple[float, ...] = ()  # longrope: divisors of each pair's frequency, up to that context
-    long_factors: tuple[float, ...] = ()  # longrope: divisors beyond it
-    attention_factor: float = 1.0  # yarn, longrope: factor on the length of turned pairs
-    num_pairs: int = 0  # proportional: pairs that turn, the first ones of a head
-
-    @property
-    def depends_on_length(self) -> bool:
-        """True if the tables depend on the longest sequence that is served."""
-        return self.kind in ("dynamic", "longrope")
-
-    def stretched(self, context_len: int) -> int:
-        """The context of a model whose config says `context_len`: some configs give the unstretched one."""
-        if self.kind == "dynamic":
-            return int(context_len * max(self.factor, 1.0))
-        stretched = int(self.original_context_len * self.factor) if self.kind == "yarn" else 0
-        return max(context_len, stretched)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertConfig:
-    """The experts that stand in for the MLP of a layer (layers/moe.py)."""
-
-    num_experts: int
-    num_choices: int  # experts that a token is sent to
-    size: int  # the intermediate size of one expert
-    normalized: bool  # the weights of a token's experts add up to 1
-    shared_size: int = 0  # size of the expert that every token goes through, times a gate; 0: none
-    dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP of `intermediate_size` instead
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaConfig:
-    """The layers that have a state in place of keys and values (layers/delta.py)."""
-
-    layers: frozenset[int]
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    num_taps: int  # tokens that the convolution mixes
-
-    @property
-    def num_channels(self) -> int:
-        """The channels of q, k and v of a token, which the convolution mixes with those of earlier tokens."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+from infer.layers.facts import DeltaConfig as DeltaConfig
+from infer.layers.facts import ExpertConfig as ExpertConfig
+from infer.layers.facts import RopeScaling as RopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,15 +268,8 @@ class Gemma4Block(nn.Module):
         if config.experts is not None:
             self.dense_out_norm, self.router_norm = self._norm(size), self._norm(size)
             self.expert_norm = self._norm(size)
-            self.experts = MixtureOfExperts(
-                size,
-                config.experts.size,
-                num_experts=config.experts.num_experts,
-                num_choices=config.experts.num_choices,
-                normalized=True,
-                activation=config.activation,
-                scaled=True,
-            )
+            alone = replace(config.experts, shared_size=0)  # the plain MLP is next to them, not one of them
+            self.experts = MixtureOfExperts(size, alone, activation=config.activation, scaled=True)
             self.expert_out_norm = self._norm(size)
         self.post_mlp_norm = self._norm(size)
         self.input_size = config.layer_input_size

@@ -59,14 +59,7 @@ class Mixtral(llama.Llama):
         if experts is None:
             return llama.Llama.make_mlp(config, layer)
         return MixtureOfExperts(
-            config.hidden_size,
-            experts.size,
-            num_experts=experts.num_experts,
-            num_choices=experts.num_choices,
-            normalized=experts.normalized,
-            activation=config.activation,
-            shared_size=experts.shared_size,
-            bias=config.mlp_bias,
+            config.hidden_size, experts, activation=config.activation, bias=config.mlp_bias
         )
 
 

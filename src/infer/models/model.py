@@ -44,15 +44,7 @@ from infer.layers.attention import LastLayerStep, StepContext
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.layers.norm import LayerNorm, RMSNorm
-from infer.layers.rotary import (
-    Rotary,
-    dynamic_theta,
-    frequencies,
-    query_factors,
-    stretch_llama3,
-    stretch_longrope,
-    stretch_yarn,
-)
+from infer.layers.rotary import Rotary, dynamic_theta, frequencies, query_factors, stretch
 from infer.models.config import ModelConfig, RopeScaling
 from infer.quant.residual import ResidualStream, as_tensor
 
@@ -161,45 +153,9 @@ def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) 
         original, scale = scaling.original_context_len, scaling.attention_factor
         query_P = query_factors(config.query_growth, original, config.context_len)
         if scaling.kind == "dynamic":
-            theta = dynamic_theta(
-                theta, size, factor=scaling.factor, original_context_len=original, length=config.context_len
-            )
+            theta = dynamic_theta(theta, size, scaling, config.context_len)
     frequencies_R = frequencies(size, theta)
     if scaling is not None:
-        frequencies_R = _stretch(frequencies_R, theta, scaling, config.context_len)
+        frequencies_R = stretch(frequencies_R, theta, scaling, config.context_len)
     num_pairs = config.head_dim // 2
     return Rotary(frequencies_R, config.context_len, num_pairs=num_pairs, scale=scale, query_P=query_P)
-
-
-def _stretch(
-    frequencies_R: torch.Tensor, theta: float, scaling: RopeScaling, context_len: int
-) -> torch.Tensor:
-    """Frequencies for a longer context than the model was trained on; a dynamic base has them already."""
-    factor, original = scaling.factor, scaling.original_context_len
-    if scaling.kind == "linear":
-        return frequencies_R / factor
-    if scaling.kind == "proportional":
-        return frequencies_R[: scaling.num_pairs] / factor
-    if scaling.kind == "longrope":
-        factors = scaling.long_factors if context_len > original else scaling.short_factors
-        return stretch_longrope(frequencies_R, factors)
-    if scaling.kind == "llama3":
-        return stretch_llama3(
-            frequencies_R,
-            factor=factor,
-            low_freq_factor=scaling.low_freq_factor,
-            high_freq_factor=scaling.high_freq_factor,
-            original_context_len=original,
-        )
-    if scaling.kind == "yarn":
-        return stretch_yarn(
-            frequencies_R,
-            theta=theta,
-            factor=factor,
-            beta_fast=scaling.beta_fast,
-            beta_slow=scaling.beta_slow,
-            truncate=scaling.truncate,
-            original_context_len=original,
-        )
-    assert scaling.kind == "dynamic", scaling
-    return frequencies_R

@@ -154,11 +154,8 @@ class Qwen35(Mixtral):
         if delta is None or layer not in delta.layers:
             return GatedAttention(config, layer, rotary)
         parts, order = self.delta_parts(delta)
-        return DeltaAttention(
-            config.hidden_size, layer,
-            num_key_heads=delta.num_key_heads, num_value_heads=delta.num_value_heads, key_dim=delta.key_dim,
-            value_dim=delta.value_dim, num_taps=delta.num_taps, eps=config.norm_eps, parts=parts, order=order,
-        )  # fmt: skip
+        eps = config.norm_eps
+        return DeltaAttention(config.hidden_size, layer, delta, eps=eps, parts=parts, order=order)
 
     @staticmethod
     def delta_parts(delta: DeltaConfig) -> tuple[dict[str, int], list[int] | None]:

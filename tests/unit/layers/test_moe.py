@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from infer.layers.facts import ExpertConfig
 from infer.layers.moe import MixtureOfExperts
 from infer.layers.norm import RMSNorm
 from infer.quant.chosen import SumOfChoices
@@ -11,9 +12,8 @@ from infer.quant.residual import ResidualStream, as_tensor
 
 def make_mixture(*, num_choices: int, normalized: bool) -> MixtureOfExperts:
     torch.manual_seed(0)
-    mixture = MixtureOfExperts(
-        8, 6, num_experts=4, num_choices=num_choices, normalized=normalized, activation="silu"
-    )
+    experts = ExpertConfig(num_experts=4, num_choices=num_choices, size=6, normalized=normalized)
+    mixture = MixtureOfExperts(8, experts, activation="silu")
     for parameter in mixture.parameters():
         parameter.data = torch.randn(parameter.shape)
     return mixture

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infer.kernels.elementwise.rope import rope
-from infer.layers.rotary import Rotary, frequencies, stretch_llama3, stretch_yarn
+from infer.layers.facts import RopeScaling
+from infer.layers.rotary import Rotary, frequencies, stretch
 
 
 def turn(rotary: Rotary, position: int, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ def test_tables_are_not_part_of_a_checkpoint() -> None:
     assert not Rotary(frequencies(8, 10_000.0), 4).state_dict()
 
 
-def stretch(frequency: float) -> float:
+def stretched_alone(frequency: float) -> float:
     """One frequency through the definition, case by case: wavelengths against the two bounds."""
     wavelength = 2 * math.pi / frequency
     if wavelength < 8192 / 4.0:
@@ -68,11 +69,10 @@ def stretch(frequency: float) -> float:
 
 def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
     plain = frequencies(128, 500_000.0)
-    stretched = stretch_llama3(
-        plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_len=8192
-    )
+    llama3 = RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0, original_context_len=8192)
+    stretched = stretch(plain, 500_000.0, llama3, 8192)
 
-    torch.testing.assert_close(stretched, torch.tensor([stretch(f) for f in plain.tolist()]))
+    torch.testing.assert_close(stretched, torch.tensor([stretched_alone(f) for f in plain.tolist()]))
     assert stretched[0] == plain[0]
     assert float(stretched[-1] / plain[-1]) == pytest.approx(1 / 8)
     assert any(0.2 < ratio < 0.9 for ratio in (stretched / plain).tolist())  # some are blended
@@ -81,8 +81,8 @@ def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones() -> None:
 def test_yarn_does_not_round_its_bounds_when_told_so() -> None:
     """The bounds of gpt-oss, between pairs: 8.09 and 17.40, not 8 and 18."""
     plain = frequencies(64, 150_000.0)
-    settings = {"theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    exact = stretch_yarn(plain, **settings, truncate=False, original_context_len=4096)
+    yarn = RopeScaling(kind="yarn", factor=32.0, truncate=False, original_context_len=4096)
+    exact = stretch(plain, 150_000.0, yarn, 4096)
     slowed = 1 - (exact / plain - 1 / 32) / (1 - 1 / 32)  # share of the stretch that each pair has
 
     assert [float(share) for share in slowed[[8, 18]]] == pytest.approx([0.0, 1.0], abs=1e-5)
