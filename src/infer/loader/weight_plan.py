@@ -73,14 +73,9 @@ class Kept:
     """The form in which the weights of one module are kept, and the tensors that fill it."""
 
     scheme: Scheme = SCHEMES[DENSE]
-    form: CodedForm | None = None  # form of the codes on a GPU
-    int8_tokens: bool = False  # its file is W8A8: tokens are meant to be rounded to 8 bits, too
-    has_order: bool = False  # its columns are kept in the order of their groups: act-order
-    num_outliers: int = 0  # numbers that are added to single elements of its codes on a GPU
-    runs: tuple[tuple[int, int], ...] = ()  # rows and bits of the parts that a CPU keeps in different bits
     sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
     slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
-    spec: WeightSpec | None = None  # the matrix that a rank has; None: it is not a layer's
+    spec: WeightSpec | None = None  # the matrix that a rank has, in its form; None: it is not a layer's
 
     @property
     def is_dense(self) -> bool:
@@ -97,13 +92,13 @@ class Kept:
         """True if its codes are made from plain numbers while they are loaded."""
         return not self.is_dense and all(tensor.type_name in FLOATS for tensor in self.weights)
 
-    def make(self, spec: WeightSpec) -> Projection:
+    def make(
+        self, device: torch.device, dtype: torch.dtype, memory: WeightMemory | None = None
+    ) -> Projection:
         """An empty projection for the weights."""
-        spec = replace(
-            spec, form=self.form, int8_tokens=self.int8_tokens, has_order=self.has_order,
-            num_outliers=self.num_outliers, runs=self.runs,
-        )  # fmt: skip
-        return self.scheme.make(spec) if self.form is None else GPUWeights(spec)
+        assert self.spec is not None, self
+        spec = replace(self.spec, device=device, dtype=dtype, memory=memory)
+        return self.scheme.make(spec) if spec.form is None else GPUWeights(spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +171,7 @@ class WeightPlan:
             layer = model.get_submodule(name)
             if not isinstance(layer, Projected) or (layer is model.head and is_tied and kept.is_dense):
                 continue
-            assert kept.spec is not None, name
-            layer.use(kept.make(replace(kept.spec, device=device, dtype=self.rule.dtype, memory=memory)))
+            layer.use(kept.make(device, self.rule.dtype, memory))
         if isinstance(model.embedding, Elsewhere):
             return
         weight = model.embedding.weight
@@ -303,7 +297,9 @@ def plan_weights(
         kept = dense = Kept(sources=sources, slices=slices, spec=spec)
         if not module.always_dense:
             kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
-        if is_tied and type(kept.make(module.spec)).lookup is Projection.lookup:  # it cannot look up rows
+        if (
+            is_tied and type(kept.make(META, rule.dtype)).lookup is Projection.lookup
+        ):  # it cannot look up rows
             kept = dense
         modules[name] = kept
         if is_tied:
@@ -350,9 +346,9 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         if is_cut:  # a rank has no whole groups
             return replace(dense, scheme=SCHEMES["int8"])
         if rule.scheme is None and bits == 8 and (runs := _runs(dense, spec)):
-            return replace(dense, scheme=FILE_SCHEMES["runs"], runs=runs)
+            return replace(dense, scheme=FILE_SCHEMES["runs"], spec=replace(spec, runs=runs))
         scheme = rule.scheme or (SCHEMES | FILE_SCHEMES)[f"int{bits}"]
-        return replace(dense, scheme=scheme, has_order=has_order)
+        return replace(dense, scheme=scheme, spec=replace(spec, has_order=has_order))
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
         codes = settings.codes(spec.size)
@@ -374,15 +370,14 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     if form is None:
         return dense
     is_int8 = form == CodedForm("int8") and all(form_of(tensor) == form for tensor in tensors)
-    int8_tokens = is_int8 and settings.has_int8_tokens
-    return replace(
-        dense,
-        scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes],
+    kept = replace(
+        spec,
         form=form,
-        int8_tokens=int8_tokens,
+        int8_tokens=is_int8 and settings.has_int8_tokens,
         has_order=has_order and form is stored,
         num_outliers=outliers if form is stored else 0,
     )
+    return replace(dense, scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes], spec=kept)
 
 
 def _held(headers: ModelHeaders) -> Held:

@@ -220,7 +220,7 @@ def test_a_gpu_never_rounds_codes_whose_columns_name_their_groups(
     rule = Rule("as stored", torch.bfloat16, "", keeps_codes=True, home="cuda")
     kept = weight_plan._keep(Kept(sources=(source,), spec=spec), rule, Settings(settings), is_head=is_head)
     is_plain = is_head or num_experts is not None
-    assert kept.is_dense is is_plain and kept.has_order is not is_plain
+    assert kept.is_dense is is_plain and kept.spec is not None and kept.spec.has_order is not is_plain
 
 
 def test_matrices_in_different_orders_do_not_stay_4_bits_together(tmp_path: Path) -> None:
