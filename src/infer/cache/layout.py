@@ -58,9 +58,7 @@ class TransferKind(StrEnum):
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
 STATE: Final = 0  # stands where a window would: the layers of the table have a state
-STATE_WINDOW: Final = (
-    2  # tokens whose blocks a layer with a state needs: the one that it computes and the one before it
-)
+STATE_WINDOW: Final = 2  # tokens whose blocks a layer with a state needs: a token and the one before it
 STATE_TOKENS: Final = 16  # tokens that a kernel computes at once, all of one block
 
 

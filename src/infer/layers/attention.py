@@ -76,9 +76,8 @@ class StepContext(Protocol):
     positions: torch.Tensor  # place of each of the T tokens in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # tokens whose hidden states are needed; None: all
     layer_inputs: LayerInputs | None = None  # keeps the inputs of some layers; None: they are not read
-    on_select: Callable[[torch.Tensor], None] | None = (
-        None  # told which tokens go on after the last attention
-    )
+    # told which tokens go on after the last attention
+    on_select: Callable[[torch.Tensor], None] | None = None
     rows: torch.Tensor | None = None  # row of state of each token, where a network keeps something by rows
 
     def slots(self, layer: int) -> CacheSlots | None:

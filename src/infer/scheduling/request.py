@@ -37,9 +37,7 @@ class DraftCounts(NamedTuple):
 
     num_drafts: int
     by_length: tuple[int, ...]  # windows by the number of drafts kept, from 0
-    saved_s: float = (
-        0.0  # seconds that they saved, estimated; less than 0 where they took longer than they saved
-    )
+    saved_s: float = 0.0  # seconds that they saved, estimated; below 0: they took longer than they saved
 
     @property
     def num_windows(self) -> int:

@@ -115,9 +115,7 @@ class DeviceStep(StepContext):
             return None
         if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
-        if (
-            layer.is_shared or self._has_shared_rows
-        ):  # it never reads what the step itself writes to the cache
+        if layer.is_shared or self._has_shared_rows:  # it never reads what the step writes to the cache
             return None
         if not self._work.is_projected_faster(num_rows):
             return None

@@ -227,11 +227,9 @@ class PackedTensor(StoredTensor):
 
     def _packed_rows(self) -> torch.Tensor:
         packed = torch.from_numpy(self.file.packed_rows(self.stored.name))
-        return (
-            packed
-            if self.index is None
-            else packed.view(self.stored.shape[0], -1, packed.shape[1])[self.index]
-        )
+        if self.index is None:
+            return packed
+        return packed.view(self.stored.shape[0], -1, packed.shape[1])[self.index]
 
 
 def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

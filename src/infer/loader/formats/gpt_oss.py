@@ -159,9 +159,8 @@ def coded_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodedRows:
     """Blocks [R, K / 32, 16] and exponents [R, K / 32] as integers and scales."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # low half first
     twice = torch.tensor(TWICE, dtype=torch.int8, device=blocks.device)
-    words = (exponents.int() - 1).clamp_(
-        min=0
-    ) << 23  # float32 of 2^(exponent - 128); 0 where it is too small
+    # float32 of 2^(exponent - 128); 0 where it is too small
+    words = (exponents.int() - 1).clamp_(min=0) << 23
     scales = words.view(torch.float32).masked_fill_(exponents == 255, torch.nan)
     return CodedRows(twice[codes.long()], 8, scales, 0, BLOCK)
 
