@@ -297,9 +297,8 @@ def plan_weights(
         kept = dense = Kept(sources=sources, slices=slices, spec=spec)
         if not module.always_dense:
             kept = _keep(dense, rule, settings, is_head=module is skeleton.head)
-        if (
-            is_tied and type(kept.make(META, rule.dtype)).lookup is Projection.lookup
-        ):  # it cannot look up rows
+        # a scheme that cannot look up rows cannot serve the embedding
+        if is_tied and type(kept.make(META, rule.dtype)).lookup is Projection.lookup:
             kept = dense
         modules[name] = kept
         if is_tied:

@@ -39,12 +39,12 @@ from infer.layers.linear import Linear
 from infer.layers.mlp import GatedMLP
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import Rotary
-from infer.models import llama
+from infer.models import llama, qwen3
 from infer.models.config import ModelConfig
 from infer.models.model import Model, make_rotary
 from infer.models.raw_config import MAX_LAYERS, RawConfig
 from infer.models.self_attention import SelfAttention
-from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.models.weight_map import Target, WeightMap
 from infer.quant.residual import ResidualStream, as_tensor
 
 Q_NORMS = ("midlayer.self_attn.q_norm.weight", "layers.0.self_attn.q_norm.weight")  # blocks of Qwen 3
@@ -243,20 +243,12 @@ class Eagle3(nn.Module):
 
 
 # fmt: off
+_LAYER = "model.layers.{}."
 _BLOCK: WeightMap = {
+    **{key.removeprefix(_LAYER): replace(target, module=target.module.format(0))
+       for key, target in qwen3.WEIGHT_MAP.items() if key.startswith(_LAYER)},
     "input_layernorm":            Target("layers.0.embedding_norm"),
     "hidden_norm":                Target("layers.0.state_norm"),
-    "self_attn.q_proj":           Target("layers.0.attention.qkv", part="q"),
-    "self_attn.k_proj":           Target("layers.0.attention.qkv", part="k"),
-    "self_attn.v_proj":           Target("layers.0.attention.qkv", part="v"),
-    "self_attn.q_norm":           Target("layers.0.attention.q_norm"),
-    "self_attn.k_norm":           Target("layers.0.attention.k_norm"),
-    "self_attn.o_proj":           Target("layers.0.attention.out"),
-    "self_attn.rotary_emb":       IGNORED,
-    "post_attention_layernorm":   Target("layers.0.mlp_norm"),
-    "mlp.gate_proj":              Target("layers.0.mlp.gate_up", part="gate"),
-    "mlp.up_proj":                Target("layers.0.mlp.gate_up", part="up"),
-    "mlp.down_proj":              Target("layers.0.mlp.down"),
 }
 WEIGHT_MAP: WeightMap = {
     "embed_tokens":   Target("embedding"),

@@ -42,7 +42,7 @@ from infer.layers.rotary import Rotary
 from infer.models import gemma3, llama
 from infer.models.config import ExpertConfig, LayerSpec, ModelConfig, RopeScaling
 from infer.models.mixtral import MAX_EXPERTS
-from infer.models.model import Model, make_rotary
+from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import MAX_HEAD_DIM, RawConfig, read_rope_scaling
 from infer.models.self_attention import SelfAttention
 from infer.models.weight_map import IGNORED, Target, WeightMap
@@ -311,7 +311,7 @@ class Gemma4(Model):
             self.input_projection = Linear(config.hidden_size, width, bias=False)
             self.input_norm = RMSNorm(self.input_size, eps=config.norm_eps)
         self.layers = nn.ModuleList(
-            Gemma4Block(config, layer, rotary) for layer, rotary in enumerate(_rotaries(config))
+            Gemma4Block(config, layer, rotary) for layer, rotary in enumerate(layer_rotaries(config))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 
@@ -325,23 +325,6 @@ class Gemma4(Model):
         normed_TLP = as_tensor(self.input_norm(mixed_TX.view(shape)))
         own_TLP = self.input_embedding(tokens_T).view(shape)
         return LayeredStream(x_TD, (normed_TLP + own_TLP) * 2.0**-0.5)
-
-
-def _rotaries(config: ModelConfig) -> list[Rotary]:
-    """The rotary tables of each layer; one for layers of a kind."""
-    found: dict[tuple[bool, int], Rotary] = {}
-    rotaries = []
-    for layer, spec in enumerate(config.layer_specs):
-        is_local, own = config.window(layer) is not None, replace(config, head_dim=spec.head_dim)
-        key = is_local, spec.head_dim
-        if key not in found:
-            assert config.local_rope_theta is not None
-            theta, scaling = (
-                (config.local_rope_theta, None) if is_local else (config.rope_theta, config.rope_scaling)
-            )
-            found[key] = make_rotary(own, theta, scaling)
-        rotaries.append(found[key])
-    return rotaries
 
 
 def own_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

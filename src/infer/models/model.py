@@ -32,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import replace
+from functools import cache
 from typing import Protocol, Self
 
 import torch
@@ -136,14 +138,25 @@ def norm_of(config: ModelConfig) -> RMSNorm:
 
 def layer_rotaries(config: ModelConfig) -> list[Rotary]:
     """The rotary tables of each layer; layers that turn alike share theirs."""
-    plain = local = make_rotary(config, config.rope_theta, config.rope_scaling)
-    if config.local_rope_theta is not None:
-        local = make_rotary(config, config.local_rope_theta, None)
-    found = [plain if config.window(layer) is None else local for layer in range(config.num_layers)]
-    if config.still_layers:
-        still = Rotary(torch.empty(0), config.context_len, num_pairs=config.head_dim // 2)
-        found = [still if layer in config.still_layers else each for layer, each in enumerate(found)]
-    return found
+
+    @cache
+    def rotary_of(head_dim: int, *, is_still: bool, is_local: bool) -> Rotary:
+        own = replace(config, head_dim=head_dim)
+        if is_still:
+            return Rotary(torch.empty(0), config.context_len, num_pairs=head_dim // 2)
+        if is_local and config.local_rope_theta is not None:
+            return make_rotary(own, config.local_rope_theta, None)
+        return make_rotary(own, config.rope_theta, config.rope_scaling)
+
+    has_local, sizes = config.local_rope_theta is not None, [size for _, size in config.kv_heads]
+    return [
+        rotary_of(
+            sizes[layer] if sizes else config.head_dim,
+            is_still=layer in config.still_layers,
+            is_local=has_local and config.window(layer) is not None,
+        )
+        for layer in range(config.num_layers)
+    ]
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:

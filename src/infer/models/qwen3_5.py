@@ -36,7 +36,7 @@ from infer.layers.attention import StepContext
 from infer.layers.delta import DeltaAttention
 from infer.layers.linear import Linear
 from infer.layers.rotary import Rotary
-from infer.models import llama
+from infer.models import llama, qwen3
 from infer.models.config import DeltaConfig, ModelConfig
 from infer.models.mixtral import Mixtral
 from infer.models.raw_config import RawConfig
@@ -167,9 +167,7 @@ class Qwen35(Mixtral):
 
 # fmt: off
 LAYER_MAP: WeightMap = {
-    **{key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"},
-    "layers.{}.self_attn.q_norm":                Target("layers.{}.attention.q_norm"),
-    "layers.{}.self_attn.k_norm":                Target("layers.{}.attention.k_norm"),
+    **{key.removeprefix("model."): target for key, target in qwen3.WEIGHT_MAP.items() if key != "lm_head"},
     "layers.{}.linear_attn.conv1d":              Target("layers.{}.attention.conv"),
     "layers.{}.linear_attn.A_log":               Target("layers.{}.attention.decay"),
     "layers.{}.linear_attn.dt_bias":             Target("layers.{}.attention.dt_bias"),

@@ -124,17 +124,19 @@ class SamplingParams(metaclass=_CheckedNames):
 
     def _own_collections(self) -> None:
         """Replace collections that the caller may still change by copies."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _own_tuple("stop", stop, "a string or a list of strings"))
-        ids = _own_tuple("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        object.__setattr__(self, "stop_token_ids", ids)
-        words = _own_tuple("bad_words", self.bad_words, "a list of strings")
-        object.__setattr__(self, "bad_words", words)
-        ids = _own_tuple("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
-        object.__setattr__(self, "allowed_token_ids", ids)
-        lists = _own_tuple("banned_ids", self.banned_ids, "a list of lists of token ids")
-        owned = tuple(_own_tuple("banned_ids", each, "a list of lists of token ids") for each in lists)
-        object.__setattr__(self, "banned_ids", owned)
+        wanted = {
+            "stop": "a string or a list of strings",
+            "stop_token_ids": "a list of token ids",
+            "bad_words": "a list of strings",
+            "allowed_token_ids": "a list of token ids",
+            "banned_ids": "a list of lists of token ids",
+        }
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, what in wanted.items():
+            object.__setattr__(self, name, _own_tuple(name, getattr(self, name), what))
+        lists = tuple(_own_tuple("banned_ids", each, wanted["banned_ids"]) for each in self.banned_ids)
+        object.__setattr__(self, "banned_ids", lists)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError.about(
                 "logit_bias", f"must map token ids to numbers, got {_shown(self.logit_bias)}"
