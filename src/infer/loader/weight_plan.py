@@ -10,24 +10,13 @@ All other parts read the plan: loading builds the model from it, the memory plan
 its `describe`. The plan of one rank has the slices of all tensors that the rank holds (slices.py), and names
 the tensors that cannot be cut.
 
-On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes are kept if a form has the
-same groups. Parts of a fused matrix are kept if one form holds them all. 16-bit numbers are rounded to a form
-that suits the matrix:
-
-    file, part by part          ──►  form of the fused matrix
-    int4 g128, int4 g128             int4, groups of 128
-    int4 g128, int4 g32              int4, groups of 32: scales of the first part are repeated
-    int4, int8                       int8: codes of 4 bits are integers of 8
-    int4, BF16                       none: the matrix is unpacked to the dtype
-
-On a CPU a matrix has 4 bits if all its parts have, and the head always has 8 (quant/packed.py).
+Which form holds which codes is in `forms.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -37,8 +26,7 @@ import torch
 from torch import nn
 
 from infer.errors import ConfigError
-from infer.kernels.cpu.library import MXFP4, library
-from infer.kernels.linear.coded import FORMS, FOUR_BITS, CodedForm
+from infer.kernels.linear.coded import FORMS, CodedForm
 from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected, without_weights
@@ -48,6 +36,17 @@ from infer.loader.formats.checkpoint import FLOATS, StoredTensor
 from infer.loader.formats.gguf_quants import ROUNDED
 from infer.loader.formats.quantized import describe, published_as, short_bytes
 from infer.loader.formats.stored_module import Settings
+from infer.loader.forms import (
+    cpu_bits,
+    form_of,
+    is_mxfp4,
+    joined_form,
+    multiplies_mxfp4,
+    orders_of,
+    part_bits,
+    rounded_form,
+    stored_form,
+)
 from infer.loader.headers import ModelHeaders, WeightSource
 from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
 from infer.loader.slices import ALONE, Cutter, Rank, Slice, own_vocabulary, rank_config, rank_counts
@@ -58,9 +57,7 @@ from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Scheme, WeightSpec
 from infer.quant.registry import FILE_SCHEMES, SCHEMES
-from infer.quant.rounding import BLOCK_ROWS
 
-GROUPS = (128, 64, 32)  # columns that may share a scale in a form
 META = torch.device("meta")
 _ROUNDING_COSTS = {  # measured on a CPU (docs/features/cpu.md)
     "int8": ", about +0.3% perplexity on the default model",
@@ -331,7 +328,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     assert spec is not None, dense
     if rule.is_dense:
         return dense
-    orders = _orders(tensors) or {"desc_act" if settings.raw.get("desc_act") else ""}
+    orders = orders_of(tensors) or {"desc_act" if settings.raw.get("desc_act") else ""}
     has_order = len(orders) == 1 and orders != {""} and not is_head
     is_cut = has_order and any(tensor.codes and tensor.codes.size != spec.size for tensor in tensors)
     if rule.home == "cpu":
@@ -339,8 +336,8 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         if is_head and rule.label in PACKED:  # its errors go straight into the logits
             is_kept = bits == 6 and rule.label != "int8"
             return replace(dense, scheme=FILE_SCHEMES["int6"] if is_kept else SCHEMES["int8"])
-        is_announced = not tensors and _is_mxfp4_stack(spec, settings) and _multiplies_mxfp4()
-        if rule.scheme is None and (is_announced or _is_mxfp4(tensors)):
+        is_announced = not tensors and _is_mxfp4_stack(spec, settings) and multiplies_mxfp4()
+        if rule.scheme is None and (is_announced or is_mxfp4(tensors)):
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
         if is_cut:  # a rank has no whole groups
             return replace(dense, scheme=SCHEMES["int8"])
@@ -394,7 +391,7 @@ def _held(headers: ModelHeaders) -> Held:
         headers.stored,
         frozenset(name for tensor in tensors for name in tensor.formats),
         frozenset(tensor.type_name for tensor in tensors),
-        frozenset(bits for name, held in matrices.items() for bits in _bits(held, name in of_experts)),
+        frozenset(bits for name, held in matrices.items() for bits in part_bits(held, name in of_experts)),
     )
 
 
@@ -411,33 +408,6 @@ def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
     }
 
 
-# -- forms of codes -----------------------------------------------------------------------------------
-
-
-def form_of(tensor: StoredTensor) -> CodedForm | None:
-    """The form that holds a tensor's codes as they are; None: it has none, or they fit no form."""
-    return None if tensor.codes is None else stored_form(tensor.codes)
-
-
-def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if 4 bits keep all of these tensors; those of act-order must share their order."""
-    forms = [form_of(tensor) for tensor in tensors]
-    is_int4 = bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
-    return (is_int4 and len(_orders(tensors)) == 1) or _is_mxfp4(tensors)
-
-
-def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
-    """The bits in which a CPU keeps all of these tensors: 4, 5, 6 or 8."""
-    if is_four_bit(tensors):
-        return 4
-    bits = {
-        4 if is_four_bit([tensor]) else (tensor.codes and tensor.codes.cpu_bits) or 8 for tensor in tensors
-    }
-    found = next((kind for kind, held in ((5, {4, 5}), (6, {6})) if bits and bits <= held), 8)
-    c = library()
-    return found if c is not None and found in c.linear and len(_orders(tensors)) == 1 else 8
-
-
 def _runs(kept: Kept, spec: WeightSpec) -> tuple[tuple[int, int], ...]:
     """Rows and bits of the parts of a fused matrix, neighbours of the same bits together; (): all have 8."""
     by_part = {
@@ -447,76 +417,16 @@ def _runs(kept: Kept, spec: WeightSpec) -> tuple[tuple[int, int], ...]:
     }
     if spec.num_experts is not None or by_part.keys() != spec.parts.keys():
         return ()
-    if _orders(list(by_part.values())) != {""}:
+    if orders_of(list(by_part.values())) != {""}:
         return ()
     bits = [(rows, cpu_bits([by_part[part]])) for part, rows in spec.parts.items()]
     found = [(sum(rows for rows, _ in run), kind) for kind, run in groupby(bits, key=itemgetter(1))]
     return () if {kind for _, kind in found} == {8} else tuple(found)
 
 
-def _bits(tensors: Sequence[StoredTensor], has_experts: bool) -> set[int]:
-    """The bits that keep a matrix: one number, or those of its parts where 8 would keep them together."""
-    joined = cpu_bits(tensors)
-    is_one = joined < 8 or has_experts or len(_orders(tensors)) > 1
-    return {joined} if is_one else {cpu_bits([tensor]) for tensor in tensors}
-
-
-def _orders(tensors: Sequence[StoredTensor]) -> set[str]:
-    """The orders of columns that these tensors have (`StoredCodes.order`)."""
-    return {"" if tensor.codes is None else tensor.codes.order for tensor in tensors}
-
-
-def _is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if all of these tensors are floats of 4 bits that the C kernels multiply."""
-    forms = [form_of(tensor) for tensor in tensors]
-    return bool(forms) and all(form and form.codes == "mxfp4" for form in forms) and _multiplies_mxfp4()
-
-
-def _multiplies_mxfp4() -> bool:
-    c = library()
-    return c is not None and MXFP4 in c.linear
-
-
 def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
     """Return True if a config announces floats of 4 bits for a matrix: only experts have them."""
     return settings.method == "mxfp4" and spec.num_experts is not None
-
-
-def stored_form(stored: StoredCodes) -> CodedForm | None:
-    """The form of a file's own groups; None where their sizes differ or are not whole 32s."""
-    kind, size, group, has_minima, scale_rows, *_ = stored
-    is_shared = (
-        scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
-    )
-    rows = BLOCK_ROWS if is_shared else 1  # otherwise each of the 128 rows gets its own copy
-    if group >= size:
-        return CodedForm(kind, 0, has_minima, rows)
-    steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
-    shared = next((step for step in steps if group and group % step == 0), None)
-    return None if shared is None else CodedForm(kind, shared, has_minima, rows)
-
-
-def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[int]) -> CodedForm | None:
-    """The form that holds all parts of a fused matrix, which have these numbers of rows; None: none does."""
-    found = [form for form in forms if form is not None]
-    kinds = {form.codes for form in found}
-    if not found or len(found) < len(forms) or (len(kinds) > 1 and not kinds <= {"int4", "int8"}):
-        return None
-    group = math.gcd(*(form.group or size for form in found))
-    is_blocked = all(form.scale_rows == BLOCK_ROWS for form in found)
-    is_blocked = is_blocked and all(count % BLOCK_ROWS == 0 for count in row_counts[:-1])
-    kind = "int8" if len(kinds) > 1 else found[0].codes
-    group = size if all(form.group == 0 for form in found) else group
-    has_minima = any(form.has_minima for form in found)
-    return stored_form(StoredCodes(kind, size, group, has_minima, BLOCK_ROWS if is_blocked else 1))
-
-
-def rounded_form(scheme: str, size: int) -> CodedForm:
-    """The form of a matrix with `size` columns that is rounded; int8, where no group fits int4."""
-    if scheme != "int4":
-        return CodedForm(scheme)
-    group = next((group for group in GROUPS if size % group == 0), 0)
-    return CodedForm("int4", group) if group else CodedForm("int8")
 
 
 # -- a network, and what it keeps ---------------------------------------------------------------------

@@ -24,10 +24,11 @@ from infer.loader import dtype
 from infer.loader import quantization as quantization_module
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
+from infer.loader.forms import is_four_bit
 from infer.loader.load import LoadedModel, load_model, read_headers
 from infer.loader.quantization import Held, choose_rule
-from infer.loader.weight_plan import is_four_bit, num_weights, plan_weights, stored_matrices
 from infer.loader.weight_plan import kept_bytes as bytes_of
+from infer.loader.weight_plan import num_weights, plan_weights, stored_matrices
 from infer.quant.packed import Packed, PackedRuns
 from infer.sampling.params import SamplingParams
 from infer.tools.replay import replay_config

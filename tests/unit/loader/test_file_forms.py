@@ -13,8 +13,8 @@ from infer.errors import CheckpointError
 from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.layers.linear import Projected
 from infer.loader.find.source import resolve_model
+from infer.loader.forms import joined_form, stored_form
 from infer.loader.load import load_model
-from infer.loader.weight_plan import joined_form, stored_form
 from infer.quant.coded import CodedRows, Outliers, StoredCodes
 from infer.quant.registry import FILE_SCHEMES
 from infer.quant.rounding import NF4, fit_rows, round_rows

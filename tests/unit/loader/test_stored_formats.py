@@ -27,9 +27,10 @@ from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import QuantizedTensor, describe, quantized_checkpoint
 from infer.loader.formats.stored_formats import CODES
 from infer.loader.formats.stored_module import Settings, StoredModule
+from infer.loader.forms import form_of, is_four_bit, stored_form
 from infer.loader.headers import WeightSource
 from infer.loader.quantization import Rule
-from infer.loader.weight_plan import Kept, form_of, is_four_bit, stored_form
+from infer.loader.weight_plan import Kept
 from infer.quant.coded import CodedRows
 from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import QuantizedRows, quantized_rows

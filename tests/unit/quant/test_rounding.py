@@ -10,7 +10,7 @@ from infer.kernels.linear.coded import CodedForm, CodedWeights
 from infer.kernels.linear.coded_linear import look_up
 from infer.loader.formats.gguf import GGMLType
 from infer.loader.formats.gguf_quants import ROUNDED, SUPPORTED, coded_rows, dequantize, stored_codes
-from infer.loader.weight_plan import joined_form, rounded_form, stored_form
+from infer.loader.forms import joined_form, rounded_form, stored_form
 from infer.quant.coded import CodedRows, StoredCodes
 from infer.quant.rounding import CodedPart, fit_rows, round_rows
 from tests.unit.loader.test_gguf_quants import random_blocks
