@@ -4,7 +4,7 @@
     formats/          what is in them?  config, tensors, number formats; safetensors, plain or quantized, GGUF
     headers.py        all of that       before a weight is read
     text_headers.py   and about text?   tokenizer, sampling, pooling: what a server reads, without PyTorch
-    weight_plan.py    kept how?         the form of every matrix (forms.py); quantization.py, dtype.py: the settings
+    weight_plan.py    kept how?         the form (forms.py) of every matrix, by quantization.py and dtype.py
     slices.py         by whom?          the part of every tensor that one rank of several holds
     placement.py      where to?         each tensor to its parameter, or its part of a fused one
     load.py           go                the device, the plan, the copying

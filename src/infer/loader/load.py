@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -135,20 +135,10 @@ def load_model(
     published = published_as(headers.tensors)
     check(LoadChoice(plan=plan, weights=rule.label, published_as=published, max_seq_len=context_len))
 
-    loaded = partial(
-        LoadedModel,
-        config=plan.config,
-        name=source.name,
-        dtype=rule.dtype,
-        device=chosen_device,
-        max_seq_len=context_len,
-        eos_ids=headers.eos_ids,
-        source=source,
-        weights=rule.label,
-    )
     if headers.family.load is not None:
         with refused_if_full(source.name, rule.dtype, chosen_device):
-            return loaded(model=headers.family.load(plan.config, rule.dtype, chosen_device))
+            foreign = headers.family.load(plan.config, rule.dtype, chosen_device)
+            return loaded_as(plan, foreign, context_len, source=source)
     scaling = headers.config.rope_scaling
     if scaling is not None and scaling.depends_on_length and context_len > scaling.original_context_len:
         log.info(
@@ -167,24 +157,33 @@ def load_model(
         forms = "+".join(name for name, _ in schemes.most_common())  # a head may have a form of its own
         label += f", rounding weights to {forms}"
         is_silent = show_progress and not sys.stderr.isatty()  # a line says what a bar would show
-        level = logging.WARNING if is_silent else logging.INFO
-        log.log(
-            level,
-            "weights are rounded while they are loaded matrices=%d to=%s",
-            len(codes.projections),
-            forms,
-        )
+        level, count = logging.WARNING if is_silent else logging.INFO, len(codes.projections)
+        log.log(level, "weights are rounded while they are loaded matrices=%d to=%s", count, forms)
     _fill(model, left, label=label, show_progress=show_progress)
     if not is_cached:
         codes.keep(show_progress=show_progress)
     if rank.is_alone:
         _check_tied_head(model, headers)
-    return loaded(
+    kept = plan.describe() + (", read from the cache" if is_cached else "")
+    scales = kv_scales_of(plan)
+    return loaded_as(
+        plan, model, context_len, source=source, published_as=published, kept_as=kept, kv_scales=scales
+    )
+
+
+def loaded_as(plan: WeightPlan, model: Model, max_seq_len: int, **others: Any) -> LoadedModel:
+    """A model that was loaded as planned; `others` are further fields of `LoadedModel`."""
+    return LoadedModel(
         model=model.eval(),
-        published_as=published,
-        kept_as=plan.describe() + (", read from the cache" if is_cached else ""),
-        kv_scales=kv_scales_of(plan),
-        whole=None if rank.world_size == 1 else headers.config,
+        config=plan.config,
+        name=plan.headers.source.name,
+        dtype=plan.rule.dtype,
+        device=plan.device,
+        max_seq_len=max_seq_len,
+        eos_ids=plan.headers.eos_ids,
+        weights=plan.rule.label,
+        whole=None if plan.rank.world_size == 1 else plan.headers.config,
+        **others,
     )
 
 

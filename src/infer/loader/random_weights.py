@@ -24,7 +24,7 @@ from infer.layers.norm import RMSNorm
 from infer.loader.dtype import settle_products
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.headers import headers_of_config
-from infer.loader.load import LoadedModel, check_length, choose_device
+from infer.loader.load import LoadedModel, check_length, choose_device, loaded_as
 from infer.loader.quantization import DENSE, home_of
 from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import plan_weights, refused_if_full
@@ -71,18 +71,7 @@ def load_random(
     model = plan.build(context_len)
     with refused_if_full(name, plan.rule.dtype, chosen_device):
         fill_random(model, seed)
-    return LoadedModel(
-        model=model.eval(),
-        config=plan.config,
-        name=name,
-        dtype=plan.rule.dtype,
-        device=chosen_device,
-        max_seq_len=context_len,
-        eos_ids=(),
-        weights=plan.rule.label,
-        kept_as=plan.describe(),
-        whole=None if rank.world_size == 1 else headers.config,
-    )
+    return loaded_as(plan, model, context_len, kept_as=plan.describe())
 
 
 @dataclass(frozen=True, slots=True)
