@@ -71,9 +71,12 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def lose_rank(llm: LLM, number: signal.Signals, rank: int = 1) -> tuple[DeviceLost, float]:
+def lose_rank(
+    llm: LLM, number: signal.Signals, rank: int = 1, pid: int | None = None
+) -> tuple[DeviceLost, float]:
     """Send the rank a signal while a request decodes; returns what the request got, and after which time."""
-    pid = llm.engine._device._ranks._group.processes[rank].pid  # type: ignore[attr-defined]
+    if pid is None:
+        pid = llm.engine._device._ranks._group.processes[rank].pid  # type: ignore[attr-defined]
     seen, sent_at = threading.Event(), list[float]()
 
     def send() -> None:

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from infer.errors import DeviceLost
 from infer.execution.rank_ring import RankLink, link_bytes
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.gpu_communicator import GpuCommunicator
+from infer.kernels.runtime.node_communicator import NodeCommunicator
 
 CONTROL = "nvidia-cuda-mps-control"
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 @contextmanager
@@ -53,13 +56,20 @@ def mps() -> Iterator[dict[str, str]]:
                 subprocess.run([CONTROL], input="quit\n", env=env, text=True, timeout=60, capture_output=True)
 
 
-Work = Callable[[GpuCommunicator, RankLink, int], Any]  # a communicator, its link, the number of the rank
+Work = Callable[[Any, RankLink, int], Any]  # a communicator, its link, the number of the rank
 
 
 def run_ranks(
-    work: Work, size: int, env: dict[str, str], dtype: torch.dtype, wait_s: float = 60.0, num_stages: int = 1
+    work: Work,
+    size: int,
+    env: dict[str, str],
+    dtype: torch.dtype,
+    wait_s: float = 60.0,
+    num_stages: int = 1,
+    *,
+    on_nodes: bool = False,
 ) -> list[Any]:
-    """Run a function of a module on every rank, and return what each gave."""
+    """Run a function of a module on every rank, and return what each gave; `on_nodes`: each is a machine."""
     context, before = multiprocessing.get_context("spawn"), dict(os.environ)
     os.environ.update(env)
     try:
@@ -67,13 +77,17 @@ def run_ranks(
             os.truncate(file.name, link_bytes(size))
             queue: Any = context.Queue()
             ranks: list[Any] = []
-            for rank in range(size):
-                args = work, file.name, rank, size, num_stages, dtype, wait_s, queue
-                ranks.append(context.Process(target=_run, args=args))
-                ranks[-1].start()
-            found = dict(queue.get(timeout=240) for _ in range(size))
-            for rank in ranks:
-                rank.join(60)
+            try:
+                for rank in range(size):
+                    args = work, file.name, rank, size, num_stages, dtype, wait_s, on_nodes, queue
+                    ranks.append(context.Process(target=_run, args=args))
+                    ranks[-1].start()
+                found = dict(queue.get(timeout=240) for _ in range(size))
+                for rank in ranks:
+                    rank.join(60)
+            finally:
+                for rank in ranks:
+                    rank.kill()
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -90,14 +104,18 @@ def _run(
     num_stages: int,
     dtype: torch.dtype,
     wait_s: float,
+    on_nodes: bool,
     queue: Any,
 ) -> None:
     try:
+        if on_nodes:  # NCCL refuses two ranks on one GPU of one machine
+            os.environ |= LOOPBACK | {"NCCL_HOSTID": f"machine-{rank}"}
         c = library()
         assert c is not None, "ranks need the C kernels"
         with Path(path).open("r+b") as file:
             link = RankLink(c, mmap.mmap(file.fileno(), link_bytes(size)), rank, size, num_stages)
-        communicator = GpuCommunicator(link.communicator, torch.device("cuda", 0), dtype, wait_s)
+        kind = NodeCommunicator if on_nodes else partial(GpuCommunicator, wait_s=wait_s)
+        communicator = kind(link.communicator, torch.device("cuda", 0), dtype)
         result = work(communicator, link, rank)
         torch.cuda.synchronize()
         queue.put((rank, result))
@@ -111,10 +129,10 @@ def _run(
 # -- whole models, in a process that begins under MPS ------------------------------------------------------
 
 
-def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
+def run_cases(cases: list[dict[str, Any]], env: dict[str, str], timeout: float = 600) -> list[Any]:
     """What models answer, one after the other; a case is knobs and arguments of `_answer`."""
     command = [sys.executable, "-m", "tests.support.gpu_ranks", json.dumps(cases)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == len(cases), done.stdout[-2000:]
@@ -123,13 +141,13 @@ def run_cases(cases: list[dict[str, Any]], env: dict[str, str]) -> list[Any]:
 
 def _answer(
     path: str, size: int = 1, stages: int = 1, lose: int = 0, fault: str = "", adapter: str = "",
-    prepares: bool = False, longest: int = 0, **knobs: Any,
+    prepares: bool = False, longest: int = 0, node: int = 0, **knobs: Any,
 ) -> list[Any]:  # fmt: skip
     """Ids of outputs and logprobs of prompts; with `lose`, also the error and the seconds after a signal.
 
     `fault`: that of the other ranks (faulty_gpu_rank.py); `poke` gives the error and the seconds, too.
-    `adapter` is the name of one. If it `prepares`, all steps are prepared first. `longest`: the tokens of one
-    more prompt.
+    `node`: the process of another node, whose rank gets the signal. `adapter` is the name of one. If it
+    `prepares`, all steps are prepared first. `longest`: the tokens of one more prompt.
     """
     from infer import LLM, SamplingParams
     from infer.client import rank_group
@@ -155,7 +173,7 @@ def _answer(
         logprobs = [row.logprob for each in made for row in each.prompt_logprobs or [] if row is not None]
         answer = [[list(each.token_ids) for each in (*made, *longer)], logprobs]
         if lose:
-            error, seconds = lose_rank(llm, signal.Signals(lose))
+            error, seconds = lose_rank(llm, signal.Signals(lose), pid=rank_pids(node)[0] if node else None)
             wait_for(lambda: not rank_pids())
             answer += [str(error), seconds]
         if fault == "poke":
