@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from infer.engine.machine import device_facts
 from infer.errors import ConfigError, DeviceLost
 from infer.execution.torch_device import MAX_PARTS
 from infer.kernels.cpu.collectives import SharedCommunicator
+from infer.kernels.runtime import nccl
 from infer.kernels.runtime.device_ranks import check_alike, wait_for_all
 from infer.kernels.runtime.gpu_way import (
     DEPTH,
@@ -22,6 +24,7 @@ from infer.kernels.runtime.gpu_way import (
     GpuWay,
     RankMemory,
 )
+from infer.kernels.runtime.node_communicator import HINT
 
 
 def test_gpus_of_different_kinds_are_refused_by_name() -> None:
@@ -40,6 +43,20 @@ def test_ranks_that_do_not_come_together_are_not_waited_for(is_aborted: bool, wa
         wait_for_all(cast(SharedCommunicator, shared), wait_s, "", thread)
     over.set()
     thread.join()
+
+
+def test_machines_without_nccl_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "load_nccl", lambda: None)
+    with pytest.raises(ConfigError, match=r"need NCCL, and libnccl\.so\.2 cannot be loaded here; install"):
+        nccl.nccl_version()
+    assert device_facts(torch.device("cpu")) == {"device": "cpu"}, "CPUs need none"
+
+
+def test_a_network_that_nccl_did_not_find_is_a_hint() -> None:
+    shared: Any = SimpleNamespace(is_aborted=False)
+    thread: Any = SimpleNamespace(is_alive=lambda: True, join=lambda timeout: None)
+    with pytest.raises(DeviceLost, match="within 0 s; NCCL_SOCKET_IFNAME names the network interface"):
+        wait_for_all(shared, 0.0, HINT, thread)
 
 
 @pytest.mark.parametrize("num_ids", [1, 1024, 1025, 8192, NUM_BLOCKS * NUM_THREADS * NUM_UNITS])
