@@ -50,11 +50,16 @@ CLI_INTRO = """\
 
 *Written by `scripts/docs.py` from the parsers of `src/infer/cli/`; do not edit.*
 
-Standard output holds the answer and nothing else; progress, log lines and notices go to standard
-error. Exit codes: 0 done, 1 `infer replay` found a difference, or `infer bench` one for the worse or
-requests that failed, or prompts without an answer (`infer generate --prompts-file`, `infer chat` from a
-pipe), 2 an impossible request (one line says what to do), 130 Ctrl-C (`infer serve` ends with 0
-when it has drained), 141 the reader of a pipe has gone.
+Standard output holds the answer and nothing else. Progress, log lines and notices go to standard error.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | `infer replay` found a difference; `infer bench` found a change for the worse or failed requests; \
+a prompt of `infer generate --prompts-file`, or of `infer chat` from a pipe, has no answer |
+| 2 | an impossible request; one line says what to do |
+| 130 | Ctrl-C (`infer serve` ends with 0 when it has drained) |
+| 141 | the reader of a pipe has gone |
 """
 
 
@@ -70,8 +75,8 @@ def knobs_page() -> str:
     names = ", ".join(f"`{name}`" for name in SAMPLING_HELP)
     others = ", ".join(f"`{name}`" for name in sorted(LIBRARY_ONLY))
     parts.append(
-        f"How a request chooses its tokens is no knob but its `SamplingParams`: {names}; from the library "
-        f"also {others}. See [sampling](features/sampling.md) and [the command line](cli.md).\n"
+        f"Each request has its own `SamplingParams` instead of knobs: {names}; from the library also "
+        f"{others}. See [sampling](features/sampling.md) and [the command line](cli.md).\n"
     )
     return "\n".join(parts)
 

@@ -65,19 +65,18 @@ class LoadConfig:
     tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
     chat_template: str | None = knob(
         None,
-        "Jinja file that overrides the family's chat template; 'checkpoint': the one shipped with the model; "
-        "'family': the family's, also for a model shipped without one; or a name from "
+        "Jinja file that overrides the family's chat template; 'checkpoint': the template shipped with the "
+        "model; 'family': the family's, also for a model shipped without one; or a name from "
         "docs/features/chat-templates.md",
     )
     tool_call_parser: str = knob(
         "auto",
-        "notation of the model's tool calls, see docs/features/tools.md; auto: the one its chat template "
-        "asks for",
+        "notation of the model's tool calls, see docs/features/tools.md; auto: as in its chat template",
     )
     reasoning_parser: str = knob(
         "auto",
-        "tags of the model's reasoning, see docs/features/reasoning.md; auto: those its chat template "
-        "writes; none: reasoning is part of the answer",
+        "tags of the model's reasoning, see docs/features/reasoning.md; auto: as in its chat template; none: "
+        "reasoning is part of the answer",
     )
     dtype: str = knob(
         "auto",
@@ -94,11 +93,11 @@ class LoadConfig:
     )
     model_impl: str = knob(
         "auto",
-        "whose code computes the model: infer, transformers; auto: ours, and "
-        "that of transformers for a family without a file here, if the package is installed",
+        "code that computes the model: infer, transformers; auto: infer, and transformers for a family "
+        "without a file here, if the package is installed",
         choices=("auto", "infer", "transformers"),
     )
-    device: str = knob("auto", "where the model runs: auto, cpu, cuda or cuda:N")
+    device: str = knob("auto", "device that the model runs on: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
         None,
         "longest prompt + output in tokens; default: the model's context",
@@ -185,9 +184,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "number format of keys and values; see docs/features/kv-cache-dtype.md: none: the dtype; int8 or "
-        "fp8, with one scale for each token and head, or fp8 with those of a checkpoint that has some, "
-        "unless it is called fp8_per_token_head; auto: fp8 if the checkpoint has scales, else the dtype",
+        "number format of keys and values, see docs/features/kv-cache-dtype.md; none: the dtype; int8 or "
+        "fp8: 8 bits with one scale for each token and head; fp8 uses the checkpoint's own scales if it has "
+        "any, fp8_per_token_head never; auto: fp8 if the checkpoint has scales, else the dtype",
         choices=("auto", "none", "fp8", "int8", "fp8_per_token_head"),
         same_as={"fp8_e4m3": "fp8", "int8_per_token_head": "int8"},
     )
@@ -235,20 +234,20 @@ class CacheConfig:
     )
     block_allocator: str = knob(
         "lru",
-        "what hands out blocks and says which cached one is given up first; lru: the one unused for longest",
+        "allocator of blocks, which decides what cached block is evicted first; lru: the least recently used",
         choices=("lru",),
         takes_code=True,
     )
     attention_backend: str = knob(
         "auto",
-        "what computes attention; auto: the fastest that the device has; torch_ref or naive: the readable "
+        "implementation of attention; auto: the fastest on the device; torch_ref or naive: the readable "
         "reference; see docs/features/backends.md",
         choices=choices("attention"),
         same_as=OTHER_SPELLINGS,
     )
     decode_attention_backend: str = knob(
         "auto",
-        "what computes attention of rows that decode, if not what attention_backend says",
+        "implementation of attention for decoding rows; default: as attention_backend",
         choices=choices("decode_attention"),
         same_as=OTHER_SPELLINGS,
     )
@@ -305,7 +304,7 @@ class SchedulerConfig:
     )
     scheduler_policy: str = knob(
         "fcfs",
-        "which sequence goes first; see docs/features/scheduling.md",
+        "order in which sequences are served; see docs/features/scheduling.md",
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
         aliases=("scheduling_policy", "schedule_policy"),
         takes_code=True,
@@ -346,13 +345,12 @@ class SchedulerConfig:
     )
     itl_target_ms: float | None = knob(
         None,
-        "milliseconds between two tokens of a sequence that prompts beside it may lead to: a step takes as "
-        "many tokens of prompts as were measured to fit when the engine started, or as "
-        "prefill_tokens_while_decoding says, and never more; default: none, prompts that wait are computed "
-        "at full speed",
+        "target for the milliseconds between two tokens of a sequence: no step takes more prompt tokens than "
+        "were measured to fit when the engine started, or than prefill_tokens_while_decoding says; default: "
+        "none, waiting prompts are computed at full speed",
     )
     max_prefill_chunks_per_step: int | None = knob(
-        None, "chunks of prompts that one step may compute, beside the limits in tokens; default: no limit"
+        None, "chunks of prompts that one step may compute, besides the limits in tokens; default: no limit"
     )
     preemption: str = knob(
         "auto",
@@ -375,7 +373,7 @@ class SchedulerConfig:
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
     )
-    seed: int = knob(0, "seed of requests that bring none", least=None)
+    seed: int = knob(0, "seed of requests without one", least=None)
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -512,15 +510,13 @@ class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = knob(8000, "TCP port; 0: any free one", least=0, most=65535)
     uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
-    served_model_name: str | None = knob(None, "what clients call the model; default: its own name")
+    served_model_name: str | None = knob(None, "name of the model for clients; default: its own name")
     model_alias: tuple[str, ...] = knob(
         (),
         "another name of a model, as ALIAS=NAME, or ALIAS of the first model; ALIAS=NAME:90,OTHER:10 shares "
         "its requests among models by weight; may be repeated",
     )
-    on_demand: bool = knob(
-        False, "load models when they are first asked for; each needs a name: --model NAME=MODEL"
-    )
+    on_demand: bool = knob(False, "load models at their first request; each needs a name: --model NAME=MODEL")
     max_loaded_models: int | None = knob(
         None,
         "with on_demand: models that are loaded at a time; the one used least recently makes room; default: "
@@ -554,7 +550,7 @@ class ServerConfig:
         (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
     )
     allowed_host: tuple[str, ...] = knob(
-        (), "host name to answer for, beside this machine's, on loopback without keys; may be repeated"
+        (), "host name to answer for, besides this machine's, on loopback without keys; may be repeated"
     )
     tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl_certfile",))
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
@@ -567,7 +563,7 @@ class ServerConfig:
     )
     api_processes: int | None = knob(
         None,
-        "processes that answer HTTP; default: one per 4 cores beside a GPU, at most 8, else 1",
+        "processes that answer HTTP; default: one per 4 cores next to a GPU, at most 8, else 1",
         most=MAX_API_PROCESSES,
     )
     replicas: int = knob(
@@ -597,7 +593,7 @@ class ServerConfig:
     stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
     metrics_prefix: str = knob(
         "infer",
-        "prefix of a second name for every metric, beside infer_; vllm: as in dashboards made for vLLM",
+        "prefix of a second name for every metric, next to infer_; vllm: as in dashboards made for vLLM",
     )
     otlp_traces_endpoint: str | None = knob(
         None,
@@ -623,19 +619,17 @@ class ServerConfig:
     )
     record: str | None = knob(
         None,
-        "write down when requests came and how long they were, in this file, for 'infer simulate --trace'; "
-        "FILE-1, FILE-2 and so on for further engines",
+        "record the arrivals and lengths of requests in this file, for 'infer simulate --trace'; FILE-1, "
+        "FILE-2 and so on for further engines",
     )
     record_text: bool = knob(
-        False, "with record: write down the whole run, for 'infer replay'; holds the prompts and outputs"
+        False, "with record: record the whole run, for 'infer replay'; holds the prompts and outputs"
     )
-    record_bytes: str = knob(
-        "1GiB", "with record: what the files of one engine may take on disk", is_size=True
-    )
-    overwrite: bool = knob(False, "let record replace files that are there")
+    record_bytes: str = knob("1GiB", "with record: disk space for the files of one engine", is_size=True)
+    overwrite: bool = knob(False, "let record replace existing files")
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
     docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
-    headless: bool = knob(False, "serve no HTTP, only ranks for node 0: what node_rank above 0 means anyway")
+    headless: bool = knob(False, "serve no HTTP, only ranks for node 0; implied by a node_rank above 0")
 
     def _check_model_memory(self, size: str) -> None:
         if not self.on_demand:

@@ -36,8 +36,8 @@ class SpeculationConfig:
 
     speculative_decoding: bool | None = knob(
         None,
-        "let cheap guesses of the next tokens be judged by one step; the text stays the same; default: off, "
-        "unless a method, a setting of one, a number of tokens or a draft model is named",
+        "draft the next tokens cheaply and judge the drafts in one step; the text stays the same; default: "
+        "off, unless a method, a setting of one, a number of tokens or a draft model is named",
     )
     speculative_method: str = knob(
         "auto",
@@ -70,7 +70,7 @@ class SpeculationConfig:
     )
     prompt_lookup_min: int = knob(
         2,
-        "for ngram: tokens that must be the same for what followed them to be guessed",
+        "for ngram: the fewest equal tokens after which a draft is made",
         aliases=("ngram_prompt_lookup_min", "speculative_ngram_min_match_window_size"),
     )
     suffix_max_answers: int = knob(
