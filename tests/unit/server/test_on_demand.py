@@ -677,6 +677,17 @@ def test_adapters_shadow_no_model_and_come_back_with_theirs(
     play(monkeypatch, oracle, scene)
 
 
+def test_adapters_given_to_several_models_are_refused_with_the_way(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.fleet._note_adapters("a", ["sql"])
+        with pytest.raises(NameTaken, match="'sql' is taken; .* POST /admin/adapters/load names one"):
+            stage.fleet._check_adapters("b", EngineConfig.from_knobs(model="x", lora_modules=("sql=/sql",)))
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_one_name_is_not_given_to_two_adapters_at_a_time(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:

@@ -411,7 +411,10 @@ class Fleet:
         """Refuse adapters whose names others have."""
         for adapter in config.adapters.modules:
             if self.state.adapters.get(adapter, name) != name or adapter in (name, *self.state.names):
-                raise NameTaken(f"lora_modules: the name {adapter!r} is taken; use another", param="knobs")
+                way = (
+                    "use another. Of several models each loads them all: POST /admin/adapters/load names one"
+                )
+                raise NameTaken(f"lora_modules: the name {adapter!r} is taken; {way}", param="knobs")
 
     def _note_adapters(self, name: str, adapters: Iterable[str]) -> None:
         """Serve the adapters that a model was loaded with, and no others of that model."""
