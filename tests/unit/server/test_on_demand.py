@@ -682,7 +682,7 @@ def test_adapters_given_to_several_models_are_refused_with_the_way(
 ) -> None:
     async def scene(stage: Stage) -> None:
         stage.fleet._note_adapters("a", ["sql"])
-        with pytest.raises(NameTaken, match="'sql' is taken; .* POST /admin/adapters/load names one"):
+        with pytest.raises(NameTaken, match="'sql' is taken; .* /admin/adapters/load is for one"):
             stage.fleet._check_adapters("b", EngineConfig.from_knobs(model="x", lora_modules=("sql=/sql",)))
 
     play(monkeypatch, oracle, scene)

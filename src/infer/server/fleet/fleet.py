@@ -411,9 +411,7 @@ class Fleet:
         """Refuse adapters whose names others have."""
         for adapter in config.adapters.modules:
             if self.state.adapters.get(adapter, name) != name or adapter in (name, *self.state.names):
-                way = (
-                    "use another. Of several models each loads them all: POST /admin/adapters/load names one"
-                )
+                way = "use another; every model loads lora_modules, /admin/adapters/load is for one"
                 raise NameTaken(f"lora_modules: the name {adapter!r} is taken; {way}", param="knobs")
 
     def _note_adapters(self, name: str, adapters: Iterable[str]) -> None:
