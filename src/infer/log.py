@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup_logging(level: str) -> None:
-    """Send the log lines of this package to standard error, those of this level and above."""
+    """Send the log lines of this package to standard error, from this level on."""
     assert level in LEVELS, f"level must be one of {LEVELS}, got {level!r}"
     logger = logging.getLogger("infer")
     handler = logging.StreamHandler(sys.stderr)

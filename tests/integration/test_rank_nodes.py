@@ -177,7 +177,7 @@ def test_a_stopped_process_of_the_other_node_ends_the_group(
             "another secret, also long",
             "",
             {},
-            "the secret (INFER_RANK_TOKEN) of this node is not that of node 0",
+            "the secret (INFER_RANK_TOKEN) of this node differs from node 0's",
         ),
         (SECRET, "other", {}, "node 1 has model="),
         (SECRET, "", {"max_seq_len": 64}, "node 1 has max_seq_len=64, and node 0 has max_seq_len=None"),

@@ -16,7 +16,7 @@ their scales, [L, 2, num_blocks, G, block_size], and every move covers both.
 Layers with a state keep it in the bytes of a block: half of its heads where keys lie, half where values lie.
 A further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].
 
-Where layers differ in the size of their heads, G and H are those of a plane, and a layer sees its part of
+Where layers differ in the size of their heads, G and H belong to a plane, and a layer sees its part of
 each block as slots of its own width (`layout.py`).
 
 Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
@@ -117,7 +117,7 @@ class KVStore:
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
     ) -> CacheSlots:
-        """The cache of one layer, and in it the slots of a step's tokens, given those of each table."""
+        """The cache of one layer, and in it the slots of a step's tokens, given the slots of each table."""
         keys, values, slots_T = self.keys[layer], self.values[layer], slots_KT[self.tables[layer]]
         return CacheSlots(keys, values, slots_T, keeps, self.scales[layer], self.fixed[layer])
 

@@ -138,7 +138,7 @@ class KVLayout:
         return cls(tuple(windows), tables, planes, num_planes, tuple(spans), tuple(heads), places)
 
     def plane_heads(self, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-        """The number and size of kv heads of a plane, given those of a layer where all are alike."""
+        """The number and size of kv heads of a plane, given a layer's where all are alike."""
         widths = map(math.prod, self.heads)
         return (1, math.lcm(*widths)) if self.heads else (num_kv_heads, head_dim)
 
@@ -149,7 +149,7 @@ class KVLayout:
 
 
 def window_blocks(window: int | None, block_size: int, max_chunk: int | None) -> int:
-    """The most blocks a table holds of a sequence, however long: those of a window and of a step's tokens.
+    """The most blocks a table holds of a sequence, however long: blocks of a window and of a step's tokens.
 
     At most `max_chunk` tokens of a sequence are computed in a step; None: all there are.
     """

@@ -88,7 +88,7 @@ class PoolUsage:
     num_blocks_out: int  # blocks that went to host memory since the start
     num_blocks_in: int  # blocks that came from there
     num_queried_tokens: int  # tokens of all prompts admitted
-    num_hit_tokens: int  # those of them that were found in the cache
+    num_hit_tokens: int  # tokens of these that were found in the cache
     num_host_hit_tokens: int  # tokens of these that were in host memory
     num_evicted_blocks: int
 
@@ -96,7 +96,7 @@ class PoolUsage:
 class PagedKVCachePool:
     """Many small blocks, shared where prompts start alike, copied when written; one thread uses it.
 
-    `windows` are those of the tables that each sequence has (cache/layout.py); `max_chunk` is the most tokens
+    `windows` has the window of each table of a sequence (cache/layout.py); `max_chunk` is the most tokens
     of a sequence that a step computes, None: any number. `allocator` keeps the books of the device's blocks,
     each of which takes `block_bytes`.
     """
@@ -144,7 +144,7 @@ class PagedKVCachePool:
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be taken at once, with those that only the prefix tree holds."""
+        """The number of blocks that can be taken at once, with the ones that only the prefix tree holds."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -221,7 +221,7 @@ class PagedKVCachePool:
         runs = dict.fromkeys(self._sliding, 0)  # nodes in a row with a block, by table
         for depth, node in enumerate(path, start=1):
             candidate = min(depth * self.block_size, num_tokens - 1)
-            # a state is that of all tokens of its block, of which the last must be computed again
+            # a state covers all tokens of its block, of which the last must be computed again
             is_whole = not self._has_states or candidate == depth * self.block_size
             for table, window in self._sliding:
                 run = runs[table, window] + 1 if node.blocks[table] >= 0 or node.host[table] >= 0 else 0
@@ -457,7 +457,7 @@ class PagedKVCachePool:
 
     @property
     def spare_blocks(self) -> tuple[Collection[int], Collection[int]]:
-        """The blocks without an owner, and those that only the prefix tree holds; live, to be read only."""
+        """The blocks without an owner, and the ones that only the prefix tree holds; live, read-only."""
         return self._device.free, self._device.idle
 
     @property

@@ -56,13 +56,13 @@ CONVERSATION: flags.Rows = {
 FORMS: flags.Rows = {
     "--json-schema FILE|JSON": (str, "JSON that this schema allows"),
     "--regex PATTERN": (str, "text that this regular expression matches as a whole"),
-    "--choice TEXT": (list, "this text, or that of another --choice"),
+    "--choice TEXT": (list, "this text, or the text of another --choice"),
     "--grammar FILE": (Path, "text of this grammar, in Lark's notation (start: ...) or EBNF (root ::= ...)"),
 }
 
 
 def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Give `parser` the flags of a question; those of a conversation go to `group`."""
+    """Give `parser` the flags of a question; flags of a conversation go to `group`."""
     flags.add_rows(group, CONVERSATION)
     one = parser.add_argument_group("form of the answer, one of these").add_mutually_exclusive_group()
     flags.add_rows(one, FORMS)
@@ -90,7 +90,7 @@ def shows_reasoning(args: argparse.Namespace) -> bool:
 def open_model(
     args: argparse.Namespace, observer: EngineObserver | None = None, **options: bool
 ) -> LLM | RemoteModel:
-    """The model that flags ask for: loaded here, or a server's; `options` are those of `RemoteModel`."""
+    """The model that flags ask for: loaded here, or a server's; `options` as in `RemoteModel`."""
     return open_server(args, **options) if is_remote(args) else open_llm(args, observer)
 
 
@@ -151,7 +151,7 @@ def join_piped(prompt: str) -> str:
 
 
 def read_piped() -> str:
-    """Return standard input to its end; a user who waits for a silent pipe is told so."""
+    """Return standard input to its end; a line tells a user who waits for a silent pipe."""
     said = "[waiting for the end of standard input; '< /dev/null' gives none]"
     telling = threading.Timer(SILENCE_S, notice, [said])
     telling.daemon = True

@@ -39,7 +39,7 @@ DECLINED = "the user declined this call"
 
 
 def read_tools(path: Path) -> list[PythonTool]:
-    """Run a Python file and return its public functions as tools; those of `__all__`, if it has one."""
+    """Run a Python file and return its public functions as tools; only `__all__`, if it has one."""
     module = _run_file(path)
     own = [
         name
@@ -78,7 +78,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class ToolBox:
-    """The functions that a conversation may call, and those that may be called without asking."""
+    """The functions that a conversation may call, and the ones that may be called without asking."""
 
     def __init__(self, tools: Sequence[PythonTool], *, asks: bool) -> None:
         """Ask before each call, unless not `asks`."""

@@ -63,7 +63,7 @@ CHAT_HELP = SAMPLING_HELP | {
 }
 
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
-# where they differ from those of SamplingParams, which keeps the values that libraries of other engines have.
+# where they differ from SamplingParams' own, which keeps the values that libraries of other engines have.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
 
 # The places of flags among the parsed arguments: a knob and a sampling field may have the same name.
@@ -169,7 +169,7 @@ def _metavar(row: KnobRow) -> str | None:
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
-    """Return the knobs that are set: those of the config file, and the flags over them."""
+    """Return the knobs that are set, in the config file and by the flags, which win."""
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
     given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))

@@ -77,7 +77,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `infer` with these arguments (default: those of the process) and return its exit code."""
+    """Run `infer` with these arguments (default: the process's own) and return its exit code."""
     _replace_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -153,7 +153,7 @@ def _open_editor(completes: Completes, *, keeps_history: bool) -> PromptSession[
                 yield Completion(word, start_position=-len(begun))
 
     class KeptHistory(History):
-        """The messages of a file, and those of this conversation."""
+        """The messages of a file, and the messages of this conversation."""
 
         def __init__(self, file: HistoryFile) -> None:
             super().__init__()

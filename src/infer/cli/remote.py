@@ -11,7 +11,7 @@ A chat's delta may also hold `reasoning_content` (or `reasoning`) and pieces of 
 
 A thread reads each answer ahead. For the lines of a file, a server that is full (429 or 503) is asked again
 after growing pauses, none shorter than its `Retry-After`. As long as it sends that header it is asked for up
-to ten minutes; otherwise it is given up after four pauses. A user at a terminal is told at once.
+to ten minutes; otherwise it is given up after four pauses. A user at a terminal learns it at once.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
     """The model of the server that `--url` names; the knobs of an engine are that server's business.
 
     The user's settings are sent, and always a seed: each answer has its own (`flags.nth_draw`).
-    Options are those of `RemoteModel`.
+    Options are the same as for `RemoteModel`.
     """
     knobs = flags.knobs_from(args)
     model = knobs.pop("model", None)

@@ -2,7 +2,7 @@
 
     infer step "Why is the sky blue?" "Why is the sky"
 
-Each step is a frame (tools/step_frames.py). The knobs are those of `infer generate`, so that a few flags show
+Each step is a frame (tools/step_frames.py). It takes the knobs of `infer generate`, so that a few flags show
 what a large server rarely shows: `--max-num-batched-tokens 8` cuts prompts into chunks, `--num-blocks 6
 --block-size 4` lets sequences preempt each other, `--speculative-method ngram` lets them verify drafts, and
 `-n 2` lets one fork. Steps do not overlap here: each is read before the next is planned.

@@ -1,7 +1,7 @@
 """The places of several engines of one model: a GPU of its own for each, or its share of the processor.
 
     replica          0       1       2       3
-    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among those that CUDA_VISIBLE_DEVICES names
+    4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among the GPUs that CUDA_VISIBLE_DEVICES names
     2 GPUs, shared   cuda:0  cuda:1  cuda:0  cuda:1          each with half of `device_memory`
     8 cores          0, 1    2, 3    4, 5    6, 7            two threads each, which stay on their cores
 
@@ -109,7 +109,7 @@ def own_cpus(replica: Replica, cores: Sequence[Sequence[int]]) -> set[int]:
 
 
 def physical_cores(root: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
-    """Return the processors that this process may use, those of one core together."""
+    """Return the processors that this process may use, grouped by core."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     cores: dict[str, list[int]] = {}
     for cpu in allowed:

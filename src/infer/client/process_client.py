@@ -59,7 +59,7 @@ class ProcessClient:
     """An engine in a process of its own, for one event loop. Made by `start`, ended by `close`."""
 
     _stats: EngineStats  # the last snapshot that arrived
-    _num_sent: int  # commands sent, and those that the engine has taken
+    _num_sent: int  # commands sent, and commands that the engine has taken
     _num_taken: int
     _on_way: deque[tuple[int, int]]  # the number of a command, and the number of sequences it adds
     _num_on_way: int  # sequences that they add together

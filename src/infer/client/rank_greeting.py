@@ -84,7 +84,7 @@ def read_token(load: LoadConfig) -> bytes:
 
 
 def facts_of(config: EngineConfig, device: torch.device) -> dict[str, str]:
-    """The facts that all nodes must have in common; `device` is that of the first rank of this one."""
+    """The facts that all nodes must have in common; `device` is the first rank's of this one."""
     load = config.load
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
     files = source.weight_files if source.is_gguf else [source.path / "config.json", *source.weight_files]
@@ -214,7 +214,7 @@ def _admit(
 ) -> None:
     """Answer a node that has come; raises why it is not admitted."""
     if not _is_proof(theirs.proof, _prove(token, "node", nonce, theirs)):
-        reason = f"the secret ({TOKEN}) of this node is not that of node 0"
+        reason = f"the secret ({TOKEN}) of this node differs from node 0's"
         _send(connection, Greeting(refused=reason))
         raise ConnectionRefusedError(f"node {theirs.node} has another secret ({TOKEN})")
     for name, value in facts.items():

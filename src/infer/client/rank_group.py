@@ -98,7 +98,7 @@ class RankProcesses:
     """Ranks 1 and up, from their start to their end; a `RankGroup` (kernels/runtime/communicator.py)."""
 
     def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
-        """Start them; `device` is that of rank 0."""
+        """Start them; `device` is rank 0's."""
         load, gate = config.load, _Gate(config, device) if config.load.nnodes > 1 else None
         handle = make_memory(size)
         try:
@@ -145,7 +145,7 @@ class RankProcesses:
     def expect(self) -> None:
         """Let a step of GPUs that takes longer than SILENT_S, until the next `check`, end the group.
 
-        Sums of their own have this limit (exchange.cu), those of NCCL have none.
+        Sums of their own have this limit (exchange.cu), sums of NCCL have none.
         """
         self._group.expected_since = time.monotonic()
 

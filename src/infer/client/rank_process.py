@@ -1,7 +1,7 @@
 """A rank as a process of its own: `python -m infer.client.rank_process`, started by `rank_group.py`.
 
 It loads its part of the weights and then does what rank 0 says (engine/rank_worker.py). Its standard error
-is that of the engine, so a failure is logged here, once, with its traceback; a pipe tells rank 0 in one
+is the engine's, so a failure is logged here, once, with its traceback; a pipe tells rank 0 in one
 line. A GPU that has failed ends the process at once, whatever it does.
 """
 

@@ -93,7 +93,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):
-    """Engine processes that wait for their orders. Those that are not taken end with the context."""
+    """Engine processes that wait for their orders. Unused ones end with the context."""
 
     def __init__(self, number: int) -> None:
         self._waiting: list[subprocess.Popen[bytes]] = []

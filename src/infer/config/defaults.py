@@ -1,4 +1,4 @@
-"""Defaults that are decisions, not measurements; those that depend on the device are in `profiles/`.
+"""Defaults that are decisions, not measurements; defaults that depend on the device are in `profiles/`.
 
 The help texts of `settings.py` quote these numbers.
 """

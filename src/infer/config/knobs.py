@@ -156,7 +156,7 @@ def own_names(
 ) -> dict[str, Any]:
     """Return the knobs under their own names; a name that is unknown or given twice is refused.
 
-    `elsewhere` has the knobs that could be set somewhere else: those of a server.
+    `elsewhere` has the knobs that could be set somewhere else: the server's.
     """
     spelled = _by_spelling(table)
     knobs: dict[str, Any] = {}

@@ -32,7 +32,7 @@ class Machine:
 
     device: str = "cpu"  # cpu, cuda or cuda:N
     gpu_memory: int | None = None  # total bytes, free or not
-    has_gpu_kernels: bool = False  # those that keep the state of the batch on the device
+    has_gpu_kernels: bool = False  # kernels that keep the state of the batch on the device
     has_fp8: bool = True  # whether a GPU converts e4m3 numbers, from compute capability 8.9 on
     has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
     profile: DeviceProfile = CPU  # measurements of the device

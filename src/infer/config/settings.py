@@ -368,7 +368,7 @@ class SchedulerConfig:
     )
     max_queue: int | None = knob(
         None,
-        "sequences that may wait for an engine, beside those that its free places will take; more are "
+        "sequences that may wait for an engine, besides the ones that its free places will take; more are"
         f"refused; default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
@@ -775,7 +775,7 @@ def engine_sections() -> dict[str, type]:
 
 
 def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
-    """Return every knob by name, in the order of the sections; those of the server only on request."""
+    """Return every knob by name, in the order of the sections; the server's only on request."""
     table: dict[str, KnobRow] = {}
     sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
     for section, section_type in sections.items():

@@ -104,7 +104,7 @@ def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> N
 def close_objects(schema: Any) -> bool:
     """Close objects that name their properties, where the schema does not say; return True if any was.
 
-    It changes `schema` itself. What is allowed then was allowed before. Names are those of `properties` and
+    It changes `schema` itself. What is allowed then was allowed before. Names come from `properties` and
     `required` and the patterns; an object without `properties` and patterns names none and stays free. A
     schema that combines objects (`allOf`, or properties next to `anyOf`) is left as it is: each of its parts
     names some of the properties.
@@ -242,7 +242,7 @@ def _check_terminals(tokens: list[_Token], param: str) -> None:
     _check_size(total, MAX_PATTERNS_SIZE, "all expressions", param)
     while stack:
         name = stack[-1]
-        if name not in opened:  # those that it names first
+        if name not in opened:  # names that it names first
             opened.add(name)
             named = {text for kind, text, _ in bodies[name] if kind == "name" and _is_terminal(text)}
             stack += [text for text in named if text in bodies and text not in opened]
@@ -513,7 +513,7 @@ class _SchemaCheck:
         if not isinstance(values, list) or ("enum" in schema and not values):
             raise self._error(f"{where}/enum", "must be a list of at least one value", values)
         self._num_enum += len(values)
-        self._check_count(f"{where}/enum", self._num_enum, MAX_ENUM, "values, with those of other enums")
+        self._check_count(f"{where}/enum", self._num_enum, MAX_ENUM, "values, together with other enums")
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 raise self._error(f"{where}/pattern", "must be a string", schema["pattern"])

@@ -180,7 +180,7 @@ class Guide:
         return self.error is None
 
     def note_mask(self, *, is_wide: bool) -> tuple[int, ...]:
-        """Take note of the mask that was filled last, which is that of the next id; returns what is forced.
+        """Take note of the mask that was filled last, which is for the next id; returns what is forced.
 
         One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
         """

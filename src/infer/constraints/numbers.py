@@ -70,7 +70,7 @@ class Digits:
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
         """Take tokens of too many digits out of the mask after a number, if others are left.
 
-        A mask that allows letters is that of a text, whatever its quotes.
+        A mask that allows letters belongs to a text, whatever its quotes.
         """
         if self._probes and all(mask_W[each // 32] >> each % 32 & 1 for each in self._probes):
             return

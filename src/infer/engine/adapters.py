@@ -38,7 +38,7 @@ from infer.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
 
-FAULT_BYTES = 960  # bytes of a rank's reason that others are told
+FAULT_BYTES = 960  # bytes of a rank's reason that others get
 LEAST_RANK = 16  # kept where no adapter asks for more: what others keep
 
 
@@ -181,7 +181,7 @@ def network_of(loaded: LoadedModel | LoadChoice) -> Model:
 def needed_room(config: AdapterConfig, model: Model) -> AdapterRoom:
     """The room that a bank has; the headers of all adapters of the config are read and checked.
 
-    `model` is that of all ranks.
+    `model` is the same on all ranks.
     """
     weight_map = get_family(model.config.family).weight_map
     found, most, outer = LEAST_RANK, config.max_lora_rank or MAX_RANK, set[str]()

@@ -68,7 +68,7 @@ def fit_to_device(
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
-    `weight_bytes` are taken off what is free: those of weights still to be loaded, or what another rank has
+    `weight_bytes` are taken off what is free: weights still to be loaded, or what another rank has
     less of. `step` is what steps were measured to take; without it, it is computed, with this `scratch` of a
     model not loaded yet. `draft` is what another model that drafts takes.
     """
@@ -76,7 +76,7 @@ def fit_to_device(
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
     num_ranks = ranks_sharing(config.settings, loaded.device)
-    if is_gpu(loaded.device):  # `device_memory` is that of all ranks on a GPU, which hold as much as this one
+    if is_gpu(loaded.device):  # `device_memory` is for all ranks on a GPU, which hold as much as this one
         memory = replace(memory, held=num_ranks * memory.held)
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
@@ -119,7 +119,7 @@ def fit_to_memory(
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
     """Return how many ranks of a model take their memory from this device: on a CPU, all on this machine."""
-    shares = not is_gpu(device) or ":" in settings.load.device  # a GPU that was named is that of all ranks
+    shares = not is_gpu(device) or ":" in settings.load.device  # all ranks share a GPU that was named
     return settings.load.num_local_ranks if shares else 1
 
 

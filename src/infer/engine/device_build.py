@@ -5,7 +5,7 @@
     make_store  keys and values, in the room that rank 0 has found (cache_fit.py)
     make_warm   the device half, and on a GPU what prepares its steps
 
-Rank 0 does this while it builds the engine (build.py), the others when they are told to (rank_worker.py).
+Rank 0 does this while it builds the engine (build.py), the others on its message (rank_worker.py).
 `resolve_for` needs none of the weights, so `memory_plan.check_settings` asks it before a model is loaded.
 """
 
@@ -133,7 +133,7 @@ class DeviceBuild(NamedTuple):
         def compile_steps(warm_up: WarmUp) -> None:
             warm_up.compile()  # Triton's kernels, while others compile those in CUDA C++
             if not wait_for_linears():
-                warm_up.compile()  # Triton's kernels in place of those that could not be had
+                warm_up.compile()  # Triton's kernels in place of unavailable ones
             warm_up.device.wait_for_compilers()
 
         return rehearse(

@@ -119,7 +119,7 @@ class DraftModel:
             self._target.expect(None)
             if not self._state.num_drafts:  # texts go on without them
                 self._early = None
-            self._changes = []  # it has had those of all plans before
+            self._changes = []  # it has had the changes of all plans before
         self._changes += plan.table_changes
         if len(self._changes) > MOST_CHANGES:  # too long without drafts: rows begin anew, with whole tables
             self._changes, self._host = [], self._new_host()

@@ -5,11 +5,11 @@
     1       t9 | a b c                   three after a, three after b, ..     as many as the tree has
     2       t9 | a b c, aa ab ba         and so on, until the tree is as deep as it should be
 
-Its orders are windows like those of the model that judges, with the same masks and slots, so a draft model
+Its orders are windows like the judging model's, with the same masks and slots, so a draft model
 needs nothing of its own to see a tree. It computes nodes again in each turn: that takes hardly longer than
 the newest alone. What it keeps of a window is the main line, whose keys and values lie where a text's would.
 
-On a GPU all turns are one graph, as those of a chain are (execution/gpu/tree_turns.py). A turn computes the
+On a GPU all turns are one graph, as for a chain (execution/gpu/tree_turns.py). A turn computes the
 newest nodes alone. The device judges trees, too, and moves keys and values of the kept path in both models,
 so turns begin before the host knows what is kept. All sequences of a step then have the first nodes of one
 tree, as many as they have places for.

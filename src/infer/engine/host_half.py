@@ -339,7 +339,7 @@ def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
 
 
 def _but_those_of(rows: np.ndarray, changes: list[int], num_rows: int) -> list[int]:
-    """The changes of tables except those of some rows, whose whole tables are sent."""
+    """The changes of tables, except of some rows, whose whole tables are sent."""
     kept = np.array(changes, dtype=np.int64).reshape(-1, 3)
     found: list[int] = kept[~np.isin(kept[:, 0] % num_rows, rows)].reshape(-1).tolist()
     return found

@@ -27,7 +27,7 @@ def measure_cost(
 ) -> PreemptionCost:
     """Time some blocks' way to host memory and a short `prefill` of the model, and return both per token.
 
-    `max_tokens` are those of the largest step: there is memory for no more.
+    `max_tokens`: tokens of the largest step; there is memory for no more.
     """
     probe = GPU_PROBE_TOKENS if is_gpu(store.device) else PROBE_TOKENS
     num_tokens, num_tables = min(probe, max_tokens, model.config.context_len), max(store.tables) + 1

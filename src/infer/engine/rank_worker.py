@@ -83,7 +83,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             else:
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == RankMessage.BIND:
-            build = device = warm_up = slots = None  # those of an engine before this one
+            build = device = warm_up = slots = None  # parts of an engine before this one
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(settings, link.communicator, loaded)
             config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)

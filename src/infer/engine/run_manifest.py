@@ -53,7 +53,7 @@ class RunFacts:
 
 
 def shareable_knobs(config: EngineConfig) -> dict[str, Any]:
-    """Return every knob but those that name places on this machine."""
+    """Return every knob except names of places on this machine."""
     return {name: value for name, value in config.knobs().items() if name not in PLACES}
 
 

@@ -43,7 +43,7 @@ class Drafter(Protocol):
         """True if `collect` may come after the step that verifies the drafts is launched."""
 
     def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
-        """The drafts that these sequences get instead of these counts, given those that are being made."""
+        """The drafts that these sequences get instead of these counts, given the ones being made."""
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Begin to draft for these sequences, as many ids as each has places for."""

@@ -112,7 +112,7 @@ def read_draft(
 ) -> ModelHeaders | HeadHeaders | None:
     """Return the facts of the model or head that drafts, from its files, if there is one; refuse a wrong one.
 
-    `find` replaces how those of a model are found: a plan and a benchmark may have a config.json alone.
+    `find` replaces how a model's are found: a plan and a benchmark may have a config.json alone.
     """
     if not settings.is_on or settings.draft_model is None:
         return None
@@ -251,7 +251,7 @@ def draft_bytes(
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
     states = 2 * num_tokens * states_width * dtype.itemsize  # the model's own states, and side by side
-    crossing = 0  # a head's blocks go to host memory with those of the model, through a buffer of its own
+    crossing = 0  # a head's blocks go to host memory with the model's, through a buffer of its own
     cache = config.settings.cache
     if states_width and cache.has_host_memory and config.device.startswith("cuda"):
         crossing = crossing_bytes(cache.block_size * each)

@@ -43,8 +43,8 @@ class EngineStats(EngineForm):
     num_step_tokens: int = 0  # counter: tokens the model has seen
     step_sizes: tuple[int, ...] = ()  # counters: steps by tokens, one per bucket of STEP_TOKENS
     num_queried_tokens: int = 0  # counter: prompt tokens looked up in the prefix cache
-    num_hit_tokens: int = 0  # counter: those of them that were found
-    num_host_hit_tokens: int = 0  # counter: those of these that were in host memory
+    num_hit_tokens: int = 0  # counter: tokens of these that were found
+    num_host_hit_tokens: int = 0  # counter: tokens of these that were in host memory
     host_bytes_out: int = 0  # counter: bytes of blocks that went to host memory
     host_bytes_in: int = 0  # counter: bytes of blocks that came from there
     num_restarts: int = 0  # counter: times it was started again, counted by its client
@@ -53,7 +53,7 @@ class EngineStats(EngineForm):
     grammar_times: tuple[int, ...] = ()  # counters: how often, one per bucket of GRAMMAR_SECONDS
     num_draft_windows: int = 0  # counter: sequences' steps with drafts
     num_draft_tokens: int = 0  # counter: drafts that steps have judged
-    num_accepted_tokens: int = 0  # counter: those of them that were kept
+    num_accepted_tokens: int = 0  # counter: drafts of these that were kept
     accepted_by_position: tuple[int, ...] = ()  # counters: kept at each position of a window
     draft_saved_s: float = 0.0  # seconds saved in all, estimated; falls where drafts are wrong
     rank_step_s: float = 0.0  # counter: seconds of steps that several ranks compute, as rank 0 sees them
@@ -63,7 +63,7 @@ class EngineStats(EngineForm):
     num_used_blocks: int = 0  # held by sequences
     num_cached_blocks: int = 0  # held by the prefix tree
     num_host_blocks: int = 0  # blocks in host memory
-    num_used_host_blocks: int = 0  # those of them that hold something
+    num_used_host_blocks: int = 0  # host blocks that hold something
 
 
 RANK_WAITS = ("sum", "stage", "order")  # what a rank waits for: sums of others, another stage, rank 0

@@ -49,7 +49,7 @@ def measure_step_costs(
     draft_start: int = 0,
     has_trees: bool = False,
 ) -> StepCosts:
-    """Return what steps of a device take; the gaps are those of the host where it overlaps other steps.
+    """Return what steps of a device take; the gaps are the host's where it overlaps other steps.
 
     `max_tokens`: tokens of a text that models can see and the cache can hold; a table may have room for more.
     `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.

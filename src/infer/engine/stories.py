@@ -1,6 +1,6 @@
 """The life of each request in numbers, kept while it runs and for the last ones that ended.
 
-A story is told by `GET /explain/{id}` (server/explain/). Here are its numbers, noted when something happens
+`GET /explain/{id}` tells a story (server/explain/). Here are its numbers, noted when something happens
 to the request, and not with every token:
 
     accept   it joins the queue          admit    it is let in, for the first time or again
@@ -92,7 +92,7 @@ class EngineStory(msgspec.Struct, kw_only=True):
     num_running: int = 0  # sequences that ran when it came
     num_overtakers: int = 0  # requests that came later and were let in before it, at least
     num_cached: int = 0  # tokens of its prompt
-    num_from_host: int = 0  # those of them that were in host memory
+    num_from_host: int = 0  # tokens of these that were in host memory
     prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
@@ -102,12 +102,12 @@ class EngineStory(msgspec.Struct, kw_only=True):
     num_moved: int = 0  # blocks that left
     num_recomputed: int = 0  # tokens
     away_s: float = 0.0  # seconds that it waited to run again
-    away_first_s: float = 0.0  # those of them before its first token
+    away_first_s: float = 0.0  # seconds of these before its first token
     is_away: bool = False
     num_draft_steps: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    mask_s: float = 0.0  # seconds in which steps waited for masks while it ran, its own and those of others
+    mask_s: float = 0.0  # seconds in which steps waited for masks while it ran, its own or others'
     num_jumped: int = 0  # tokens that had to come and were appended without a step for each
     step_tokens: float = 0.0  # tokens of a step while it decoded, on average
     num_prompts_beside: int = 0  # tokens of prompts that were computed while it decoded
@@ -235,13 +235,13 @@ class Stories:
         story.num_overtakers = max(self._num_begun - life.begun_before - story.num_ahead, 0)
 
     def on_chunk(self, seq: Sequence, num_tokens: int, num_running: int) -> None:
-        """Note a chunk of a prompt; those that are computed again after a preemption only as tokens."""
+        """Note a chunk of a prompt; chunks that are computed again after a preemption only as tokens."""
         self._chunk_tokens += num_tokens
         life = self._live.get(seq.request_id)
         if life is None:
             return
         if life.story.first_at:
-            life.chunks_then += num_tokens  # its own tokens do not count as those of other prompts
+            life.chunks_then += num_tokens  # its own tokens do not count as other prompts'
             return
         story = life.story
         story.num_chunks += 1

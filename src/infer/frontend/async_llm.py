@@ -98,7 +98,7 @@ class AsyncLLM(TextModel):
     ) -> RequestOutput:
         """Continue a prompt and return the whole answer; cancelling the call ends the request.
 
-        Options are those of `RequestOptions`: request_id, priority, deadline and cache_salt.
+        Options are fields of `RequestOptions`: request_id, priority, deadline and cache_salt.
         """
         return await self._answer(await self._open(self._open_prompt, prompt, params, **options))
 

@@ -106,7 +106,7 @@ class TextModel:
             )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """Return these parameters, and the model's defaults for those that are not given or None."""
+        """Return these parameters, with the model's defaults for missing ones and None."""
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**(dict(self.sampling_defaults) | chosen))
 
@@ -213,7 +213,7 @@ class LLM(TextModel):
         """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
 
         `SamplingParams(n=, best_of=, logprobs=)` sets the number of outputs, of tries, and the logprobs.
-        Options are those of `RequestOptions`: priority, deadline, cache_salt and adapter, the same for every
+        Options are fields of `RequestOptions`: priority, deadline, cache_salt and adapter, the same for every
         prompt.
 
         If some of several prompts fail in the engine, `BatchFailed` names them and holds the other answers.
@@ -277,7 +277,7 @@ class LLM(TextModel):
         """Answer one conversation or several; a plain string is a conversation of one message.
 
         An answer's `text` does not include its `reasoning` and `tool_calls`, which have fields of their own.
-        Options are those of `ChatOptions`: `tools` are in the form of OpenAI's API, or Python functions
+        Options are fields of `ChatOptions`: `tools` are in the form of OpenAI's API, or Python functions
         (functions.py); `tool_choice` is 'auto', 'none', 'required', or the name of a tool;
         max_reasoning_tokens, template_options; priority, deadline, cache_salt and adapter as in `generate`.
         """

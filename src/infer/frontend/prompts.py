@@ -57,7 +57,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ChatOptions(RequestOptions, total=False):
-    """The options of a conversation: those of a request, and those for the contents of its answer."""
+    """The options of a conversation: a request's options, and options for the contents of its answer."""
 
     tools: Tools | None  # tools in the form of OpenAI's API, or Python functions (functions.py)
     tool_choice: object  # 'auto', 'none', 'required', or the name of a tool
@@ -66,7 +66,7 @@ class ChatOptions(RequestOptions, total=False):
 
 
 def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
-    """The options that `PromptEncoder.open_chat` takes, and those of the request."""
+    """The options that `PromptEncoder.open_chat` takes, and the request's own."""
     request = {name: value for name, value in options.items() if name not in CHAT_OPTIONS}
     chat = {name: value for name, value in options.items() if name in CHAT_OPTIONS}
     if "tool_choice" in chat:
@@ -447,7 +447,7 @@ def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> li
 
 
 def _check_options(options: RequestOptions) -> None:
-    """Refuse unknown options and those of the wrong type."""
+    """Refuse unknown options and options of the wrong type."""
     for name in options:
         if name in SamplingParams.__dataclass_fields__:
             raise RequestError.about(name, f"belongs to the params: SamplingParams({name}=...)")

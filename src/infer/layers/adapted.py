@@ -42,7 +42,7 @@ class AdapterRoom(NamedTuple):
 
     num_slots: int  # adapters at a time
     rank: int  # the largest
-    outer: frozenset[str] = frozenset()  # those of `OUTER` that can be adapted, too
+    outer: frozenset[str] = frozenset()  # parts of `OUTER` that can be adapted, too
 
 
 class AdapterBank:
@@ -146,7 +146,7 @@ def _matrices(
 ) -> Iterator[tuple[str, list[int], int]]:
     """The matrices that can be adapted, the rows of their parts, their columns.
 
-    These are those of the layers, but for experts and their routers, and the `outer` ones that are asked for.
+    These are the layers' matrices, except experts and routers, and the `outer` ones that are asked for.
     """
     for name, layer in model.named_modules():
         if whole is not None and name in outer:

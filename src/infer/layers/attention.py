@@ -95,7 +95,7 @@ class StepContext(Protocol):
     ) -> torch.Tensor:
         """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H].
 
-        A layer that shares those of another one has no heads of keys and values, and nothing is cached.
+        A layer that shares another layer's has no heads of keys and values, and nothing is cached.
         """
 
     def recur(

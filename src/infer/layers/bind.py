@@ -129,7 +129,7 @@ def _use_references(modules: Iterable[nn.Module]) -> None:
 
 
 def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
-    """The matrices that write sums into the residual stream, and those that read them."""
+    """The matrices that write sums into the residual stream, and the matrices that read them."""
     children = [child for block in blocks.children() for child in block.children()]
     writers: set[Projected] = set()
     readers: set[Projected] = set()
@@ -143,7 +143,7 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
 
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
-    """The matrices of a sub-layer in their order; for a mixture of experts, those that all tokens share."""
+    """The matrices of a sub-layer in their order; in a mixture of experts, the ones all tokens share."""
     return [module for module in sublayer.modules() if isinstance(module, Linear)]
 
 

@@ -64,5 +64,5 @@ class DeltaConfig:
 
     @property
     def num_channels(self) -> int:
-        """The channels of q, k and v of a token, which the convolution mixes with those of earlier tokens."""
+        """The channels of q, k and v of a token, which the convolution mixes with earlier tokens'."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim

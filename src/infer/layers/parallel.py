@@ -103,7 +103,7 @@ class VocabularyParallel(Wrapped):
 
 
 class VocabularyShare:
-    """The rows of an embedding that a rank has, and the sum that brings in those of the others."""
+    """The rows of an embedding that a rank has, and the sum that brings in the other ranks' rows."""
 
     def __init__(self, communicator: Communicator, vocab_size: int, num_rows: int) -> None:
         self._communicator, self._num_rows = communicator, num_rows
@@ -122,7 +122,7 @@ class VocabularyShare:
 
 
 def join_ranks(model: nn.Module, communicator: Communicator, vocab_size: int) -> None:
-    """Let the parts of a model that this rank has compute with those of the others."""
+    """Let the parts of a model that this rank has compute with the other ranks' parts."""
     for name, layer in model.named_modules():
         if isinstance(layer, Projected) and kind_of(name) in BY_COLUMNS:
             layer.projection = RowParallel(layer.projection, communicator)

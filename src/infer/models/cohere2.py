@@ -60,7 +60,7 @@ class Block(nn.Module):
         self.attention, self.mlp = attention, mlp
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
-        """Add attention's output to the stream, and that of the MLP for the same input."""
+        """Add attention's output to the stream, and the MLP's for the same input."""
         normed_TD = self.norm(stream)
         stream.add(self.attention(normed_TD, step))
         stream.add(self.mlp(step.needed(normed_TD)))

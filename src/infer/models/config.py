@@ -108,7 +108,7 @@ class ModelConfig:
         return experts.num_choices * experts.size + experts.shared_size
 
     def layer_weights(self, layer: int) -> int:
-        """The weights that one token is multiplied with in one layer, only those of its own experts.
+        """The weights that one token is multiplied with in one layer, only its own experts'.
 
         Only matrices count, however they are stored; norms, biases and routers are too small.
         """
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def all_layer_weights(self) -> int:
-        """The weights of all layers that one token is multiplied with, only those of its own experts."""
+        """The weights of all layers that one token is multiplied with, only its own experts'."""
         return sum(map(self.layer_weights, range(self.num_layers)))
 
     @property

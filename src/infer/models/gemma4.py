@@ -5,7 +5,7 @@
                         perhaps fewer kv heads; in global layers the first quarter of each head's pairs turns
     norms of heads      queries and keys with a weight, values without one; scores are not scaled
     values from keys    global layers may have no matrix of values: keys, before their norm, serve as both
-    shared keys         the last layers have no keys and values; they read those of the last layer of their
+    shared keys         the last layers have no keys and values; they use the ones of the last layer of their
                         kind that has some (`LayerSpec.kv_layer`)
     inputs of layers    a second embedding has some numbers for each layer, which are mixed with a projection
                         of the first one; a gate in the layer multiplies them, and the product is added
@@ -122,7 +122,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The sizes of each layer, given those of the layers with a window."""
+    """The sizes of each layer, given the sizes of the layers with a window."""
     num_layers, num_shared = shared.num_layers, 0
     if keys.get("num_kv_shared_layers") not in (None, 0):
         num_shared = keys.size("num_kv_shared_layers", at_most=num_layers - 1)

@@ -6,7 +6,7 @@
 norms                four in a block; the file's `post_attention_layernorm` is the one *before* the MLP
 rotation             only the first half of a head; neighbours 2 i and 2 i + 1 turn together
 biases               for queries, keys and values
-gate_up_proj         the rows of gate, then those of up
+gate_up_proj         the rows of gate, then the rows of up
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def read_shared_config(
 ) -> ModelConfig:
     """Read the keys that the families of this block share.
 
-    A `window` holds for all layers, or for those that `slides` selects, if the config does not list them.
+    A `window` holds for all layers, or for layers that `slides` selects, if the config does not list them.
     `rotary_share` is the share of a head that turns if the config does not say; None: always all of it.
     `attention_bias` is the default of that key, which gives all matrices of attention a bias; None: no key.
     """

@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.mlp, self.post_mlp_norm = mlp, norm_of(config)
 
     def forward(self, stream: ResidualStream, step: StepContext) -> None:
-        """Add the norm of attention's output to the stream, then that of the MLP's."""
+        """Add the norm of attention's output to the stream, then the norm of the MLP's."""
         stream.add(self.post_attention_norm(self.attention(stream.settle(), step)))
         stream.add(self.post_mlp_norm(self.mlp(stream.settle())))
 

@@ -34,7 +34,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that have a plain MLP: those that are named, and all but every n-th."""
+    """The layers that have a plain MLP: the named ones, and all but every n-th."""
     every = raw.size("decoder_sparse_step", default=1)
     named = raw.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

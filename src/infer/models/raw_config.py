@@ -177,7 +177,7 @@ def read_two_ropes(
 ) -> tuple[float, float, RopeScaling | None]:
     """Base of the layers that see everything, base of windowed layers, and the scaling of the former.
 
-    Newer configs have a section for each kind of layer; in older ones the scaling is never that of windows.
+    Newer configs have a section for each kind of layer; in older ones the scaling is never for windows.
     """
     theta = raw.number("rope_theta", default=theta)
     if raw.get("rope_parameters") is None:

@@ -17,7 +17,7 @@ that our attention does not know, a layer that keeps state of its own.
 Logits are made by the model's own forward, whose base model is replaced by one that returns the hidden states
 that are there already: so a scale or a soft cap after the head is never forgotten.
 
-The code is that of the installed package alone. A checkpoint's own Python is never run.
+Only code of the installed package runs. A checkpoint's own Python is never run.
 
 Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden size, N query heads, G kv
 heads, H head size, V vocabulary.

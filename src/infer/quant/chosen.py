@@ -22,7 +22,7 @@ from infer.quant.residual import NormedInput, ResidualNorm, as_tensor
 
 
 class ChosenExperts(Projection):
-    """The product with `down` of each token's experts; its weights are those of the layer."""
+    """The product with `down` of each token's experts; its weights are the layer's."""
 
     can_add = True
 

@@ -25,7 +25,7 @@ class StoredCodes(NamedTuple):
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale
     cpu_bits: int = 0  # bits of the integers that a CPU keeps them as, if there are fewer than `kind` has
-    order: str = ""  # a digest of `in_order`'s columns, where those of a group are not neighbours
+    order: str = ""  # a digest of `in_order`'s columns, where a group's columns are not neighbours
     num_outliers: int = 0  # numbers that are added to single elements
 
 

@@ -37,7 +37,7 @@ class Dense(Projection):
     compiled: CompiledLinears | None = None
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """The matrix, or the stack of those of all experts."""
+        """The matrix, or the stack of all experts' matrices."""
         spec = self.spec
         stack = () if spec.num_experts is None else (spec.num_experts,)
         shape = (*stack, spec.num_rows, spec.size)

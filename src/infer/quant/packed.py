@@ -46,7 +46,7 @@ class QuantizedRows(NamedTuple):
     """Rows of a matrix in groups of 32 small integers, in the form that a `PackedMatrix` keeps."""
 
     integers: torch.Tensor  # int8, [rows, K]
-    scales: torch.Tensor  # float16, [rows, K / 32]; in 6 bits, those of the first 16 of each 32
+    scales: torch.Tensor  # float16, [rows, K / 32]; in 6 bits, scales of the first 16 of each 32
     minima: torch.Tensor | None  # the same, in 4 and 5 bits; in 6 bits, the scales of the second 16
 
 
@@ -179,14 +179,14 @@ class Packed(Projection):
         if integers is not None:
             matrix.fill_integers(*integers, first)
             return
-        # a copy of plain numbers: those of a mapped file are read from the disk when they are first touched
+        # a copy of plain numbers: a mapped file's are read from the disk when they are first touched
         numbers = rows.numbers() if isinstance(rows, CodedRows) else rows.to(torch.float32, copy=True)
         begin = moment(self.spec.device)
         matrix.fill(numbers.contiguous(), first)
         self._made.append((begin, moment(self.spec.device)))
 
     def use_digits(self, digits: int) -> None:
-        """Round activations to `digits` digits from now on, those of experts too."""
+        """Round activations to `digits` digits from now on, in experts too."""
         for matrix in self.matrices:
             matrix.digits = digits
 
@@ -270,7 +270,7 @@ class Int6(Int5):
 def _halved(integers: torch.Tensor, *scales: torch.Tensor) -> QuantizedRows:
     """Rows with their scales and minima as float16.
 
-    Those that are too small for it lose what the float16 in the file, of which each is a multiple, lacks too.
+    Too small scales lose what the float16 in the file, of which each is a multiple, lacks too.
     """
     halves = [each.half().contiguous() for each in scales]
     if not all(bool(half.isfinite().all()) for half in halves):

@@ -102,7 +102,7 @@ def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
 
 
 def _round_to_table(groups: torch.Tensor, size: int, codes: str) -> CodedPart:
-    """Groups [R, G, k] as entries of one table: that of bitsandbytes, whatever another file may have."""
+    """Groups [R, G, k] as entries of one table: bitsandbytes' own, whatever another file may have."""
     scales, table = groups.abs().amax(2).clamp(min=TINY), torch.tensor(NF4, device=groups.device)
     places = torch.bucketize(groups / scales[:, :, None], (table[1:] + table[:-1]) / 2)
     tables = table.expand(len(groups) if codes == "lut4" else 1, -1)

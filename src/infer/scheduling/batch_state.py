@@ -309,7 +309,7 @@ class BatchState:
         it has committed; to take more back is an error. A sequence that was preempted after the step was
         launched loses the tokens as well, and as much of its cache as it has left.
 
-        `num_replayed`: tokens of each chunk before those that stay, and that have to be computed again.
+        `num_replayed`: tokens of each chunk before the kept ones, which have to be computed again.
         """
         num_undone = num_refused if num_replayed is None else num_refused + num_replayed
         undone = num_undone.nonzero()[0]

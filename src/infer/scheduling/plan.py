@@ -135,7 +135,7 @@ class StepPlan:
     table_changes: list[int] = field(default_factory=list, compare=False)
     """Blocks that tables of sequences which ran already have got: for each its row, its index, the block.
 
-    Rows are counted through all tables: of the second table they begin where those of the first end.
+    Rows are counted through all tables: rows of the second table follow the rows of the first.
     """
 
     @property

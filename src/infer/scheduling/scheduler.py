@@ -553,7 +553,7 @@ class Scheduler:
         """The number of its pending tokens that fit this step; without chunking all of them or none."""
         pending = seq.num_tokens - seq.num_computed
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
-            pending -= 1  # it was preempted, and its last token is computed with those of the other beams
+            pending -= 1  # it was preempted, and its last token is computed with the other beams' tokens
         if self.config.use_chunked_prefill and self.keeps_cache:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
@@ -586,7 +586,7 @@ class Scheduler:
                 self._preempt(self.running[-1], draft)
 
     def _transfer(self, kind: TransferKind, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
-        """Move blocks, after those that were evicted for them or have been found in host memory."""
+        """Move blocks, after the blocks that were evicted for them or have been found in host memory."""
         draft.transfers += [Transfer(*move) for move in self.pool.take_moves()]
         draft.transfer(kind, pairs)
 

@@ -16,7 +16,7 @@ from infer.scheduling.sequence import Sequence
 HOLDS: Final = (
     "next step",  # nothing: what waits came after the last plan, and the next one lets it in
     "batch full",  # max_batch_size sequences run
-    "no tokens left",  # those that run have spent the step's tokens, or all that prompts may have of them
+    "no tokens left",  # running sequences use the step's tokens, or all that prompts may use
     "cache full",  # there are too few free blocks
     "batch closed",  # static batching: the batch runs until its last sequence is done
 )

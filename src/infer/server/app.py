@@ -1,6 +1,6 @@
 """The application: its routes, and the layers around them, from the outside in:
 
-    AccessLog     an id, a log line and counts for every request, also for those that are refused
+    AccessLog     an id, a log line and counts for every request, also for refused ones
     HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
     CORS          only if an origin is configured; outside Auth, because a browser first asks without a key
     Auth          closed unless listed open

@@ -8,7 +8,7 @@ no lock, no label lookup. prometheus-client is asked at a scrape, to write what 
     HTTP     ──► ServerMetrics.count_http
     GPU      ──► NVML, asked at the scrape       (tools/nvml.py; nothing on a CPU)
 
-The names are those of vLLM's dashboards with the prefix `infer_`. `--metrics-prefix vllm` writes every series
+Names as in vLLM's dashboards, with the prefix `infer_`. `--metrics-prefix vllm` writes every series
 under vLLM's own name as well (`vllm:`), so that a dashboard made for vLLM works as it is.
 """
 
@@ -230,7 +230,7 @@ class ServerMetrics(Collector):
             yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
     def _collect_models(self) -> Iterator[Metric]:
-        """Yield the stage of each model that has a name, and what those that sleep take."""
+        """Yield the stage of each model that has a name, and the memory of sleeping ones."""
         rows = [((name, each), each == stage) for name, stage in self.stages.items() for each in STAGES]
         yield self._gauge(
             "model_state",
@@ -265,7 +265,7 @@ class ServerMetrics(Collector):
         ends = [
             ((*meter.labels, reason), meter.finished[reason])
             for meter in self.meters
-            for reason in _SHOWN  # also those that never happened: a rate needs a start
+            for reason in _SHOWN  # also reasons that never happened: a rate needs a start
         ]
         yield self._counter(
             "request_success", "Sequences that ended, by reason.", ends, (*LABELS, "finished_reason")

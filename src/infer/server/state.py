@@ -106,7 +106,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailure:
-    """The facts of an error that a client is told; `ApiError` (protocol/errors.py) writes them as JSON."""
+    """The facts of an error for a client; `ApiError` (protocol/errors.py) writes them as JSON."""
 
     status: int
     message: str
@@ -130,7 +130,7 @@ class RequestRecord:
     request_id: str
     arrived_at: float  # perf_counter seconds
     path: str = ""  # path of the route
-    api: Api = "openai"  # the API that its path belongs to: errors are told in that form
+    api: Api = "openai"  # the API that its path belongs to: errors have that form
     is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
     tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
     asker: str = ""  # requests of one asker get the same model of an alias; set by a body or a choice

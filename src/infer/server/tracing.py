@@ -76,7 +76,7 @@ class Tracing:
         return [(TRACEPARENT.encode(), carrier[TRACEPARENT].encode())] if TRACEPARENT in carrier else []
 
     def end(self, span: Any, scope: Scope, record: RequestRecord, route: str) -> None:
-        """Close the span of a request and add those of its stages."""
+        """Close the span of a request and add the spans of its stages."""
         parent = self._api.set_span_in_context(span)
         for name, start, end, facts in record.spans or ():
             stage = self._tracer.start_span(

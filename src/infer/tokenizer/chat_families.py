@@ -8,7 +8,7 @@ because a chat format is made of special tokens, and a model that was trained on
     <|channel|>           gpt-oss
 
 The first row that fits wins. A model that fits none uses the template it was shipped with; a base model has
-none, and is told so. Some formats are plain text (Mistral 7B v0.1 and v0.2, Mixtral 8x7B, Llama 2), and
+none, and an error says so. Some formats are plain text (Mistral 7B v0.1 and v0.2, Mixtral 8x7B, Llama 2), and
 models of Mistral's tokenizer v7 differ in their default system prompt: no vocabulary tells these apart, so a
 row that `yields` leaves the choice to the shipped template, and ours is used on demand or in its absence.
 """

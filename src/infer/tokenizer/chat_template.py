@@ -109,7 +109,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
 
-        `options` are those of `render`. A text too long for `context_len` is refused before it is encoded.
+        `options`: as for `render`. A text too long for `context_len` is refused before it is encoded.
         """
         if opening == "continued":
             text = self.render_open(messages, **options)

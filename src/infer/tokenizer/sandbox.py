@@ -8,7 +8,7 @@ and every operation that can grow is charged to it first:
     a ~ b                      becomes a call of `concat_parts`
     {{ a }}                    is paid for, as a block or a macro may collect it
     a + b, a * b, a % b        Jinja lets a sandbox intercept them
-    methods and filters        must not get large numbers; those that multiply sizes are checked before they
+    methods and filters        must not get large numbers; ones that multiply sizes are checked before they
                                run, and every result is paid for
 """
 

@@ -38,7 +38,7 @@ class SpecialText:
         self._pattern = re.compile(_trie_pattern(sorted(self._tokens))) if self._tokens else None
 
     def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
-        """Yield each occurrence from left to right, never overlapping, except those that `guard` marked."""
+        """Yield each occurrence from left to right, never overlapping, except what `guard` marked."""
         if self._pattern is None:
             return
         end = 0

@@ -70,8 +70,8 @@ def test_nodes_with_the_same_secret_and_facts_are_admitted() -> None:
 @pytest.mark.parametrize(
     ("token", "facts", "reason"),
     [
-        (b"another secret", FACTS, "the secret (INFER_RANK_TOKEN) of this node is not that of node 0"),
-        (b"", FACTS, "the secret (INFER_RANK_TOKEN) of this node is not that of node 0"),
+        (b"another secret", FACTS, "the secret (INFER_RANK_TOKEN) of this node differs from node 0's"),
+        (b"", FACTS, "the secret (INFER_RANK_TOKEN) of this node differs from node 0's"),
         (
             SECRET,
             FACTS | {"version": "2"},

@@ -215,7 +215,7 @@ def shared_key(num: int) -> dict[str, Any]:
         (products(5), "combines more than 256 alternatives"),
         (products(40, 2), "combines more than 256 alternatives"),
         (shared_key(5), "combines more than 256 alternatives"),
-        (at_a(enum=list(range(10_001))), "has 10001 values, with those of other enums; at most 10000"),
+        (at_a(enum=list(range(10_001))), "has 10001 values, together with other enums; at most 10000"),
         (at_a(anyOf=[{"enum": list(range(100))} for _ in range(101)]), "has 10100 values"),
         (at_a(items=[{} for _ in range(20_000)]), "the schema at # holds more than 20000 schemas"),
         ({"properties": {str(i): {} for i in range(1_001)}}, "has 1001 properties; at most 1000"),

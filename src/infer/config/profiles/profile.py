@@ -4,7 +4,7 @@ The number of prompt tokens that fit next to rows that decode, the step sizes th
 which another kernel is faster: these numbers are true of the GPU they were measured on. They live only here:
 
     hopper_h200.py   what was measured, on an H200
-    generic.py       the same numbers, without those that are known to be wrong elsewhere
+    generic.py       the same numbers, without the ones known to be wrong elsewhere
     cpu.py           the generic ones, with the steps of a CPU
 
     name, compute capability ──► find_profile ──► DeviceProfile ──► resolve ──► scheduler, graphs

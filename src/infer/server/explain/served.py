@@ -65,7 +65,7 @@ class ServedRequest(msgspec.Struct, kw_only=True):
 
 
 class ServedRequests:
-    """The requests of one API process: those that are open, and the last `limit` that have ended."""
+    """The requests of one API process: the open ones, and the last `limit` that have ended."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -402,7 +402,7 @@ class Fleet:
                     await client.set_adapter(name, None)
 
     def _check_adapter_name(self, name: str) -> None:
-        """Refuse a name that is taken, be it that of a model on demand that is not loaded."""
+        """Refuse a name that is taken, even by a model on demand that is not loaded."""
         self._check_name(name)
         if name in self.state.names:
             raise NameTaken(f"a model named {name!r} is loaded on demand; use another name", param="name")

@@ -6,7 +6,7 @@
                                                                   serves newcomers no more, ends its requests,
                                                                   and stops
 
-One model is loaded at a time, in the order in which they were asked for. Among those that could make room,
+One model is loaded at a time, in the order in which they were asked for. Among models that could make room,
 one without requests goes first. One with requests is never cut off: it stops when they have ended, and those
 who ask for it meanwhile wait for its next load, so that no model can keep the others out for ever. A failed
 load is reported to all who wait, and the next request tries again.

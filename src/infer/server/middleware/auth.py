@@ -139,7 +139,7 @@ def _tenant_secret(keys: Iterable[str]) -> bytes:
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key in the authorization header, else in that of Anthropic's clients; empty without either."""
+    """The key in the authorization header, else in Anthropic's header; empty without either."""
     given = header_of(scope, b"authorization")
     if given is None:
         return (header_of(scope, b"x-api-key") or b"").strip()

@@ -167,7 +167,7 @@ class Workers:
         return answer
 
     async def close(self) -> None:
-        """End every process: those that do not end by themselves are killed."""
+        """End every process, and kill the ones that do not end."""
         self._is_closing = True
         self.tell("stop")
         waits = [asyncio.to_thread(_wait, process.child) for process in self._processes]

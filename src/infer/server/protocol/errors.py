@@ -15,7 +15,7 @@ under /api/ Ollama's `{"error": "message"}`.
 
 A message about a request is written here, or quotes the client's own words. A message of an engine or a
 template may quote another library's exception, with addresses and paths of this machine in it, so these are
-scrubbed: all paths but the names of our routes. The client is told that an unexpected exception happened, and
+scrubbed: all paths but the names of our routes. The client learns that an unexpected exception happened, and
 nothing else about it.
 """
 
@@ -223,7 +223,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
     """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid.
 
     A value that may have one of several forms has an error for each of them: the one that is furthest inside
-    it says most, and those that are equally far inside are told together.
+    it says most, and errors that are equally far inside are reported together.
     """
     path = _steps(errors[0])
     of_field = [each for each in errors[:MAX_FORMS] if _steps(each)[: len(path)] == path]

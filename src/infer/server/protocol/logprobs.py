@@ -1,4 +1,4 @@
-r"""Logprobs in the two shapes of OpenAI's API, and those of prompts in vLLM's.
+r"""Logprobs in the two shapes of OpenAI's API, and logprobs of prompts in vLLM's.
 
     completions   {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{token: logprob}, ..],
                    "text_offset": [..]}                         parallel lists

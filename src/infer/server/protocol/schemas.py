@@ -227,7 +227,7 @@ def account_for(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     where: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fields of an object that are known, and the names of those that are ignored; others are refused.
+    """The known fields of an object, and the names of ignored ones; others are refused.
 
     `where` is the place of the object in the body, and ends with a dot.
     """

@@ -1,6 +1,6 @@
 """The times of one answer, for a client that asks for them (`metrics`): vLLM's names, and some more.
 
-Times are those that the client sees: they run from the arrival of its HTTP request to the moments at which
+Times are as the client sees them: they run from the arrival of its HTTP request to the moments at which
 tokens came from the engine. A step may bring several tokens of a sequence, with drafts or where they had to
 come; the gap before them counts once among the gaps, and the mean is over tokens.
 """

@@ -35,7 +35,7 @@ vllm_router = APIRouter(tags=["admin"], route_class=JsonRoute)
 
 
 class LoadBody(Body):
-    """A model to add, or to serve in place of one; `knobs` are those of the engine, by name."""
+    """A model to add, or to serve in place of one; `knobs` are the engine's, by name."""
 
     name: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1, max_length=4096)

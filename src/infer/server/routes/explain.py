@@ -1,7 +1,7 @@
 """`GET /explain/{id}`: the life of a request, and what would have made it faster.
 
 The id is the answer's `x-request-id`, or its `id`. A request is explained to the API key that it came with,
-and to the operator; everybody else is told that there is none, whether there is one or not. JSON, or plain
+and to the operator; everybody else gets the same 404, whether there is one or not. JSON, or plain
 text where the client asks for it (`accept: text/plain`).
 """
 

@@ -68,7 +68,7 @@ class LlamaCompletion(AskingBody):
         **dict.fromkeys(("input_prefix", "input_suffix"), Neutral(("",), _NO_GAPS)),
         "lora": Neutral(([],), "an adapter is chosen by the name of the model"),
         "n_cmpl": Neutral((1,), "send several requests, or n to /v1/completions"),
-        "post_sampling_probs": Neutral((False,), "logprobs are those of the model"),
+        "post_sampling_probs": Neutral((False,), "logprobs are the model's own"),
         "response_fields": Neutral(([],), "all fields are sent"),
         "samplers": Neutral((), _SAMPLERS),
         "t_max_predict_ms": Neutral((0,), "limit n_predict"),
@@ -138,7 +138,7 @@ async def open_llama(body: LlamaCompletion, http: Request) -> Job:
 
 
 def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:
-    """Biases by token id: those of an object, or of pairs, whose second may be false for never."""
+    """Biases by token id, from an object, or from pairs, whose second may be false for never."""
     if isinstance(given, dict):
         return given
     bias: dict[str, float] = {}

@@ -13,7 +13,7 @@ A stream, the default here, is lines of JSON (NDJSON):
     {..., "done": true, "done_reason", "total_duration", "eval_count", ...}      the end
     {"error": "..."}                                                             in place of the rest
 
-The models are those that the operator serves: `/api/pull` fetches none, and `keep_alive` has an effect only
+Only the operator chooses the models: `/api/pull` fetches none, and `keep_alive` has an effect only
 on models on demand. Ollama's names have a tag, so `my-model` is listed as `my-model:latest` and found by
 either name.
 """
@@ -798,7 +798,7 @@ async def show(body: OllamaNamed, http: Request) -> Response:
 @router.head("/api/version", response_model=None, include_in_schema=False)
 @router.get("/api/version", response_model=None)
 async def get_version() -> Response:
-    """The version of Ollama's API, which clients compare with what they need, and that of this package."""
+    """The version of Ollama's API, which clients compare with what they need, and this package's."""
     return json_response({"version": FOLLOWED, "infer": __version__})
 
 

@@ -123,7 +123,7 @@ async def get_response(response_id: str, http: Request, stream: bool = False) ->
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, http: Request) -> Response:
-    """Forget a stored response; those that continue it have their own copy of its items."""
+    """Forget a stored response; responses that continue it have their own copy of its items."""
     if not await server_state(http).responses.delete(owner_of(http), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -133,7 +133,7 @@ async def delete_response(response_id: str, http: Request) -> Response:
 async def list_input_items(
     response_id: str, http: Request, after: str | None = None, limit: int = 20, order: str = "desc"
 ) -> Response:
-    """The items that a stored response answers, those of the responses before it included."""
+    """The input items of a stored response, including the items of earlier responses."""
     if not 1 <= limit <= MAX_LISTED:
         raise RequestError.about("limit", f"must be in 1..{MAX_LISTED}, got {limit}")
     if order not in ("asc", "desc"):

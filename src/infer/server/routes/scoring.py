@@ -1,6 +1,6 @@
 """`POST /v1/rerank` and `POST /v1/score`: how well documents answer a query.
 
-The bodies are those of Jina, Cohere (v1 and v2) and vLLM, under each of the paths that they use.
+The bodies have the forms of Jina, Cohere (v1 and v2) and vLLM, under each of their paths.
 frontend/scoring.py decides how a model scores, and what is refused.
 """
 
