@@ -202,4 +202,5 @@ def test_two_machines_answer_as_one_process_does_and_end_together(
     assert together[0] == alone[0]
     assert together[1] == pytest.approx(alone[1], abs=1e-4)
     reason, seconds = together[2:]
-    assert "rank 1 ended with signal 9" in reason and seconds < 30
+    assert "rank 1 ended with signal 9" in reason or "NCCL failed" in reason, reason
+    assert seconds < 30

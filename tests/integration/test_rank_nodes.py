@@ -134,10 +134,12 @@ def test_ranks_as_on_the_gpus_of_two_nodes_answer_as_one_and_end_together(
         with LLM(checkpoint, **knobs) as llm:
             assert tokens(llm) == alone
             start = time.monotonic()
-            assert "ended with signal 9" in str(lose(llm, max(rank_pids(node.pid)), signal.SIGKILL))
+            error = str(lose(llm, max(rank_pids(node.pid)), signal.SIGKILL))
+            # Gloo may notice before the other node says so
+            assert "ended with signal 9" in error or "the device failed in step" in error
             assert time.monotonic() - start < PATIENCE
         for seconds in (0.0, 2.0):  # it has just begun, or imports and reads weights
-            with pytest.raises(DeviceLost, match="ended with signal 9|is gone"):
+            with pytest.raises(DeviceLost, match="ended with signal 9|is gone|the device failed"):
                 threading.Thread(target=kill_next_rank, args=(node.pid, seconds)).start()
                 with LLM(checkpoint, **knobs) as llm:
                     list(llm.stream(PROMPTS[0], LONG))

@@ -169,6 +169,7 @@ class NodeCommunicator(DeviceRanks):
         elif self.size > 1:
             self._sums.broadcast(x)
 
+    @torch.inference_mode()
     def pass_ids(self, ids_N: torch.Tensor) -> None:
         """Begin to bring the ids of a step to the stages before the last, which `first` gives there."""
         if self.num_stages == 1 or self._is_alone:
