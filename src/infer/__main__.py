@@ -18,7 +18,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `infer` with these arguments (default: those of the process) and return its exit code."""
+    """Run `infer` with these arguments (default: the process's own) and return its exit code."""
     try:
         import signal  # inside: it imports enum and more, 8 ms in which Ctrl-C raises
 

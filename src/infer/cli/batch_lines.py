@@ -73,7 +73,7 @@ def check_input(path: Path) -> dict[str, int]:
     for line in read_lines(path):
         if line.custom_id in numbers:
             raise ConfigError(
-                f"{path}, line {line.number}: custom_id {_show(line.custom_id)} is that of line "
+                f"{path}, line {line.number}: custom_id {_show(line.custom_id)} is also the one of line "
                 f"{numbers[line.custom_id]}; each line needs its own"
             )
         numbers[line.custom_id] = line.number

@@ -12,7 +12,7 @@ from infer.cli import flags
 from infer.cli.answer import notice, write_out
 
 HELP = "list the models that were downloaded"
-DESCRIPTION = "List the models in this user's caches: the default model and those of the hub."
+DESCRIPTION = "List the models in this user's caches: the default model and models of the hub."
 USAGE = "[options]"
 EXAMPLES = """\
 examples:

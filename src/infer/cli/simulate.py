@@ -96,7 +96,7 @@ FLAGS: flags.Rows = {
     ),
     "-tp/--tensor-parallel-size NUMBERS": (
         numbers,
-        "numbers of ranks to compare, with commas; --cost is that of one (default: 1)",
+        "numbers of ranks to compare, with commas; --cost is for one rank (default: 1)",
     ),
     "-pp/--pipeline-parallel-size N": (positive, "stages of a pipeline are not simulated: 1", 1),
     "--link-bandwidth GB/S": (

@@ -115,7 +115,7 @@ def gather_nodes(
 ) -> bool:
     """Wait for all other nodes, as node 0; `add` gets the connection to each. False: it was over before."""
     missing, told_at, warned_at = set(range(1, load.nnodes)), -TELL_S, -WARN_S
-    guests: dict[socket.socket, _Guest] = {}  # those that have come first are first
+    guests: dict[socket.socket, _Guest] = {}  # the earliest first
     with server, selectors.DefaultSelector() as ready, contextlib.ExitStack() as leaving:
         leaving.callback(_close, guests)
         server.setblocking(False)

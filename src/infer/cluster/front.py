@@ -38,7 +38,7 @@ from infer.server.state import ServerState, current_id
 
 logger = logging.getLogger(__name__)
 
-# Headers of one connection, and those that the front writes itself.
+# Headers of one connection, and headers that the front writes itself.
 PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date"}
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}

@@ -125,7 +125,7 @@ class ReplicaSet:
         return chosen
 
     async def probe(self) -> list[LoadReport]:
-        """Ask every replica for its state; returns the loads of those that take requests."""
+        """Ask every replica for its state; returns the loads of replicas that take requests."""
         servers = list(self.servers)
         found = await asyncio.gather(*(self._probe(server) for server in servers))
         return [load for load in found if load is not None]

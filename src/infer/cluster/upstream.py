@@ -140,7 +140,7 @@ class Upstream(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the head; that of 100 Continue is followed by the real one."""
+        """Take the head; after a 100 Continue the real one follows."""
         status = self._parser.get_status_code()
         if status >= 200:
             self._head = ResponseHead(status, self._headers)

@@ -41,7 +41,7 @@ class AdapterConfig:
     )
     max_lora_rank: int | None = knob(
         None,
-        f"largest rank of a LoRA adapter, {MAX_RANK} or less; default: that of lora_modules, 16 at least",
+        f"largest rank of a LoRA adapter, {MAX_RANK} or less; default: as lora_modules needs, at least 16",
         most=MAX_RANK,
     )
 

@@ -614,7 +614,7 @@ class ServerConfig:
     explain_requests: int = knob(
         256,
         "requests that have ended and can still be explained at /explain/ID, for each engine and each "
-        "process that answers HTTP; 0: none, nor those that run",
+        "process that answers HTTP; 0: none, nor running ones",
         least=0,
     )
     record: str | None = knob(

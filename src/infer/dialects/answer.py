@@ -124,7 +124,7 @@ class AnswerFormat:
 def _find_end(
     think: Think, tokenizer: Tokenizer, max_tokens: int | None, after: str = ""
 ) -> Reasoning | None:
-    """The end of reasoning, the ids that force it after `max_tokens`, and those that come `after` it."""
+    """The end of reasoning, the ids that force it after `max_tokens`, and the ids that come `after` it."""
     end_id = tokenizer.token_id(think.end)
     if end_id is not None:
         later = tuple(tokenizer.encode(after, add_special=False, parse_special=True))

@@ -272,7 +272,7 @@ class _Lines:
         if not tool.is_strict:
             options |= {"lenient": True, "coerce_one_of": True}
         if self._dialect.form == "pythonic":
-            options["json_allowed_escapes"] = 'nrbtf\\"u'  # those that mean the same in Python
+            options["json_allowed_escapes"] = 'nrbtf\\"u'  # escapes that mean the same in Python
         whole = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
         if schema is not tool.parameters:
             reached = _reached(schema, tool.parameters)

@@ -411,7 +411,7 @@ class AnswerParser:
         self._end_call()
 
     def _known(self, name: Any, *, is_bare: bool) -> str:
-        """The name of a call, where one may stand; without a marker it must be that of a tool."""
+        """The name of a call, where one may stand; without a marker it must be a tool's."""
         if not isinstance(name, str) or not NAME.fullmatch(name) or (is_bare and name not in self._tools):
             raise _NotACall
         return name

@@ -215,7 +215,7 @@ def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dia
 
 
 def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think | None:
-    """The tags of a model's reasoning; with `auto` those that its template writes.
+    """The tags of a model's reasoning; with `auto` the tags that its template writes.
 
     Tags of our own templates count only if they are tokens: each also serves models that do not reason.
     """

@@ -183,7 +183,7 @@ def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelCon
     if model.impl != "infer":
         raise ConfigError(
             f"draft_model={settings.draft_model} is an EAGLE-3 head, which needs a model whose code is here, "
-            f"and this one runs with that of {model.impl}; use a whole model or speculative_method=ngram"
+            f"and this one runs with the code of {model.impl}; use a whole model or speculative_method=ngram"
         )
     try:
         config, _ = read_eagle_headers(source.path, model)

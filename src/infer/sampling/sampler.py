@@ -56,7 +56,7 @@ class Samples:
 
 
 def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bool = False) -> Samples:
-    """Sample one token per row. Logprobs are those of the model itself, before any adjustment.
+    """Sample one token per row. Logprobs are the model's own, before any adjustment.
 
     `overwrites`: the logits are not needed any more, and may be adjusted where they are.
     """

@@ -24,7 +24,7 @@ class StoredResponse(NamedTuple):
 
     response: bytes  # the response as it was sent, without its output
     output: bytes  # the list of its output's items
-    items: bytes  # the list of items that it answers, including those of all earlier responses
+    items: bytes  # its input items, including the items of all earlier responses
 
     @property
     def num_bytes(self) -> int:

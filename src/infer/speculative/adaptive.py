@@ -113,7 +113,7 @@ class StepCosts:
         return self.is_ahead and making * longest < self.gap_s + num_rows * self.row_gap_s
 
     def per_draft(self, num_rows: int, num_drafts: int, longest: int) -> tuple[float, float]:
-        """The seconds that a kept draft of a step saves, and those that each draft adds to the step.
+        """The seconds that a kept draft of a step saves, and the seconds that each draft adds to the step.
 
         A kept one saves what a token takes in a step without drafts; all drafts share what they add.
         """
@@ -183,8 +183,8 @@ class DraftLengths:
         survival: Callable[[float, float, int], float] = lambda before, rate, place: before * rate,
         turns: Callable[[int], int] = int,
     ) -> None:
-        """`survival`: the probability that the draft at a place is kept, given that of the one before and a
-        rate; `turns`: the passes that make a number of drafts. The defaults are those of chains.
+        """`survival`: the probability that the draft at a place is kept, given the previous one's and a
+        rate; `turns`: the passes that make a number of drafts. The defaults are for chains.
         """
         self.costs, self._survival, self._turns = costs, survival, turns
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens

@@ -45,7 +45,7 @@ class TextIndex:
         return known == 0 or (known <= len(text) and text[known - 1] == self._last_token)
 
     def extend(self, text: array[int]) -> None:
-        """Index the tokens of `text` after those that are known."""
+        """Index the tokens of `text` after the known ones."""
         size, older, newest = self.size, self._older, self._newest
         if len(older) == len(text):
             return

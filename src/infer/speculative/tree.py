@@ -71,7 +71,7 @@ def chain_of(num_drafts: int) -> DraftTree:
 def survival(before: float, rate: float, place: int) -> float:
     """The probability that the draft that a tree grows by at a place is right; not more than the one before.
 
-    `rate` is that of best guesses.
+    `rate`: how often best guesses are right.
     """
     return min(before, chance(grown(MAX_DRAFTS)[place], rate))
 

@@ -173,7 +173,7 @@ def test_no_more_requests_than_allowed_are_under_way(
         (["[1]"], "IN, line 1: a JSON object is expected, got [1]"),
         (
             [asked("a"), asked("b"), asked("a")],
-            'IN, line 3: custom_id "a" is that of line 1; each line needs',
+            'IN, line 3: custom_id "a" is also the one of line 1; each line needs',
         ),
         ([asked("")], 'IN, line 1: custom_id must be a text that is not empty, got ""'),
         ([{"custom_id": "a"}], "IN, line 1: url must be one of /v1/chat/completions, /v1/completions, "),
