@@ -127,6 +127,7 @@ def test_ranks_as_on_the_gpus_of_two_nodes_answer_as_one_and_end_together(
     """Gloo stands in for NCCL; ranks are killed while they decode and while they start."""
     before, knobs = shared_memory(), knobs_of(free_port(), quantization="none", dtype="float32")
     gloo_ranks.install(monkeypatch.setattr)
+    monkeypatch.setenv(gloo_ranks.FOLDER, str(tmp_path))
     knobs |= dict(zip(SIZES[:2], size, strict=True))
     with LLM(checkpoint, **knobs | dict.fromkeys(SIZES, 1)) as llm:
         alone = tokens(llm)

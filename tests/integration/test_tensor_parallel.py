@@ -147,8 +147,9 @@ def gpu_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gpu_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks as on the GPUs of several machines."""
+    monkeypatch.setenv(gloo_ranks.FOLDER, str(tmp_path))
     gloo_ranks.install(monkeypatch.setattr)
 
 

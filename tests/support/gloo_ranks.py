@@ -9,6 +9,7 @@ sender wait for its receiver, so a sender does here, and what waits in a circle 
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.node_communicator import Group, Groups, NodeCommunicator
 
 MODULE: Final = "tests.support.gloo_ranks"
+FOLDER: Final = "INFER_TEST_GLOO"  # directory of the files by which groups find each other
 TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -61,10 +63,11 @@ class GlooGroup(Group):
 
 
 class GlooGroups(Groups):
-    """Groups that find each other through a file."""
+    """Groups that find each other through a file, which stays if a process is killed."""
 
     def name(self) -> bytes:
-        return tempfile.mktemp(prefix="infer-gloo-").encode()
+        folder = os.environ.get(FOLDER, tempfile.gettempdir())
+        return tempfile.mktemp(prefix="infer-gloo-", dir=folder).encode()
 
     def join(self, name: bytes, rank: int, size: int) -> Group:
         return GlooGroup(name.rstrip(b"\0").decode(), rank, size)
