@@ -54,6 +54,8 @@ def test_names_of_this_machine_are_answered(host: str) -> None:
         "127.0.0.1.evil.example",
         "localhost.evil.example",
         "10.0.0.1",
+        "[::1",
+        "[[::1]]",
         "[::1]evil.example",
         "[::1].evil.example:8000",
         "[::1]:8000.evil.example",

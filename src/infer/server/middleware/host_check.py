@@ -32,7 +32,7 @@ def cors_options(config: ServerConfig) -> dict[str, Any]:
 
 def is_loopback(name: str) -> bool:
     """Return True if a host name or address means the machine that resolves it."""
-    bare = name.strip("[]").rstrip(".").lower()
+    bare = (name[1:-1] if name[:1] + name[-1:] == "[]" else name).rstrip(".").lower()
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
     try:
