@@ -17,6 +17,7 @@ import difflib
 import functools
 import json
 import logging
+import math
 import os
 import re
 import types
@@ -38,7 +39,7 @@ def knob(
     *,
     choices: tuple[str, ...] = (),
     same_as: Mapping[str, str] = types.MappingProxyType({}),
-    least: int | None = 1,
+    least: int | None = None,
     most: int | None = None,
     aliases: tuple[str, ...] = (),
     opposites: tuple[str, ...] = (),
@@ -51,9 +52,9 @@ def knob(
     """Return a dataclass field that is a knob.
 
     `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
-    the release before this one. `same_as` has other spellings of choices, `least` and `most` the bounds of an
-    integer. `takes_code`: a name of the user's own code (own_code.py) is a choice too. `takes_several`: one
-    use of the flag takes several values, and a keyword may be a mapping.
+    the release before this one. `same_as` has other spellings of choices, `least` and `most` the bounds of a
+    number; one without `least` is above 0. `takes_code`: a name of the user's own code (own_code.py) is a
+    choice too. `takes_several`: one use of the flag takes several values, and a keyword may be a mapping.
     """
     metadata: dict[str, Any] = {"help": help, "aliases": aliases, "opposites": opposites}
     metadata |= {"choices": (*choices, *same_as), "same_as": same_as, "least": least, "most": most}
@@ -74,7 +75,7 @@ class KnobRow:
     help: str
     choices: tuple[str, ...]
     same_as: Mapping[str, str] = field(default_factory=dict)  # the choice that each other spelling stands for
-    least: int | None = 1  # bounds of an integer
+    least: int | None = None  # the smallest number; None: all above 0
     most: int | None = None
     aliases: tuple[str, ...] = ()
     opposites: tuple[str, ...] = ()
@@ -291,6 +292,9 @@ def parse_memory(text: str, total: int, name: str) -> int:
         ) from None
 
 
+_NUMBERS = {int: ("an integer", "a positive integer"), float: ("a number", "a number above 0")}
+
+
 def check_knobs(section: Any) -> None:
     """Refuse what the knobs of a section do not take; another spelling of a choice becomes the usual one."""
     section_type: type = type(section)
@@ -302,10 +306,12 @@ def check_knobs(section: Any) -> None:
                 taken = ", ".join(row.choices)
                 raise ConfigError(f"{row.name} must be one of {taken}{also}, got {value!r}")
             object.__setattr__(section, row.name, row.same_as.get(value, value))
-        elif row.kind is int and value is not None:
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if not is_int or (row.least is not None and value < row.least):
-                what = "a positive integer" if row.least == 1 else f"an integer >= {row.least}"
+        elif row.kind in _NUMBERS and value is not None:
+            kind, positive = _NUMBERS[row.kind]
+            is_number = isinstance(value, int | row.kind) and not isinstance(value, bool)
+            least = math.ulp(0.0) if row.least is None else row.least  # the smallest number above 0
+            if not is_number or not least <= value < math.inf:
+                what = positive if row.least is None else f"{kind} >= {row.least}"
                 raise ConfigError(f"{row.name} must be {what}, got {value!r}")
             if row.most is not None and value > row.most:
                 raise ConfigError(f"{row.name} must be at most {row.most}, got {value}")

@@ -205,6 +205,7 @@ class CacheConfig:
         None,
         "share of the memory that is left beside weights and steps that the KV cache may take, where neither "
         f"num_blocks nor kv_cache_memory says how much; default: {CPU_SHARE}, on a GPU all of it",
+        most=1,
     )
     device_memory: str | None = knob(
         None,
@@ -265,8 +266,6 @@ class CacheConfig:
             if self.swap_blocks:
                 raise ConfigError("swap_blocks and swap_space both size the host memory; give one of them")
             object.__setattr__(self, "swap_space", host_size(self.swap_space, "swap_space"))
-        if self.kv_cache_share is not None and not 0 < self.kv_cache_share <= 1:
-            raise ConfigError(f"kv_cache_share must be above 0 and at most 1, got {self.kv_cache_share!r}")
         if self.device_memory is not None:
             parse_memory(self.device_memory, 1, "device_memory")
         if self.kv_cache_memory is not None:
@@ -373,13 +372,10 @@ class SchedulerConfig:
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
     )
-    seed: int = knob(0, "seed of requests without one", least=None)
+    seed: int = knob(0, "seed of requests without one", least=1 - 2**63)
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        target = self.itl_target_ms
-        if target is not None and not (math.isfinite(target) and target > 0):
-            raise ConfigError(f"itl_target_ms must be a number of milliseconds above 0, got {target!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,7 +525,9 @@ class ServerConfig:
         is_size=True,
     )
     idle_unload: float = knob(
-        0.0, "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only"
+        0.0,
+        "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only",
+        least=0,
     )
     model_memory: str | None = knob(
         None,
@@ -557,9 +555,12 @@ class ServerConfig:
     max_body_size: str = knob("8MiB", "largest request body", is_size=True)
     max_prompts: int = knob(256, "prompts in one completion request (embeddings: 2048 inputs)")
     max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt", most=MAX_SEQUENCES)
-    request_timeout: float = knob(600.0, "seconds after which a request ends with an error")
+    request_timeout: float = knob(600.0, "seconds after which a request ends with an error", least=0)
     drain_timeout: float = knob(
-        30.0, "seconds that running requests get when the server stops", aliases=("shutdown_timeout",)
+        30.0,
+        "seconds that running requests get when the server stops",
+        least=0,
+        aliases=("shutdown_timeout",),
     )
     api_processes: int | None = knob(
         None,
@@ -590,7 +591,9 @@ class ServerConfig:
     )
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
     restart_engine: bool = knob(True, "start an engine that died again")
-    stuck_timeout: float = knob(120.0, "seconds without progress until an engine counts as stuck; 0: never")
+    stuck_timeout: float = knob(
+        120.0, "seconds without progress until an engine counts as stuck; 0: never", least=0
+    )
     metrics_prefix: str = knob(
         "infer",
         "prefix of a second name for every metric, next to infer_; vllm: as in dashboards made for vLLM",
@@ -692,9 +695,6 @@ class ServerConfig:
         if self.model_memory is not None:
             check_room_for_models("model_memory", self.model_memory)
             self._check_model_memory(self.model_memory)
-        for name in ("target_queue_time", "scale_down_after"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
         self._check_cluster()
         if self.in_process and (self.api_processes or 1) > 1:
             raise ConfigError(
@@ -702,10 +702,6 @@ class ServerConfig:
                 "only process; leave one of the two out"
             )
         parse_bytes(self.max_body_size, "max_body_size")
-        for name in ("request_timeout", "drain_timeout", "stuck_timeout", "idle_unload"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} must be a number of seconds >= 0, got {value!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if fault := name_fault(self.served_model_name or ""):

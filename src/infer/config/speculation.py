@@ -88,6 +88,8 @@ class SpeculationConfig:
         None,
         "for benchmarks alone: keep each guess with this probability, whatever the model says; the text is "
         "wrong then",
+        least=0,
+        most=1,
     )
     speculative_config: str | None = knob(
         None,
@@ -100,9 +102,6 @@ class SpeculationConfig:
         if self.speculative_config is not None:
             self._take_json(self.speculative_config)
         check_knobs(self)
-        share = self.synthetic_acceptance
-        if share is not None and not 0 <= share <= 1:
-            raise ConfigError(f"synthetic_acceptance must be from 0 to 1, got {share!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is "

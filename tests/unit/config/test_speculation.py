@@ -113,7 +113,7 @@ def test_a_method_in_place_of_a_model_is_a_method() -> None:
         ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min is 5 and prompt_lookup_max is"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be a positive integer, got 0"),
         ({"suffix_max_answers": -1}, "suffix_max_answers must be an integer >= 0"),
-        ({"synthetic_acceptance": 1.5}, "synthetic_acceptance must be from 0 to 1"),
+        ({"synthetic_acceptance": 1.5}, "synthetic_acceptance must be at most 1, got 1.5"),
         (
             {"synthetic_acceptance": 0.5},
             "synthetic_acceptance=0.5 is for guesses, and speculative decoding is",
