@@ -171,7 +171,7 @@ class CpuSteps:
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._captured_layers = captured_layers
         self.layer_inputs = LayerInputs(captured_layers)  # inputs of the last step
-        self._recorded_inputs = LayerInputs(captured_layers)  # those of recorded steps, in the same memory
+        self._recorded_inputs = LayerInputs(captured_layers)  # inputs in recorded steps, in the same memory
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)
@@ -207,7 +207,7 @@ class CpuSteps:
         return fits and not order.adapters.any()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """The logits of hidden states; those of a recorded step are overwritten by the next one."""
+        """The logits of hidden states; the next recorded step overwrites a recorded step's."""
         num_rows = hidden_SD.shape[0]
         is_step = hidden_SD.data_ptr() == self._hidden_TD.data_ptr()
         if self._head is None or num_rows > LOGIT_ROWS or not is_step:

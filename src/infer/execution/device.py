@@ -34,7 +34,7 @@ from infer.sampling.params import RowLogprobs
 class StateShape(NamedTuple):
     """The size of the state that orders speak of."""
 
-    num_rows: int  # rows of state: sequences that may run, and those that begin before others end
+    num_rows: int  # rows of state: sequences that may run, and new ones that begin before others end
     max_blocks: int  # blocks of a row's longest table
     block_size: int  # tokens of a block
     num_tables: int = 1  # block tables of each row

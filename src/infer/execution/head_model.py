@@ -19,7 +19,7 @@ keys and values lie in a store of their own with the same block numbers, and wha
 moves the head's: prefix hits, swaps, forks and preemption need nothing else.
 Entries after a refused draft were given a wrong token; the next step overwrites them, as it does the model's.
 
-One entry may be of another text: that of the last position of a prefix that was found in the cache. It was
+One entry may be of another text: the last position of a prefix that was found in the cache. It was
 given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer;
 computing it again would take g of that position, which nothing keeps.
 
@@ -109,10 +109,10 @@ def drawn_places(order: StepOrder) -> np.ndarray:
 
 
 def following_tokens(order: StepOrder, numbers: np.ndarray | None = None) -> np.ndarray:
-    """The token after each of an order's tokens; -1 - s: the id with the number s of those that are drawn.
+    """The token after each of an order's tokens; -1 - s: the drawn id with the number s.
 
     Every place of a window is followed by the id that is drawn there: it is the draft, or it refuses it.
-    `numbers` are those of the drawn ids, place by place; None: they are numbered through.
+    `numbers` of the drawn ids, place by place; None: they are numbered through.
     """
     ends = order.counts.cumsum(dtype=np.int64)
     tokens = np.zeros(int(ends[-1]) + 1, dtype=np.int64)
@@ -132,7 +132,7 @@ def with_drawn(following_T: torch.Tensor, ids_S: torch.Tensor) -> torch.Tensor:
 
 
 def kept_ids(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
-    """The id at each place where a step draws, given those that it has kept; 0: after a refused draft.
+    """The id at each place where a step draws, given its kept ids; 0: after a refused draft.
 
     A row goes on from the first of several ids that are drawn at one place.
     """

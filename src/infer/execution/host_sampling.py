@@ -52,7 +52,7 @@ class PromptTable(NamedTuple):
 class HostSampler:
     """Draws the ids of a step from the hidden states of a model.
 
-    `send` copies ids to its device; `logits` are those of a step's hidden states, by default the model's.
+    `send` copies ids to its device; `logits` computes a step's logits, by default with the model.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HostSampler:
         return StepResult(ids, logprobs, prompt_logprobs)
 
     def draw_best(self, order: StepOrder, logits_SV: torch.Tensor) -> StepResult:
-        """The best ids of all sampled positions, whose logits are given; those of a row are end to end."""
+        """The best ids of all sampled positions, whose logits are given; a row's ids are end to end."""
         _, rows, counts = self._rows_to_sample(_once(order), [0] * order.num_rows, {}, NO_MASKS)
         with threads_for(len(rows)):
             best = best_ids(logits_SV, rows, int(order.num_draws.max()))
@@ -203,7 +203,7 @@ def drafts_of(order: StepOrder) -> dict[int, list[int]]:
 
 
 def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
-    """The number of ids drawn next to drafts that are kept: those that equal them, and one more."""
+    """The number of ids drawn next to drafts that are kept: the ones that equal them, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
 

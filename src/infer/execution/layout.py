@@ -137,7 +137,7 @@ class _TokenGroup(NamedTuple):
 
 
 def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
-    """Each row by itself, except those that decode together: the longest at most about twice the shortest."""
+    """Each row by itself, but decoding rows together: the longest at most about twice the shortest."""
     firsts, stops, is_decode = layout.ends - order.counts, order.stops, order.kinds == DECODE
     made = []
     nodes = nodes_of(order) if len(order.backs) else None

@@ -179,7 +179,7 @@ class RowFacts(NamedTuple):
 
 # -- an order in a buffer ---------------------------------------------------------------------------------
 
-# every array with its type and shape, numbers and lengths; those of 8 bytes come first, so all are aligned
+# every array with its type and shape, numbers and lengths; arrays of 8 bytes come first, so all are aligned
 _ARRAYS: Final = (
     ("known", "<i8", "3U"), ("lines", "<i8", "AL"), ("rows", "<i4", "N"), ("starts", "<i4", "N"),
     ("counts", "<i4", "N"), ("tokens", "<u4", "T"), ("slots", "<i4", "KT"), ("next_tokens", "<u4", "M"),

@@ -64,7 +64,7 @@ class RankMirror:
         on_report: Callable[[int, bytes], None],
         on_loss: Callable[[str], None],
     ) -> None:
-        """`nodes` are the ranks of each node; `meets_all`: ranks exchange with those of other stages.
+        """`nodes` are the ranks of each node; `meets_all`: ranks exchange with ranks of other stages.
 
         Threads call `on_report` with a node and what it reports, and `on_loss` once a node is gone.
         """
@@ -185,7 +185,7 @@ class RankMirror:
     # -- places -----------------------------------------------------------------------------------
 
     def _readers(self, word: MirroredWord) -> list[_Peer]:
-        """The nodes to send a word to: node 0 from all others, and from it those that read the word."""
+        """The nodes to send a word to: node 0 from all others, and from it the nodes that read the word."""
         own = self._nodes[self._own]
         if self._own > 0:
             return [] if word.readers <= set(own) else [self._peers[0]]

@@ -61,7 +61,7 @@ def link_bytes(size: int) -> int:
 
 
 def linked_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
-    """Every word that a rank waits for and another rank writes, also those of messages."""
+    """Every word that a rank waits for and another rank writes, also for messages."""
     start, others = region_bytes(size), frozenset(range(1, size))
     slots = start + HEADER_BYTES, NUM_SLOTS, SLOT_BYTES
     taken = [MirroredWord(start + WORD_BYTES * rank, rank, frozenset({0})) for rank in sorted(others)]

@@ -109,7 +109,7 @@ class TorchDevice(SyncDevice):
     ) -> None:
         """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft.
 
-        With a `pipe` the layers are in stages. `adapters` are those of the model.
+        With a `pipe` the layers are in stages. `adapters` are the model's.
         """
         self._adapters, self._pipe = adapters, pipe
         self._staged: deque[_StagedStep] = deque()  # steps under way, as rank 0 of several stages
@@ -244,7 +244,7 @@ class TorchDevice(SyncDevice):
     def _with_last_tokens(self, order: StepOrder, but: np.ndarray | None = None) -> StepOrder:
         """The order for a device that has drawn no ids: it says the last tokens of all rows that decode.
 
-        Except those of the rows in `but`, which a step draws that is under way; and the order is not entered.
+        Except of the rows in `but`, which a step under way draws; and the order is not entered.
         """
         is_said, known = order.kinds == DECODE, EMPTY.known
         if but is not None:

@@ -84,7 +84,7 @@ def main_line(backs: Sequence[int]) -> int:
 def kept_path(drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -> list[int]:
     """The nodes whose ids are kept: the first token of a row, and drafts as long as they are what was drawn.
 
-    `drawn` has an id for each node, `drafts` the tokens of all but the first, and `backs` those of all.
+    `drawn` has an id for each node, `drafts` the tokens of all but the first, and `backs` all distances.
     """
     path = [0]
     while (child := _child_of(path[-1], drawn[path[-1]], drafts, backs)) is not None:

@@ -9,7 +9,7 @@
              a step for which there is no memory is run in halves                             (halves.py)
              a head that drafts sees what was computed and drawn, in the same graph     (head_model.py)
     draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last;
-             those of a tree compute the nodes at a depth                                  (tree_turns.py)
+             turns of a tree compute the nodes at a depth                                  (tree_turns.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next steps before it waits for this one:
@@ -179,8 +179,8 @@ class GpuDevice:
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
         block tables; a head follows its steps, too. `has_trees`: drafts may be trees; `tree_of` has
-        those that it makes. `adapters` are those of the model. `communicator` joins
-        the ranks that share the model; `ranks` are those that rank 0 tells each order. With a
+        the ones that it makes. `adapters` are the model's. `communicator` joins
+        the ranks that share the model; `ranks` get each order from rank 0. With a
         `pipe` the layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees or tree_of is not None
@@ -212,7 +212,7 @@ class GpuDevice:
             None if drafter is None else drafter.rows.tables_KRB,
         )
         self._sampler = HostSampler(model, self.rows.book, send)
-        # the first turn of a model that drafts computes two tokens of each row, others those of a window
+        # the first turn of a model that drafts computes two tokens of each row, others a window's
         max_rows = max_batch_size * (1 + (num_drafts > 0 and not is_head))
         max_rows = max(max_rows, WINDOW_TOKENS if tree_of else window_tokens)
         self.drafts_KS = torch.zeros((num_drafts, max_batch_size), dtype=torch.int64, device=device)
@@ -303,7 +303,7 @@ class GpuDevice:
         self._wait_for_sampler()
 
     def expect(self, late: LateDrafts | None) -> None:
-        """Set the drafts of the next order, whatever it says; None: those that it says."""
+        """Set the drafts of the next order, whatever it says; None: as it says."""
         self._late = late
 
     def use_judge(self, judge: Judge) -> None:
@@ -528,7 +528,7 @@ class GpuDevice:
 
     @torch.inference_mode()
     def _go_on(self, order: StepOrder) -> None:
-        """Let the rows of an order go on from their ids; those of steps before it come first."""
+        """Let the rows of an order go on from their ids, after the ids of earlier steps."""
         takes_all = order.has_begun or order.known.size or VERIFY in order.kinds
         num_due = len(self._awaited) - self._num_parts + 1
         for number, each in enumerate(self._awaited, 1):
@@ -956,9 +956,9 @@ class GpuDevice:
     def _draft(
         self, rows: np.ndarray, num_drafts: int, *, is_tree: bool, is_last_try: bool = False
     ) -> torch.Tensor:
-        """Launch the turns of some rows; where there is no memory, those of one half after the other.
+        """Launch the turns of some rows; where there is no memory, one half after the other.
 
-        Those of a single row are tried twice.
+        The turns of a single row are tried twice.
         """
         size = self.graphs.draft_size_for(len(rows), num_drafts, is_tree=is_tree)
         ids_KS = self.drafts_KS[:num_drafts]
@@ -1006,7 +1006,7 @@ class GpuDevice:
         return logits_SV
 
     def _first_turn(self, model: Network, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The first turn, from the state of rows: hidden states, and those that a head's next turn takes.
+        """The first turn, from the state of rows: hidden states, and the ones for a head's next turn.
 
         A head has seen all tokens but the last. A model may lack the one before as well, where the last
         window was kept as a whole, so it computes both.
@@ -1225,7 +1225,7 @@ def _windows_of(
 ) -> list[Drawn]:
     """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
 
-    `decided`: how many ids some rows keep; `backs`: those of rows whose drafts have branches.
+    `decided`: how many ids some rows keep; `backs`: distances in rows whose drafts have branches.
     """
     columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
     tokens: list[int] = []

@@ -90,7 +90,7 @@ def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
 def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> int:
     """The most tokens of prompts for which a graph of this model is worth it.
 
-    At most half of what a step may have: the memory for activations is twice that of the largest step.
+    At most half of what a step may have: the memory for activations is twice the largest step's.
     A head that drafts computes no prompts.
     """
     if not max_tokens:
@@ -119,8 +119,8 @@ def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profi
 class StepGraphs:
     """One captured step per size.
 
-    `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` those that sample
-    them. `blank` makes the inputs of a step padding. `pool_bytes` are those of the block with which the pool
+    `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` the ones that sample
+    them. `blank` makes the inputs of a step padding. `pool_bytes`: size of the block with which the pool
     begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
     of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
     with adapters. `num_drafts`: the most drafts of a row, where rows do nothing but draft; 0: they do not.
@@ -181,7 +181,7 @@ class StepGraphs:
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
         self.is_agreed = True  # all ranks have captured the same sizes; False: nothing is known of the others
-        self.is_replaying = False  # whether the last forward was that of a captured graph
+        self.is_replaying = False  # whether the last forward was a captured graph's
         self._pool: Any = None  # a handle
         self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; whether it is taken
 
@@ -262,7 +262,7 @@ class StepGraphs:
         captured = self._graphs.get(size)
         self.is_replaying = captured is not None
         if captured is None:
-            self._logits_SV = None  # those of a step that failed before it was sampled
+            self._logits_SV = None  # logits of a step that failed before it was sampled
             self._logits_SV = self._forward(size)
         else:
             captured.forward.replay()

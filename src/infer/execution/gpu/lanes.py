@@ -1,7 +1,7 @@
 """Sampling state for each token of a window, where it differs from one draft to the next.
 
 A penalty counts the drafts before it, and a constraint has a mask for each position. So every token of these
-steps gets a *lane*, a row of sampling state of its own after those of the sequences:
+steps gets a *lane*, its own row of sampling state after the sequences' rows:
 
     rows of state   0 .. R-1 sequences | R     R+1    R+2    R+3
     window of row 4, tokens            | t9    x      y      z         x, y and z are drafts

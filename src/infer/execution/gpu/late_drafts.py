@@ -36,7 +36,7 @@ class LateDrafts:
 
     @property
     def are_all(self) -> bool:
-        """True if the rows with drafts are those that were drafted for, in their order."""
+        """True if the rows with drafts are the rows that were drafted for, in their order."""
         return bool((self._columns == np.arange(len(self._columns))).all())
 
     def read(self, order: StepOrder) -> None:

@@ -54,7 +54,7 @@ class PendingTensor(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The ids of a row among those of its step."""
+    """The ids of a row among the ids of its step."""
 
     number: int  # number of the row in the order
     place: int  # place of the first
@@ -80,7 +80,7 @@ class PendingIds:
         prompts: list[PromptTable] | None = None,
         pooled: Pooled | None = None,
     ) -> PendingIds:
-        """Let only some rows have ids, and those that verify drafts several; asked when the ids are there.
+        """Let only some rows have ids, and rows that verify drafts several; asked when the ids are there.
 
         Logprobs of prompts and pooled states must arrive before the ids do.
         """
@@ -137,7 +137,7 @@ class Readback:
     def __init__(
         self, max_rows: int, device: torch.device, *, steps_ahead: int, drafts_KS: torch.Tensor | None = None
     ) -> None:
-        """`drafts_KS`: drafts that are to be read, of one window while those of the next are made."""
+        """`drafts_KS`: drafts that are to be read, of one window while the next window's are made."""
         self._device, self._is_cuda = device, is_gpu(device)
         self.judge: Judge = num_kept
         num_buffers = steps_ahead + 2  # the steps ahead, the one that is read, and a spare
@@ -209,7 +209,7 @@ class Readback:
             raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
 
     def _make_table(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
-        if asked.places != self._places:  # most steps ask for those of the last
+        if asked.places != self._places:  # most steps ask for the same places as the last
             self._places_K = send(torch.tensor(asked.places), self._device)
             self._places = asked.places
         width = max(asked.counts)

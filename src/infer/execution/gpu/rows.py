@@ -40,7 +40,7 @@ class DeviceRows:
         num_lanes: int = 0,
         tables_KRB: torch.Tensor | None = None,
     ) -> None:
-        """`num_lanes`: rows of sampling state after those of sequences (lanes.py).
+        """`num_lanes`: rows of sampling state after the sequences' rows (lanes.py).
 
         `tables_KRB`: tables that a model shares with what drafts for it.
         """
@@ -78,7 +78,7 @@ class DeviceRows:
             unpack(tensor)
 
     def apply_tables(self, order: StepOrder) -> None:
-        """Send only the blocks that tables have got: the rows are those of the last step, a token on."""
+        """Send only the blocks that tables have got: the rows are the last step's, a token on."""
         if len(order.table_changes):
             self._put_blocks(send(torch.from_numpy(order.table_changes), self.device))
 

@@ -157,7 +157,7 @@ class DeviceInputs:
         unpack_window(self.window(num_tokens), drafts_D, state, rows_S, lens_S, self.table_XT[:, :num_tokens])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
-        """Send the rows that decode, padded to `size`, unless they are those of the last step."""
+        """Send the rows that decode, padded to `size`, unless they are the last step's."""
         padded = np.full(size, -1, dtype=np.int32)
         padded[: len(rows)] = rows
         if not (self.has_rows and np.array_equal(padded, self._rows_sent)):
