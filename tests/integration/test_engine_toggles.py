@@ -88,7 +88,7 @@ SQUEEZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "squeeze"), thinned(FAMILIES, SQUEEZES, keep=2))
+@pytest.mark.parametrize(("family", "squeeze"), thinned(FAMILIES, SQUEEZES, keep=3))
 def test_preemption_changes_no_token(family: str, squeeze: str) -> None:
     engine = make_engine(family, block_size=2, num_blocks=26, prefill_chunk_size=5, **SQUEEZES[squeeze])
     assert run_engine(engine, REQUESTS) == expected(family)
