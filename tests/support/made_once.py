@@ -1,17 +1,22 @@
 """What tests compile, once: processes that need the same file wait for the first of them to make it.
 
-Files are kept between runs, under a name that a changed source, flag or compiler changes too.
+Files are kept between runs, for all checkouts of a user, under a name that a changed source, flag or compiler
+changes too. A file that no test has asked for in a month is removed when the next one is made.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MADE = Path(__file__).parents[2] / ".pytest_cache" / "made"
+from infer.kernels.cpu.build import cache_directory
+
+MADE = cache_directory().parent / "tests"
+KEPT_S = 30 * 86_400
 
 
 def made_once(make: Callable[[Path], None], *parts: object) -> Path:
@@ -28,7 +33,15 @@ def made_once(make: Callable[[Path], None], *parts: object) -> Path:
             part_of_it = path.with_suffix(".part")
             make(part_of_it)
             part_of_it.replace(path)
+            _remove_old()
+        path.touch()
     return path
+
+
+def _remove_old() -> None:
+    for path in MADE.iterdir():
+        if time.time() - path.stat().st_mtime > KEPT_S:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
