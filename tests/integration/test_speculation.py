@@ -765,7 +765,7 @@ def test_no_drafts_while_prompts_wait_or_are_computed() -> None:
     def note(seq: Any, drafts: Seq[int]) -> None:
         scheduler = engine.scheduler
         behind = [each.num_pending - len(each.drafts) for each in scheduler.running]
-        seen.append(set(behind) == {1} and not (scheduler.num_waiting and scheduler.num_free_places > 0))
+        seen.append(set(behind) == {1} and not scheduler.may_admit)
         propose(seq, drafts)
 
     with mock.patch.object(engine.scheduler, "propose", note):

@@ -52,8 +52,9 @@ class SpeculationConfig:
     )
     num_speculative_tokens: int | None = knob(
         None,
-        f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); default: 8 looked up "
-        "or in a tree, 5 computed one after the other",
+        f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); 0: none, whatever else "
+        "asks for them; default: 8 looked up or in a tree, 5 computed one after the other",
+        least=0,
         most=MAX_DRAFTS,
         aliases=("spec_length", "draft_max", "draft", "draft_n", "speculative_num_steps"),
     )
@@ -102,6 +103,8 @@ class SpeculationConfig:
         if self.speculative_config is not None:
             self._take_json(self.speculative_config)
         check_knobs(self)
+        if self.num_speculative_tokens == 0:
+            object.__setattr__(self, "speculative_decoding", False)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is "

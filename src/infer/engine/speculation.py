@@ -29,7 +29,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
-from infer.speculative.adaptive import Acceptance, DraftLengths, StepCosts
+from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
 LONGEST_PAUSE = 16  # steps that overlap after ids were waited for and no draft was found
@@ -108,7 +108,7 @@ class Speculation:
         self._pause = self._pause_end = 0
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
         self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
-        self.totals = Acceptance()
+        self.totals = lengths.totals
 
     @property
     def costs(self) -> StepCosts:
@@ -213,19 +213,20 @@ class Speculation:
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Learn what became of a step's drafts, before they are taken back."""
         sequences = plan.chunks.sequences
-        longest = max(_longest(seq) for seq in sequences)
-        kept_s, draft_s = self.costs.per_draft(len(sequences), plan.chunks.num_drafts, longest)
+        longest, num_drafted = max(map(_longest, sequences)), sum(1 for seq in sequences if seq.drafts)
+        kept_s, draft_s = self.costs.per_draft(len(sequences), num_drafted, plan.chunks.num_drafts, longest)
+        before_s = self.totals.saved_s
         for seq, kept in zip(sequences, ids, strict=True):
             if not seq.drafts or not kept:
                 continue
             num_drafts, num_kept = len(seq.drafts), len(kept) - 1
             saved_s = num_kept * kept_s - num_drafts * draft_s
-            self.totals.update(num_drafts, num_kept)
             self.totals.saved_s += saved_s
             known = self._lengths.update(seq.seq_id, num_drafts, num_kept, _longest(seq))
             if known is not None:
                 known.saved_s += saved_s
                 seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
+        self._lengths.charge(before_s - self.totals.saved_s)
 
     def accepted_by_position(self) -> tuple[int, ...]:
         """The number of drafts kept at each position of a window that a sequence can have."""
@@ -251,7 +252,7 @@ class Speculation:
         scheduler = self._scheduler
         if not 0 < len(scheduler.running) <= self._max_rows:
             return False
-        if scheduler.num_waiting and scheduler.num_free_places > 0:
+        if scheduler.may_admit:
             return False
         if self._has_trees and any(not seq.num_output or seq.is_beam for seq in scheduler.running):
             return False  # all tokens of a step with trees must be drawn in the same way

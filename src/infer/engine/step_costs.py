@@ -4,6 +4,8 @@ A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens,
 yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are written
 down with a recorded run: equal queues must give equal plans. Where steps overlap, as on a GPU, some are
 launched behind each other: one takes what it adds to the time of the others, and the rest is the host's.
+Rows that decode have kernels of their own there, and are timed as well. A step is padded to the next size
+that is captured, so that 5 tokens take as long as 8; every such size is timed once.
 
 Other programs can slow a start, above all on a CPU, and windows would stay short for as long as the engine
 lives. So a server's engine that is idle measures again, one step at a time, and keeps the shortest time of
@@ -15,24 +17,31 @@ each window. A run that is recorded or repeated keeps the seconds it began with.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from infer.config.speculation import WINDOW_TOKENS
-from infer.execution.device import DeviceHalf, StateShape
+from infer.execution.device import DeviceHalf, PendingStep, StateShape
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.order import DECODE, DRAWS_BEST, EMPTY, VERIFY, RowFacts, StepOrder
+from infer.execution.gpu.readback import PendingTensor
+from infer.execution.order import DECODE, DRAWS_BEST, EMPTY, REPEATS, VERIFY, RowFacts, StepOrder
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.speculative.adaptive import StepCosts
 from infer.speculative.tree import WIDTH, turns_of
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
+NUM_BEHIND = 2  # steps that are launched behind another to be timed: a device has buffers for three
+MOST_ROWS = 64  # rows of a step without drafts that is timed
 DRAFT_PROBES = 4  # drafts that are timed together
-MOST_SECONDS = 2.0  # time for all windows: costs that are not measured by then follow the last two
+MOST_SECONDS = 2.0  # time for the runs of a table: costs that are not measured by then follow the last two
+BEGINNING = ("table_changes", "lines", "facts", "known")  # what an order says of rows that begin
 IDLE_WAITS_S = (10.0, 60.0, 600.0, None)  # pauses after measuring all windows again; None: no more
+
+Work = Callable[[], PendingStep | PendingTensor]  # what is timed: it launches something to wait for
 
 
 def measure_step_costs(
@@ -55,23 +64,35 @@ def measure_step_costs(
     `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.
     A step of one token is the time to read the weights, so keys and values take as much for each byte.
     """
-    size, room = 1, min(WINDOW_TOKENS, max_tokens)
+    room, most_rows = min(WINDOW_TOKENS, max_tokens), -(-shape.num_rows // 2)  # others end as rows begin
     for count in (1, min(16, room)) if has_trees and isinstance(device, GpuDevice) else ():
         device.run(_window(shape, vocab_size, count)).wait()  # Triton compiles, which is not counted
-    pairs, began = [], time.perf_counter()
-    while size <= room:
-        alone, behind = _fastest_of(device, _window(shape, vocab_size, size), overlaps=gap_s > 0)
-        pairs.append((size, behind))
-        if size == 1:  # what the host takes for a step, and for the plan of the next
-            gap_s += alone - behind
-        if len(pairs) > 1 and time.perf_counter() - began > MOST_SECONDS:
-            break
-        size *= 2
-    draft_s = draft_row_s = 0.0
-    num_rows = min(32, -(-shape.num_rows // 2))  # half are for sequences that begin before others end
+    plain, overlaps = list[tuple[int, float]](), gap_s > 0
+    num_runs = NUM_PROBES * (2 + NUM_BEHIND if overlaps else 1)
+    graphs = device.graphs if isinstance(device, GpuDevice) else None
+
+    def window(size: int) -> tuple[float, float]:
+        return _fastest_of(partial(device.run, _window(shape, vocab_size, size)), overlaps=overlaps)
+
+    pairs, alone_s = _table(
+        window, _stretches(room, None if graphs is None else graphs.padded_window), num_runs
+    )
+    gap_s += alone_s - pairs[0][1]  # what the host takes for a step, and for the plan of the next
+    if isinstance(device, GpuDevice) and graphs is not None and overlaps:
+        sizes = _stretches(min(most_rows, MOST_ROWS), graphs.padded_rows)
+        plain, _ = _table(partial(_decode_seconds, device, shape), sizes, num_runs + 2 * NUM_PROBES)
+    draft_s = draft_row_s = turns_s = 0.0
+    num_rows = min(32, most_rows)
     if isinstance(drafter, GpuDevice):
-        draft_s, many = (_turn_seconds(drafter, shape, count, has_trees) for count in (1, num_rows))
-        draft_row_s = max(many - draft_s, 0.0) / num_rows
+        most = min(DRAFT_PROBES, len(drafter.drafts_KS))
+        num_turns = turns_of(most) if has_trees else most
+        (first, _), (all_s, launch_s), (many, _) = (
+            _turn_seconds(drafter, shape, *asked, are_trees=has_trees)
+            for asked in ((1, 1), (1, most), (num_rows, most))
+        )
+        draft_s = max(all_s - first, 0.0) / (num_turns - 1) if num_turns > 1 else first
+        turns_s, draft_row_s = max(first - draft_s, 0.0), max(many - all_s, 0.0) / (num_turns * num_rows)
+        gap_s += launch_s
     elif drafter is not None and has_trees:
         few, many = (
             _fastest(drafter, _best(_window(shape, vocab_size, size))) for size in (8, min(64, room))
@@ -83,10 +104,12 @@ def measure_step_costs(
         draft_row_s = max(many - few, 0.0) / num_rows
     return StepCosts.measured(
         pairs,
+        plain,
         gap_s=gap_s,
         row_gap_s=row_gap_s,
         draft_s=draft_s,
         draft_row_s=draft_row_s,
+        turns_s=turns_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
         is_ahead=isinstance(drafter, GpuDevice),
     )
@@ -127,7 +150,7 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
     turns = [
         first._replace(
             starts=np.array([place], dtype=np.int32),
-            **{name: getattr(EMPTY, name) for name in ("table_changes", "lines", "facts", "known")},
+            **{name: getattr(EMPTY, name) for name in BEGINNING},
         )
         for place in range(start + 1, min(start + 1 + DRAFT_PROBES, shape.block_size))
     ]
@@ -142,36 +165,81 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
     return best / len(turns)
 
 
-def _turn_seconds(device: GpuDevice, shape: StateShape, num_rows: int, are_trees: bool) -> float:
-    """Return what a turn takes in a graph of several."""
+def _turn_seconds(
+    device: GpuDevice, shape: StateShape, num_rows: int, num_drafts: int, *, are_trees: bool
+) -> tuple[float, float]:
+    """Return what all turns of a window take a device, and what it takes the host to launch them."""
     device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # the token before has a place
-    num_drafts, rows, best = min(DRAFT_PROBES, len(device.drafts_KS)), np.arange(num_rows), float("inf")
-    for _ in range(1 + NUM_PROBES):  # the first one compiles, captures and allocates
-        began = time.perf_counter()
-        device.draft(rows, np.full(num_rows, num_drafts), np.full(num_rows, are_trees)).wait()
-        best = min(best, time.perf_counter() - began)
-    return best / (turns_of(num_drafts) if are_trees else num_drafts)
+    rows, counts, trees = np.arange(num_rows), np.full(num_rows, num_drafts), np.full(num_rows, are_trees)
+    _, behind = _fastest_of(lambda: device.draft(rows, counts, trees), overlaps=True)
+    launches = []
+    for _ in range(NUM_PROBES):
+        start = time.perf_counter()
+        pending = device.draft(rows, counts, trees)
+        launches.append(time.perf_counter() - start)
+        pending.wait()
+    return behind, min(launches)
+
+
+def _decode_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> tuple[float, float]:
+    """Return what a step without drafts takes alone and after others; rows go on from their own ids."""
+    first, nothing = _turn(shape, num_rows, 0), {name: getattr(EMPTY, name) for name in BEGINNING}
+    again = first._replace(flags=REPEATS, **nothing)
+    begin = lambda: device.run(first).wait()  # noqa: E731
+    return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin)
+
+
+def _stretches(most: int, pad: Callable[[int], int] | None) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of counts that take as long, up to `most`; without padding 1, 2, 4, ..."""
+    size = 0
+    while (fewest := size + 1 if pad else max(2 * size, 1)) <= most:
+        size = pad(fewest) if pad else fewest
+        if size > most:
+            return
+        yield fewest, size
+
+
+def _table(
+    seconds_of: Callable[[int], tuple[float, float]], stretches: Iterator[tuple[int, int]], num_runs: int
+) -> tuple[list[tuple[int, float]], float]:
+    """Return the seconds of counts, and the seconds of the first one alone; each takes `num_runs` runs."""
+    pairs, first_s, spent_s = list[tuple[int, float]](), 0.0, 0.0
+    for fewest, size in stretches:
+        alone_s, behind_s = seconds_of(size)
+        first_s, spent_s = first_s or alone_s, spent_s + num_runs * alone_s
+        if pairs and spent_s > MOST_SECONDS:  # larger counts follow the slope up to this one
+            return [*pairs, (size, behind_s)], first_s
+        pairs += [(count, behind_s) for count in {fewest, size}]
+    return pairs, first_s
 
 
 def _fastest(device: DeviceHalf, order: StepOrder) -> float:
     """Return the shortest time of a step."""
-    return _fastest_of(device, order, overlaps=False)[0]
+    return _fastest_of(lambda: device.run(order), overlaps=False)[0]
 
 
-def _fastest_of(device: DeviceHalf, order: StepOrder, *, overlaps: bool) -> tuple[float, float]:
-    """Return the shortest time of a step alone, and of one that is launched while another runs."""
-    device.run(order).wait()  # the first one compiles, captures and allocates
-    alone, both = (
-        min(_seconds(device, order, count) for _ in range(NUM_PROBES)) for count in (1, 1 + overlaps)
-    )
-    return alone, max(min(both - alone, alone), 1e-6) if overlaps else alone
+def _fastest_of(
+    launch: Work, *, overlaps: bool, begin: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    """Return the shortest time of work alone, and the shortest of work launched while other work runs.
+
+    `begin` comes before whatever is timed.
+    """
+    begin()
+    launch().wait()  # the first one compiles, captures and allocates
+    alone = min(_seconds(launch, 1, begin) for _ in range(NUM_PROBES))
+    if not overlaps:
+        return alone, alone
+    all_s = min(_seconds(launch, 1 + NUM_BEHIND, begin) for _ in range(NUM_PROBES))
+    return alone, max(min((all_s - alone) / NUM_BEHIND, alone), 1e-6)
 
 
-def _seconds(device: DeviceHalf, order: StepOrder, count: int) -> float:
-    """Return the time of a step that is launched this many times at once, until all have been read."""
+def _seconds(launch: Work, count: int, begin: Callable[[], object]) -> float:
+    """Return the time of work that is launched this many times at once, until all results are there."""
+    begin()
     start = time.perf_counter()
-    for step in [device.run(order) for _ in range(count)]:
-        step.wait()
+    for pending in [launch() for _ in range(count)]:
+        pending.wait()
     return time.perf_counter() - start
 
 

@@ -161,6 +161,16 @@ class Scheduler:
         """The number of further sequences that the batch has room for."""
         return self.config.max_batch_size - self._slots_used
 
+    @property
+    def may_admit(self) -> bool:
+        """True if the next plan may let a waiting sequence in: the cache has room, as far as is known."""
+        if not self.num_waiting or self.num_free_places <= 0:
+            return False
+        seq, num_free = self._waiting.first(self.step + 1), self.pool.num_free_blocks
+        if seq.is_swapped:
+            return self.pool.blocks_of(seq.num_tokens) <= num_free
+        return not (self.running and self._waiting.is_refused(seq, num_free, self.step + 1))
+
     def sequences(self) -> list[Sequence]:
         """Every live sequence, running or waiting."""
         return list(self._by_id.values())

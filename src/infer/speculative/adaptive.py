@@ -20,10 +20,13 @@ drafts must be worth delaying them. If arithmetic bounds a step, no draft is, an
     drafts     4433222                               1 refused                       1 right, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
-A rate is a mean over about the last MEMORY judged drafts, and starts at PRIOR_RATE. Without drafts nothing
-would be learned. So every PROBE_STEPS steps all sequences without drafts get one each, provided that drafts
-at HOPED_RATE would pay off in that step. Older results then weigh little, so a right probe soon leads to
-longer windows. Nothing here reads a clock: equal calls give equal lengths.
+A rate is a mean over about the last MEMORY judged drafts. It starts at the rate of all sequences so far, and
+at PRIOR_RATE if there were none. Without drafts nothing would be learned. So now and then all sequences
+without drafts get one each, or LONG_PROBE where only longer windows can pay off, provided that drafts at
+HOPED_RATE would pay off in that step. Older results then weigh little, so a right probe soon leads to longer
+windows. Time that windows have lost is a debt: the next probe comes when the debt is PROBE_SHARE of the time
+since the last one, PROBE_STEPS to MOST_PROBE_STEPS steps later. Nothing here reads a clock: equal calls give
+equal lengths.
 """
 
 from __future__ import annotations
@@ -33,52 +36,60 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, product
 from operator import itemgetter
 from typing import Any
 
 MEMORY = 16  # judged drafts over which a rate is a mean
 PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
 PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
-PROBE_STEPS = 64  # steps between two probes of sequences without drafts
+ALL_MEMORY = 64  # the same for the mean of all sequences
+PROBE_STEPS = 64  # steps between two probes of sequences without drafts, at least
+MOST_PROBE_STEPS = 1024  # the same, at most
+PROBE_SHARE = 0.005  # part of the time that may be lost by probes
 HOPED_RATE = 0.95  # rate that a probe hopes to find
+LONG_PROBE = 4  # drafts of a probe where one alone can never pay
+
+Pairs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Seconds of a step by the number of its tokens: linear between measured pairs and after the last."""
 
-    pairs: tuple[tuple[int, float], ...]  # tokens and seconds; more tokens never take less time
-    gap_s: float = 0.0  # seconds of the host from one step with drafts to the next, in which nothing overlaps
+    pairs: Pairs  # tokens and seconds; more tokens never take less time
+    gap_s: float = 0.0  # seconds of the host for a step with drafts: reading, planning and launching it
     draft_s: float = 0.0  # seconds of drafting one more position, and
     draft_row_s: float = 0.0  # more for each sequence
     row_gap_s: float = 0.0  # more of them for each sequence of a step with drafts
     seen_s: float = 0.0  # seconds for each position that a token attends to
     is_ahead: bool = False  # a device makes drafts in the gap, and may go on with the step that verifies them
+    plain: Pairs = ()  # sequences and seconds of steps without drafts, where their kernels are others
+    turns_s: float = 0.0  # seconds of drafting, however many positions
 
     def __post_init__(self) -> None:
-        if not self.pairs or self.pairs[0][0] < 0 or not self.pairs[0][1] > 0:
-            raise ValueError(f"step costs need pairs of tokens >= 0 and seconds > 0, got {self.pairs}")
-        for (fewer, less), (more, later) in pairwise(self.pairs):
+        if not self.pairs or any(pairs and not pairs[0][1] > 0 <= pairs[0][0] for pairs in self._tables):
+            raise ValueError(f"step costs need pairs of tokens >= 0 and seconds > 0, got {self._tables}")
+        for (fewer, less), (more, later) in chain.from_iterable(map(pairwise, self._tables)):
             if not (fewer < more and less <= later):
                 raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
-        known = {
-            name: getattr(self, name) for name in ("gap_s", "draft_s", "draft_row_s", "row_gap_s", "seen_s")
-        }
-        for name, value in (known | {"seconds": self.pairs[-1][1]}).items():
+        names = ("gap_s", "draft_s", "draft_row_s", "row_gap_s", "seen_s", "turns_s")
+        known = {name: getattr(self, name) for name in names}
+        known["seconds"] = max(pairs[-1][1] for pairs in self._tables if pairs)
+        for name, value in known.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} of step costs must be finite and not negative, got {value}")
 
-    @classmethod
-    def measured(cls, pairs: Iterable[tuple[int, float]], **others: Any) -> StepCosts:
-        """The costs that measurements show; `others` are the other fields.
+    @property
+    def _tables(self) -> tuple[Pairs, Pairs]:
+        return self.pairs, self.plain
 
-        Disturbances only slow steps, so more tokens bound fewer.
-        """
-        falling = sorted(pairs, reverse=True)
-        fastest = accumulate((seconds for _, seconds in falling), min)
-        repaired = [(tokens, least) for (tokens, _), least in zip(falling, fastest, strict=True)]
-        return cls(tuple(reversed(repaired)), **others)
+    @classmethod
+    def measured(
+        cls, pairs: Iterable[tuple[int, float]], plain: Iterable[tuple[int, float]] = (), **others: Any
+    ) -> StepCosts:
+        """The costs that measurements show; `others` are the other fields."""
+        return cls(_ascending(pairs), plain=_ascending(plain), **others)
 
     @classmethod
     def roofline(cls, floor_s: float, per_token_s: float, gap_s: float = 0, draft_s: float = 0) -> StepCosts:
@@ -90,36 +101,61 @@ class StepCosts:
         return cls(((critical, floor_s), (critical + 1, floor_s + per_token_s)), gap_s, draft_s)
 
     def seconds(self, num_tokens: int) -> float:
-        """The seconds of a step without drafts."""
-        place = min(bisect_right(self.pairs, num_tokens, key=itemgetter(0)), len(self.pairs) - 1)
-        (fewer, less), (more, later) = self.pairs[max(place - 1, 0)], self.pairs[place]
-        slope = (later - less) / (more - fewer) if more > fewer else 0.0
-        return less + slope * max(num_tokens - fewer, 0)
+        """The seconds of a step that computes drafts, of all its tokens."""
+        return _at(self.pairs, num_tokens)
+
+    def without_drafts(self, num_rows: int) -> float:
+        """The seconds of a step without drafts, which takes no longer than one that might have some."""
+        windows_s = self.seconds(num_rows)
+        return min(_at(self.plain, num_rows), windows_s) if self.plain else windows_s
+
+    def host_s(self, num_rows: int) -> float:
+        """The seconds of the host for a step with drafts."""
+        return self.gap_s + num_rows * self.row_gap_s
+
+    def _making_s(self, num_drafted: int, longest: int) -> float:
+        return self.turns_s + (self.draft_s + num_drafted * self.draft_row_s) * longest
 
     def with_drafts(self, step_s: float, num_rows: int, num_drafted: int, longest: int) -> float:
         """The seconds from one step to the next, one of `step_s`, for which some rows make drafts.
 
-        `longest`: the most drafts of a row. A device that is ahead waits only where the host takes longer.
+        `longest`: the most drafts of a row. A device that is ahead makes drafts while the host works. If all
+        rows have some, it need not even wait with the step that verifies them.
         """
-        host = num_rows * self.row_gap_s
-        making = (self.draft_s + num_drafted * self.draft_row_s) * longest
-        if self.is_ahead:
-            return max(step_s + max(making, host), self.gap_s + host)
-        return step_s + self.gap_s + host + making
+        host, making = self.host_s(num_rows), self._making_s(num_drafted, longest)
+        if not self.is_ahead:
+            return step_s + host + making
+        return max(step_s + making, host) if num_drafted == num_rows else step_s + max(making, host)
 
     def is_host_slower(self, num_rows: int, longest: int) -> bool:
         """True if drafts for all rows of a step are made before the host has read the step before."""
-        making = self.draft_s + num_rows * self.draft_row_s
-        return self.is_ahead and making * longest < self.gap_s + num_rows * self.row_gap_s
+        return self.is_ahead and self._making_s(num_rows, longest) < self.host_s(num_rows)
 
-    def per_draft(self, num_rows: int, num_drafts: int, longest: int) -> tuple[float, float]:
+    def per_draft(
+        self, num_rows: int, num_drafted: int, num_drafts: int, longest: int
+    ) -> tuple[float, float]:
         """The seconds that a kept draft of a step saves, and the seconds that each draft adds to the step.
 
         A kept one saves what a token takes in a step without drafts; all drafts share what they add.
         """
-        plain, window = self.seconds(num_rows), self.seconds(num_rows + num_drafts)
-        added = self.with_drafts(window, num_rows, num_rows, longest) - plain
+        plain, window = self.without_drafts(num_rows), self.seconds(num_rows + num_drafts)
+        added = self.with_drafts(window, num_rows, num_drafted, longest) - plain
         return plain / num_rows, added / num_drafts
+
+
+def _at(pairs: Pairs, count: int) -> float:
+    """Return the seconds of a count by a table."""
+    place = min(bisect_right(pairs, count, key=itemgetter(0)), len(pairs) - 1)
+    (fewer, less), (more, later) = pairs[max(place - 1, 0)], pairs[place]
+    slope = (later - less) / (more - fewer) if more > fewer else 0.0
+    return less + slope * max(count - fewer, 0)
+
+
+def _ascending(pairs: Iterable[tuple[int, float]]) -> Pairs:
+    """Return pairs in order; disturbances only slow steps, so larger counts bound smaller ones."""
+    falling = sorted(pairs, reverse=True)
+    fastest = accumulate((seconds for _, seconds in falling), min)
+    return tuple((count, least) for (count, _), least in zip(falling, fastest, strict=True))[::-1]
 
 
 @dataclass(slots=True)
@@ -131,6 +167,7 @@ class Acceptance:
     saved_s: float = 0.0  # seconds that the drafts saved, as `StepCosts.per_draft` has it
     _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which begin with the prior
     _judged: float = PRIOR_WEIGHT
+    _memory: int = MEMORY
 
     def update(self, num_drafts: int, num_accepted: int, longest: int | None = None) -> None:
         """Count a window. Drafts after the first that was refused were not judged and teach nothing.
@@ -144,8 +181,8 @@ class Acceptance:
         self.by_length += [0] * (num_accepted + 1 - len(self.by_length))
         self.by_length[num_accepted] += 1
         for place in range(min(num_accepted + 1, num_drafts if longest is None else longest)):
-            self._right += (place < num_accepted) - self._right / MEMORY
-            self._judged += 1 - self._judged / MEMORY
+            self._right += (place < num_accepted) - self._right / self._memory
+            self._judged += 1 - self._judged / self._memory
 
     def fade(self) -> None:
         """Let past windows weigh no more than a prior, so that the next ones decide."""
@@ -188,8 +225,12 @@ class DraftLengths:
         """
         self.costs, self._survival, self._turns = costs, survival, turns
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
-        self._known: dict[int, Acceptance] = defaultdict(Acceptance)
-        self._last_probe = 0
+        self.totals = Acceptance(_memory=ALL_MEMORY)
+        self._known: dict[int, Acceptance] = defaultdict(self._new)
+        self._last_probe, self._debt_s = 0, 0.0
+        # wishes and number of others of the last step that no draft was worth, and when to ask again
+        self._unworthy: tuple[list[tuple[int, int]], int] = [], 0
+        self._unworthy_until = 0
 
     def lengths(
         self,
@@ -206,6 +247,9 @@ class DraftLengths:
         chosen, idle = self._chosen(step, wishes, num_others, room, seen)
         if idle:
             self._last_probe = step
+        if any(map(chosen.__getitem__, idle)):
+            # nothing overlaps a probe: the host's seconds come before it, and again after it
+            self._debt_s = self.costs.host_s(len(wishes) + num_others)
         for row in filter(chosen.__getitem__, idle):
             self._known[wishes[row][0]].fade()
         return chosen
@@ -214,18 +258,37 @@ class DraftLengths:
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, seen: float = 0.0
     ) -> bool:
         """True if any wish would get drafts in a step."""
-        return any(self._chosen(step, wishes, num_others, None, seen)[0])
+        asked = list(wishes), num_others
+        if asked == self._unworthy and step < self._unworthy_until:
+            return False
+        if any(self._chosen(step, wishes, num_others, None, seen)[0]):
+            return True
+        probe = self._next_probe(len(wishes) + num_others)
+        self._unworthy, self._unworthy_until = asked, probe if probe > step else step + PROBE_STEPS
+        return False
+
+    def charge(self, lost_s: float) -> None:
+        """Count what a step with drafts has lost against steps without; it may be less than nothing."""
+        self._debt_s = max(self._debt_s + lost_s, 0.0)
 
     def use(self, costs: StepCosts) -> None:
         """Choose by other costs from now on."""
         self.costs = costs
         self._seconds.clear()
+        self._unworthy_until = 0
 
     def most_rows(self, limit: int) -> int:
-        """The largest batch up to `limit` in which a draft that is hardly ever wrong pays."""
-        return max(
-            (num for num in range(1, limit + 1) if any(self.choose([(HOPED_RATE, 1)] * num))), default=0
-        )
+        """The largest batch up to `limit` in which a probe pays that is hardly ever wrong."""
+        lengths = product(range(limit, 0, -1), (1, LONG_PROBE))
+        return next((num for num, most in lengths if any(self.choose([(HOPED_RATE, most)] * num))), 0)
+
+    def _next_probe(self, num_rows: int) -> int:
+        """The first step that may have a probe."""
+        waits = self._debt_s / (PROBE_SHARE * self.costs.without_drafts(num_rows))
+        return self._last_probe + int(min(max(waits, PROBE_STEPS), MOST_PROBE_STEPS))
+
+    def _new(self) -> Acceptance:
+        return Acceptance(_right=self.totals.rate * PRIOR_WEIGHT)
 
     def _chosen(
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None, seen: float
@@ -233,12 +296,16 @@ class DraftLengths:
         """The number of drafts of each wish, and which of the wishes are probes."""
         rows = [(self._known[seq_id].rate, available) for seq_id, available in wishes]
         chosen = self.choose(rows, num_others, room, seen)
-        if step - self._last_probe < PROBE_STEPS:
+        if step < self._next_probe(len(rows) + num_others):
             return chosen, []
         idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
-        for row in idle:
-            rows[row] = HOPED_RATE, 1
-        return (self.choose(rows, num_others, room, seen) if idle else chosen), idle
+        for most in (1, LONG_PROBE) if idle else ():
+            for row in idle:
+                rows[row] = HOPED_RATE, min(most, wishes[row][1])
+            chosen = self.choose(rows, num_others, room, seen)
+            if any(map(chosen.__getitem__, idle)):
+                break
+        return chosen, idle
 
     def choose(
         self,
@@ -268,29 +335,31 @@ class DraftLengths:
         self._seconds += map(self.costs.seconds, range(len(self._seconds), end))
         attending = seen * self.costs.seen_s
         seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
-        best, taken = base / seconds[0], order[:0]
+        best, taken = base / (self.costs.without_drafts(base) + base * attending), order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
             turns = self._turns(cap)
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
+            drafted = accumulate([place < len(rows) for place in places], initial=0)  # rows that have any
             speeds = [
-                each / self.costs.with_drafts(taking, base, len(rows), turns)
-                for each, taking in zip(gained, seconds, strict=False)
-            ]
-            if (fastest := max(speeds)) > best:
-                best, taken = fastest, places[: speeds.index(fastest)]
+                each / self.costs.with_drafts(taking, base, count, turns)
+                for each, count, taking in zip(gained, drafted, seconds, strict=False)
+            ][1:]
+            if (fastest := max(speeds, default=0.0)) > best:
+                best, taken = fastest, places[: speeds.index(fastest) + 1]
         for place in taken:
             counts[place % len(rows)] += 1
         return counts
 
     def begin(self, seq_id: int) -> None:
         """Count the windows of a sequence from now on, also if its lengths are not chosen here."""
-        self._known[seq_id] = Acceptance()
+        self._known[seq_id] = self._new()
 
     def update(
         self, seq_id: int, num_drafts: int, num_accepted: int, longest: int | None = None
     ) -> Acceptance | None:
         """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
+        self.totals.update(num_drafts, num_accepted, longest)
         known = self._known.get(seq_id)
         if known is not None:
             known.update(num_drafts, num_accepted, longest)

@@ -56,6 +56,30 @@ def test_it_is_off_unless_something_is_named_and_can_be_turned_off_beside_a_file
     assert not speculation(speculative_decoding=False, prompt_lookup_max=4, suffix_max_answers=3).is_on
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"speculative_decoding": True},
+        {"speculative_method": "suffix", "synthetic_acceptance": 0.5},
+        {"draft_model": "small", "adaptive_speculation": False},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+)
+def test_no_tokens_turn_it_off_whatever_else_is_asked(asked: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "knobs.yaml"
+    path.write_text("num-speculative-tokens: 0\n")
+    for zero in (
+        {"num_speculative_tokens": 0},
+        read_config_file(path, knob_table()),
+        knobs_from(build_parser().parse_args(["generate", "hi", "--num-speculative-tokens", "0"])),
+    ):
+        config = EngineConfig.from_knobs(**(asked | zero))
+        assert (config.speculation.is_on, config.speculation.max_drafts) == (False, 0)
+        assert EngineConfig.from_knobs(**config.knobs()) == config
+    assert not speculation(speculative_config={"method": "ngram", "num_speculative_tokens": 0}).is_on
+
+
 JSON = {
     "method": "ngram",
     "num_speculative_tokens": 5,

@@ -439,6 +439,24 @@ def test_a_head_of_the_queue_without_room_is_not_looked_up_in_every_step(
     assert world.verify() == 1
 
 
+def test_a_sequence_that_found_no_blocks_is_not_about_to_come_in() -> None:
+    """Steps may have drafts meanwhile; only one that may come in with the next plan would wait for them."""
+    world = make_world(num_blocks=17, block_size=4, context_len=80)
+    scheduler = world.scheduler
+    world.add("running", prompt_of(8), max_tokens=60)
+    assert scheduler.may_admit and "running" in step(world) and not scheduler.may_admit
+    world.add("large", prompt_of(60, start=2), max_tokens=2)
+    assert scheduler.may_admit
+    seen = [scheduler.may_admit for _ in range(40) if "large" not in step(world)]
+    assert scheduler.num_waiting and scheduler.num_free_places, "it waits for blocks alone"
+    assert len(seen) == 40 and sum(seen) <= 1 + 40 // RETRY_STEPS, "prefixes may be found now and then"
+    world.abort("running")
+    assert scheduler.may_admit, "blocks came free"
+    assert "large" in step(world) and not scheduler.may_admit
+    world.run()
+    assert world.verify() == 1
+
+
 def test_a_head_of_the_queue_comes_in_when_others_have_computed_its_prompt() -> None:
     """No block comes free, but it needs fewer of its own."""
     world = make_world(num_blocks=14, block_size=4, prefill_chunk_size=4)

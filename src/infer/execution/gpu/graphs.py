@@ -199,6 +199,11 @@ class StepGraphs:
             return None
         return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
 
+    def padded_window(self, num_tokens: int) -> int:
+        """The number of tokens that a window is padded to."""
+        size = self.window_size_for(num_tokens)
+        return num_tokens if size is None else size.num_rows
+
     def draft_size_for(self, num_rows: int, num_drafts: int, *, is_tree: bool = False) -> StepSize:
         """The smallest size with room for rows that draft."""
         rows = _at_least(self._draft_rows, num_rows)

@@ -1,0 +1,172 @@
+"""The lengths that are chosen, on devices whose true times are known: never slower than no drafts at all.
+
+A `Machine` has a table of times and plays the host and the device event by event: what waits for what comes
+from launches and reads, not from the formula under test. Costs are what `engine/step_costs.py` would measure.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from infer.speculative.adaptive import DraftLengths, StepCosts
+
+MOST = 8  # drafts of a window
+STEPS = 200  # steps that are played, so that the first one hardly counts
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)  # captured steps
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds of a device and its host."""
+
+    step: float  # a step of one row, which has kernels of its own
+    window: float  # a window of one token
+    slope: float  # more for each token of a captured size
+    turn: float  # a turn, and
+    first_turn: float  # more for the first of a window
+    host: float  # reading, planning and launching a window, and
+    host_row: float  # more for each row
+    is_ahead: bool = True
+    is_padded: bool = True
+
+    def window_ms(self, num_tokens: int) -> float:
+        size = next(size for size in SIZES if size >= num_tokens) if self.is_padded else num_tokens
+        return self.window + self.slope * size
+
+    def plain_ms(self, num_rows: int) -> float:
+        """No slower than a window."""
+        most = self.window_ms(num_rows)
+        return min(self.step, most) if num_rows == 1 else min(most, self.step + 0.9 * (most - self.step))
+
+    def making_ms(self, longest: int) -> float:
+        return (self.first_turn + self.turn * longest) * bool(longest)
+
+    def host_ms(self, num_rows: int) -> float:
+        return self.host + self.host_row * num_rows
+
+    def costs(self) -> StepCosts:
+        sizes = SIZES if self.is_padded else [1 << power for power in range(8)]
+        firsts = [1, *(size + 1 for size in SIZES[:-1])] if self.is_padded else sizes
+        counts = {*firsts, *sizes}
+        return StepCosts.measured(
+            [(count, self.window_ms(count)) for count in counts],
+            [(count, self.plain_ms(count)) for count in counts if count <= 64],
+            gap_s=self.host,
+            row_gap_s=self.host_row,
+            draft_s=self.turn,
+            turns_s=self.first_turn,
+            is_ahead=self.is_ahead,
+        )
+
+    def play(self, lengths: list[list[int]]) -> float:
+        """Milliseconds of steps with these drafts for each row; none at all: a step that overlaps others."""
+        read = launched = drafted = 0.0  # ends of the last step, of the host's work, and of the last turns
+        was_plain, costs = True, self.costs()
+        for counts in lengths:
+            if not any(counts):
+                read += self.plain_ms(len(counts))
+                was_plain = True
+                continue
+            longest, window = max(counts), self.window_ms(len(counts) + sum(counts))
+            making, host = self.making_ms(longest), self.host_ms(len(counts))
+            before, launched = launched, max(launched, read) + host
+            if was_plain or not self.is_ahead:
+                read = launched + making + window
+            elif all(counts) and costs.is_host_slower(len(counts), longest):
+                read = max(read, before) + making + window  # launched while the last window ran
+            else:
+                read = max(launched, drafted) + window
+            drafted, was_plain = read + making, False  # turns for the next window follow at once
+        return max(read, launched)
+
+
+HEAD = Machine(0.45, 0.5, 0.003, 0.085, 0.03, 0.55, 0.08)  # a small model with a head
+SMALL = Machine(3.9, 3.97, 0.012, 0.45, 0.1, 0.6, 0.08)  # 8B with a model of 0.6B
+LOOKUP = Machine(0.45, 0.5, 0.003, 0.0, 0.0, 0.45, 0.08, is_ahead=False)
+CODED = Machine(1.6, 1.85, 0.04, 0.45, 0.1, 0.6, 0.08)  # int4
+CPU = Machine(20.0, 20.0, 1.5, 0.0, 0.0, 0.0, 0.0, is_ahead=False, is_padded=False)
+KNOWN = {"head": HEAD, "small": SMALL, "lookup": LOOKUP, "coded": CODED, "cpu": CPU}
+
+
+def kept(rate: float, length: int) -> float:
+    return sum(rate**depth for depth in range(length + 1))
+
+
+def fixed_speed(machine: Machine, rate: float, num_rows: int, length: int) -> float:
+    return STEPS * num_rows * kept(rate, length) / machine.play([[length] * num_rows] * STEPS)
+
+
+def chosen_speed(machine: Machine, rate: float, num_rows: int) -> float:
+    counts = DraftLengths(machine.costs()).choose([(rate, MOST)] * num_rows)
+    return STEPS * sum(kept(rate, count) for count in counts) / machine.play([counts] * STEPS)
+
+
+def assert_chosen_well(machine: Machine, rate: float, num_rows: int) -> None:
+    speeds = [fixed_speed(machine, rate, num_rows, length) for length in range(MOST + 1)]
+    found = chosen_speed(machine, rate, num_rows)
+    assert found >= 0.98 * max(speeds), (machine, rate, num_rows, found, speeds)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("machine", KNOWN.values(), ids=KNOWN)
+def test_chosen_lengths_are_as_good_as_the_best_fixed_one(machine: Machine, num_rows: int) -> None:
+    for rate in (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97):
+        assert_chosen_well(machine, rate, num_rows)
+
+
+def random_machine(source: random.Random) -> Machine:
+    step = source.choice([0.4, 1.5, 4.0, 20.0]) * source.uniform(0.8, 1.2)
+    return Machine(
+        step,
+        step * source.uniform(1.0, 1.3),
+        step * source.choice([0.0, 0.003, 0.03, 0.2]),
+        step * source.choice([0.0, 0.05, 0.2]),
+        step * source.choice([0.0, 0.1]),
+        source.choice([0.0, 0.5]),
+        source.choice([0.0, 0.08]),
+        is_ahead=source.random() < 0.7,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_they_are_on_random_machines(seed: int) -> None:
+    source = random.Random(seed)
+    for _ in range(40):
+        assert_chosen_well(random_machine(source), source.random(), source.choice([1, 1, 2, 5, 8]))
+
+
+def served_speed(machine: Machine, rate: float, num_rows: int, num_texts: int = 24) -> float:
+    """The speed by that without drafts, of texts of 200 tokens, each in the place of one that has ended."""
+    source, lengths, costs = random.Random(1), DraftLengths(machine.costs()), machine.costs()
+    steps, num_tokens, left = list[list[int]](), 0, dict.fromkeys(range(num_rows), 200)
+    while left:
+        counts = lengths.lengths(len(steps), [(seq_id, MOST) for seq_id in left])
+        lost_s = 0.0
+        for seq_id, count in zip([*left], counts, strict=True):
+            right = next((n for n in range(count) if source.random() >= rate), count)
+            if count:
+                lengths.update(seq_id, count, right)
+                each = costs.per_draft(len(counts), sum(map(bool, counts)), sum(counts), max(counts))
+                lost_s += count * each[1] - right * each[0]
+            num_tokens += 1 + right
+            left[seq_id] -= 1 + right
+            if left[seq_id] <= 0:
+                del left[seq_id]
+                num_texts -= 1
+                if num_texts >= num_rows:
+                    left[1000 + num_texts] = 200
+        if any(counts):
+            lengths.charge(lost_s)
+        steps.append(counts)
+    return num_tokens / machine.play(steps) / (num_rows / machine.plain_ms(num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("machine", KNOWN.values(), ids=KNOWN)
+def test_texts_in_turn_lose_next_to_nothing_while_rates_are_learned(machine: Machine, num_rows: int) -> None:
+    for rate in (0.0, 0.3, 0.6):
+        assert served_speed(machine, rate, num_rows) >= 0.98, (machine, rate)
+    assert served_speed(machine, 0.9, num_rows) > 1.5
