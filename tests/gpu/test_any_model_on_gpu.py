@@ -45,7 +45,7 @@ def test_bfloat16_runs_and_graphs_are_refused_by_name(checkpoints: Any) -> None:
     path, _, _ = checkpoints("phi")
     with LLM(str(path), device="cuda", dtype="bfloat16") as gpu:
         assert all(len(output.token_ids) == 12 for output in gpu.generate(PROMPTS, GREEDY))
-    with pytest.raises(ConfigError, match="use_cuda_graphs=on needs a model whose code is here"):
+    with pytest.raises(ConfigError, match="use_cuda_graphs=on needs a model that infer implements"):
         LLM(str(path), device="cuda", use_cuda_graphs=True)
 
 

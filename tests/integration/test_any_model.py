@@ -178,12 +178,12 @@ def test_the_start_line_the_plan_and_the_doctor_say_whose_code_it_is(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"quantization": "int8"}, "quantization=int8 needs a model whose code is here"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a model whose code is here"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs a model whose code is here"),
-        ({"deterministic": True}, "deterministic=on needs a model whose code is here"),
-        ({"record_cpu_step": True}, "record_cpu_step=on needs a model whose code is here"),
-        ({"mlp_backend": "torch_ref"}, "mlp_backend=torch_ref needs a model whose code is here"),
+        ({"quantization": "int8"}, "quantization=int8 needs a model that infer implements"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a model that infer implements"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 needs a model that infer implements"),
+        ({"deterministic": True}, "deterministic=on needs a model that infer implements"),
+        ({"record_cpu_step": True}, "record_cpu_step=on needs a model that infer implements"),
+        ({"mlp_backend": "torch_ref"}, "mlp_backend=torch_ref needs a model that infer implements"),
         ({"model_impl": "infer"}, "Starcoder2ForCausalLM, which no family here has code for"),
         ({"model_impl": "other"}, "model_impl"),
     ],

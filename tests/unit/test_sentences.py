@@ -49,14 +49,6 @@ DETOURS = {
     re.compile(r"(^|[.:] )Of (?!course)"): "a sentence that begins with its subject",
 }
 PAGE_DETOURS = DETOURS | {re.compile(r"\b([Tt]hose (that|of)|[Tt]hat of)\b"): "the noun again"}
-UNNAMED = {
-    "bench",
-    "execution",
-    "kernels",
-    "learn",
-    "loader",
-    "tools",
-}  # packages where nouns are missing yet
 
 # Pages with lists of figures, whose sentences are as long as the lists.
 FIGURES = {"docs/unreported.md"}
@@ -135,7 +127,7 @@ def test_docstrings_and_comments_keep_the_rules(package: str) -> None:
     assert not broken_in(ROOT / "src/infer" / package)
 
 
-@pytest.mark.parametrize("package", sorted(set(PACKAGES) - UNNAMED))
+@pytest.mark.parametrize("package", PACKAGES)
 def test_modules_name_their_nouns_again(package: str) -> None:
     assert not [
         f"{path}:{line}: {why}"

@@ -4,7 +4,7 @@
     open loop      a session starts at its time, however many are still running, or with a limit,
                    when there is room
 
-Bodies are made before the clock starts, except those that need an answer first. The client's own CPU time
+Bodies are made before the clock starts, except bodies that need an answer first. The client's own CPU time
 is part of the result: a client that is busy for most of the run measures itself. One Python process feeds one
 core, so a large load is divided among several:
 

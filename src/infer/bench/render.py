@@ -49,7 +49,7 @@ NOT_TOLD = {"queue_mean_s": "not told"}  # figures that only a server's own metr
 
 
 def columns(report: Report) -> list[list[str]]:
-    """Return the figures worth showing, table by table: those of the kind, or all that rows have."""
+    """Return the figures to show, table by table: the figures of the report's kind, or all that rows have."""
     present = dict.fromkeys(name for row in report.rows for name in row.figures)
     present |= dict.fromkeys(name for name in LATENCIES if f"{name}_p50_s" in present)
     if report.kind == "serve":

@@ -263,7 +263,7 @@ def _gpu() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the programs that decide speed; those of libraries only if they were used."""
+    """Return the versions of the programs that decide speed, and of the libraries that were used."""
     found = {"infer": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
         if name in sys.modules:
@@ -296,7 +296,7 @@ def commit() -> str:
 def revision_of(model: Path) -> str:
     """Return the identity of a model: the hub's commit of a snapshot, or a hash of the files.
 
-    The hash of one file is its `sha256sum`; that of a directory covers the list of its config and weights.
+    A file's hash is its `sha256sum`; a directory's hash covers the list of its config and weights.
     """
     folders = model.parts
     if "snapshots" in folders[:-1]:

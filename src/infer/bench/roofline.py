@@ -12,8 +12,8 @@ Layers, head and keys come one after the other, so their rooflines add up:
                              and not less than reading the weights once
 
 P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
-A layer with E experts, C of them for each token, reads those that its tokens choose. If tokens choose evenly
-and independently, that is  E (1 - (1 - C / E) ^ batch)  on average.
+A layer with E experts, C of them for each token, reads the experts its tokens choose. If tokens choose evenly
+and independently, it reads  E (1 - (1 - C / E) ^ batch)  on average.
 P_last are the parameters of the last layer without its keys and values. Only one token of a prompt samples.
 For the others nothing is read after the last layer's keys and values, so neither their queries nor their
 attention and MLP need to be computed. (The engine saves less: it attends there for all, models/model.py.)

@@ -1,7 +1,7 @@
 """Run a workload on an engine without a server: requests go in at their times, every token's time comes out.
 
-The loop is that of every user of an engine: add requests that are due, step, hand out. Two clocks fit in: the
-real one, and the virtual one of a simulation, which the device moves by the cost of each step.
+Every user of an engine runs this loop: add the requests that are due, step, hand out. It takes the real clock
+or the virtual clock of a simulation, which the device moves by the cost of each step.
 
     offline      run_offline(engine, workload)                    this machine's speed
     simulated    run_offline(engine, workload, clock=device)      the scheduler's decisions alone

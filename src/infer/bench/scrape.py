@@ -25,7 +25,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_counters(page: str) -> dict[str, float]:
-    """Return those of COUNTERS that a metrics page has."""
+    """Return the counters of COUNTERS that a metrics page has."""
     found: dict[str, float] = {}
     names: dict[str, str] = {}
     for name, _, value in _LINE.findall(page):

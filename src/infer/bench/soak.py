@@ -9,9 +9,9 @@ end three things are judged:
                   in a soak of less than a minute
     p99 latency   the time to the first token, if a limit was given (`--slo ttft=...`)
 
-The memory is that of the processes which listen at the server's address and of their children, on the host
-and on GPUs, if the server is on this machine and belongs to the same user. For a server on another machine,
-its metrics give the GPU memory of all processes, so a soak next to another program cannot judge that.
+If the server is on this machine and belongs to the same user, the memory is counted on the host and on GPUs,
+for the processes that listen at the server's address and for their children. For a server on another machine,
+its metrics give the GPU memory of all processes: next to another program a soak cannot judge the memory.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class BenchTarget:
 
     @property
     def weights(self) -> str:
-        """The form the weights are kept in; random ones on a CPU have that of the dtype."""
+        """The form the weights are kept in; random weights on a CPU have the dtype's form."""
         if self.loaded.weights != "as stored" or device_kind(self.device) != "cpu":
             return self.loaded.weights
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")

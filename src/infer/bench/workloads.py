@@ -296,7 +296,7 @@ def _list(name: str) -> Load:
 def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB) -> Workload:
     """Return the workload called `name` or `name:variant`, such as `w2_mixed:64` or `chat_serving:mid`.
 
-    Those of OFFLINE ignore the seed and the vocabulary: all engines are measured on the same requests.
+    Workloads of OFFLINE ignore the seed and the vocabulary: all engines are measured on the same requests.
     """
     base, colon, variant = name.partition(":")
     if base in OFFLINE and not colon:
@@ -318,7 +318,7 @@ def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLoad:
-    """The numbers of the workload RANDOM; the defaults are those of `vllm bench serve`."""
+    """The numbers of the workload RANDOM, with the defaults of `vllm bench serve`."""
 
     num_prompts: int = 1000
     input_len: int = 1024
@@ -345,7 +345,7 @@ def random_workload(load: RandomLoad, *, seed: int = 42, vocab_size: int = DEFAU
 
 
 def read_names(text: str, *, group: str) -> list[str]:
-    """Return names given with commas; `all` is every workload of the group, `peer` those of OFFLINE."""
+    """Return names given with commas; `all` is every workload of the group, `peer` every one of OFFLINE."""
     if text in ("all", "peer"):
         return list(SERVING if text == "all" and group == "serving" else OFFLINE)
     return list(dict.fromkeys(name.strip() for name in text.split(",")))

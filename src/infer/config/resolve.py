@@ -328,7 +328,7 @@ def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
         f"mlp_backend={run.mlp_backend}": run.mlp_backend != AUTO,
         "speculative_method=eagle3": is_eagle,
     }
-    _refuse(asked, f"needs a model whose code is here, and this one runs with the code of {model.model_impl}")
+    _refuse(asked, f"needs a model that infer implements, and this one runs the code of {model.model_impl}")
 
 
 def _check_products(config: EngineConfig, machine: Machine, model: ModelFacts) -> None:

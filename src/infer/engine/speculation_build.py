@@ -182,7 +182,7 @@ def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelCon
         )
     if model.impl != "infer":
         raise ConfigError(
-            f"draft_model={settings.draft_model} is an EAGLE-3 head, which needs a model whose code is here, "
+            f"draft_model={settings.draft_model} is an EAGLE-3 head: it needs a model that infer implements, "
             f"and this one runs with the code of {model.impl}; use a whole model or speculative_method=ngram"
         )
     try:

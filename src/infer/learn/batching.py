@@ -15,8 +15,8 @@ def next_batch(running, waiting, max_batch_size):
     """Return the names of the requests that take part in the next step.
 
     running: names of the requests of the last step that have not finished, in the order in which they came.
-    waiting: names of those that wait, the first come first. A name is a number. None that runs is left out,
-    and no place stays empty while one waits.
+    waiting: names of the requests that wait, in the order in which they came. A name is a number.
+    Every running request stays, and no place stays empty while a request waits.
     """
     raise NotImplementedError
 '''

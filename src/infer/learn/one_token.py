@@ -48,7 +48,7 @@ def check(student: Student) -> None:
                 f"for token {wrong} the model must see prompt and output so far "
                 f"({len(prompt) + wrong} tokens); it was given {len(seen)}",
             )
-            expect(False, f"token {wrong} is {got[wrong]}, but the largest logit is that of {right[wrong]}")
+            expect(False, f"token {wrong} is {got[wrong]}, but token {right[wrong]} has the largest logit")
         student.doing = "stopping at eos_id"
         stopped = expect_ints(generate(next_logits, list(prompt), 8, right[3]), "the output")
         end = right.index(right[3]) + 1

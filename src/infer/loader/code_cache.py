@@ -46,7 +46,7 @@ from infer.quant.packed import Packed
 from infer.quant.projection import Projection
 
 SLOW_SECONDS = 5.0  # codes that were made faster are not kept
-MAX_BYTES = 64 << 30  # size of all files together; those that have not been read for longest are removed
+MAX_BYTES = 64 << 30  # size of all files together; the least recently read files are removed
 UNFINISHED_SECONDS = 24 * 3600.0  # an unfinished file older than this was left by a killed process
 
 _CHECKSUMS = "checksums"
@@ -205,7 +205,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Remove unfinished files, then those that have not been read for longest, until another file fits."""
+    """Remove unfinished files, then the least recently read files, until another file fits."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it

@@ -1,4 +1,4 @@
-"""The form that holds the codes of a matrix, given those of the tensors that fill it.
+"""The form that holds the codes of a matrix, given the codes of the tensors that fill it.
 
 On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes are kept if a form has the
 same groups. Parts of a fused matrix are kept if one form holds them all. 16-bit numbers are rounded to a form
@@ -33,7 +33,7 @@ def form_of(tensor: StoredTensor) -> CodedForm | None:
 
 
 def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if 4 bits keep all of these tensors; those of act-order must share their order."""
+    """Return True if 4 bits keep all of these tensors; act-order tensors must share their order."""
     forms = [form_of(tensor) for tensor in tensors]
     is_int4 = bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
     return (is_int4 and len(orders_of(tensors)) == 1) or is_mxfp4(tensors)
@@ -52,7 +52,7 @@ def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
 
 
 def part_bits(tensors: Sequence[StoredTensor], has_experts: bool) -> set[int]:
-    """The bits that keep a matrix: one number, or those of its parts where 8 would keep them together."""
+    """The bits that keep a matrix: one number, or the bits of each part if the whole would need 8."""
     joined = cpu_bits(tensors)
     is_one = joined < 8 or has_experts or len(orders_of(tensors)) > 1
     return {joined} if is_one else {cpu_bits([tensor]) for tensor in tensors}

@@ -142,7 +142,7 @@ def load_model(
     scaling = headers.config.rope_scaling
     if scaling is not None and scaling.depends_on_length and context_len > scaling.original_context_len:
         log.info(
-            "%s: all texts have the positions of %d tokens; max_seq_len=%d keeps those of the training",
+            "%s: every text gets positions for %d tokens; max_seq_len=%d keeps the trained positions",
             scaling.kind,
             context_len,
             scaling.original_context_len,

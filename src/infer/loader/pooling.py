@@ -63,7 +63,7 @@ def read_pooling(directory: Path) -> Pooling:
 
 
 def _folder(modules: Path, name: str) -> str:
-    """The name, if it is that of a folder next to the file: a model must not send us anywhere else."""
+    """The name, if it names a folder next to the file: a model must not send us anywhere else."""
     if "/" in name or name == "..":
         raise CheckpointError(f"{modules} names the folder {name!r}, which is not one of the model's own")
     return name

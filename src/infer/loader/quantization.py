@@ -187,7 +187,7 @@ def _forms_on(kind: str) -> list[str]:
 
 
 def _possible(names: Iterable[str]) -> str:
-    """Names for an error message, each once, without those that this machine would refuse."""
+    """Names for an error message, each once, without names that this machine would refuse."""
     return ", ".join(name for name in dict.fromkeys(names) if name != "bf16" or _multiplies_bf16())
 
 

@@ -32,7 +32,7 @@ def row_order(
 ) -> list[int] | None:
     """The place in the file of each row of a tensor that fills a module; None: they stay as they are.
 
-    The tensor has `num_rows` rows: those of its part, or of all `parts` of the module that a rank has.
+    The `num_rows` rows of the tensor fill its part, or all `parts` of the module that a rank has.
     """
     channels, kind = config.channel_order, kind_of(module)
     if channels is None:

@@ -1,7 +1,7 @@
 """The score head: one row of numbers, from the checkpoint, that turns a hidden state into a relevance score.
 
     ...ForSequenceClassification    its `score` head, one row
-    a reranker that is a causal LM  the head's row of the token "yes" minus that of "no": the score's logit
+    a reranker that is a causal LM  the head's row for "yes" minus its row for "no": the score's logit
     an embedding model              no row: the score is the cosine of the two texts' vectors
 
 The engine gives the last token's hidden state in all three cases, as it does for an embedding, so a score
@@ -60,7 +60,7 @@ def read_scorer(
 
 
 def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> tuple[int, int]:
-    """The tokens that mean yes and no: those that the files name, or those with that spelling."""
+    """The tokens that mean yes and no: the ids that the files name, or the tokens "yes" and "no"."""
     path = source.path / "1_LogitScore" / "config.json"
     raw = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
     yes = raw.get("true_token_id", token_id("yes"))

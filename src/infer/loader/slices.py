@@ -7,12 +7,12 @@
     shared.gate_up         rows of each part    an equal share of the expert that all tokens go through
     mlp.down, shared.down  columns              the same share: the columns that its rows of gate and up feed
     embedding, head        rows                 a range of the vocabulary; the last rank a shorter one
-    attention (its sinks)  rows                 those of its heads of q
+    attention (its sinks)  rows                 the rows of its heads of q
     all others             neither              everything: norms, routers, positions
 
-Rows and columns are those of W [out, in]. A product cut along rows gives each rank some outputs. The next
-one, cut along columns, reads just these and gives sums that are added up: two cuts, one exchange. So a bias
-is cut with its rows, and one that follows a cut along columns is added by rank 0 alone. Where ranks outnumber
+Rows and columns are the axes of W [out, in]. A product cut along rows gives each rank some outputs. The next
+product, cut along columns, reads just these, and its sums are added up: two cuts, one exchange. So a bias is
+cut with its rows, and a bias after a cut along columns is added by rank 0 alone. Where ranks outnumber
 heads of k and v, several ranks hold the same head.
 
 A slice in terms of a format's words, groups and scales is in its `leaves` (formats/axes.py).
@@ -42,14 +42,14 @@ _SIZES = ("intermediate_size", "the size of experts", "the size of the shared ex
 class Rank(NamedTuple):
     """One of the processes that share a model."""
 
-    number: int = 0  # its number among those that have parts of the same layers
-    world_size: int = 1  # how many these are
+    number: int = 0  # its number among the ranks that have parts of the same layers
+    world_size: int = 1  # number of these ranks
     stage: int = 0  # the stage of its layers, of `num_stages` (layers/stages.py)
     num_stages: int = 1
 
     @classmethod
     def of(cls, number: int, world_size: int, num_stages: int) -> Rank:
-        """The rank with this number among all: those of the last stage, where the engine is, come first."""
+        """The rank with this number among all; ranks of the last stage, where the engine is, come first."""
         return cls(number % world_size, world_size, num_stages - 1 - number // world_size, num_stages)
 
     @property
@@ -123,7 +123,7 @@ def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> 
 
 
 def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
-    """The part of a tensor that a rank holds; `parts` are those of the layer that it fills."""
+    """The part of a tensor that a rank holds; `parts` are the parts of the layer that it fills."""
     assert source.target is not None, source.name
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2

@@ -316,8 +316,8 @@ def _check_foreign(headers: ModelHeaders, quantization: str, rank: Rank) -> str:
     asked |= {name: str(size) for name, size in rank.settings.items()}
     for name, value in asked.items():
         raise ConfigError(
-            f"{name}={value} needs a model whose code is here, and {headers.source.name} runs with that of "
-            "transformers; leave it out"
+            f"{name}={value} needs a model that infer implements, and {headers.source.name} runs with the "
+            f"code of transformers; leave {name} out"
         )
     return DENSE
 
@@ -464,7 +464,7 @@ def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iter
 
 
 def kept_bytes(model: Model) -> int:
-    """The bytes of all weights of a model, shared ones once; those of projections as they are kept."""
+    """The bytes of all weights of a model as they are kept; shared weights count once."""
     return sum(kept_schemes(model, torch.float32).values())
 
 
@@ -480,7 +480,7 @@ def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
 
 
 def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
-    """The average over matrices that are kept in another form than `dtype`; without any, that of `dtype`."""
+    """The average over matrices in another form than `dtype`; without such matrices, the bytes of `dtype`."""
     packed = [layer for layer in _layers(model) if layer.stored.scheme != DENSE]
     numbers = sum(layer.spec.num_weights for layer in packed)
     kept = sum(layer.stored.num_bytes() for layer in packed)

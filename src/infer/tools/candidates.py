@@ -100,7 +100,7 @@ def weigh(row: RowLogprobs, params: SamplingParams, context: DrawContext) -> lis
 def _filter(
     adjusted: dict[int, float], reported: dict[int, float], params: SamplingParams, context: DrawContext
 ) -> tuple[dict[int, str], dict[int, float]]:
-    """The fates of allowed tokens under the filters, and the shares of those that stay."""
+    """The fates of allowed tokens under the filters, and the shares of the tokens that stay."""
     power = 1.0 / max(params.temperature, 1e-6)
     largest = max(adjusted.values())
     weights = {token_id: math.exp((value - largest) * power) for token_id, value in adjusted.items()}

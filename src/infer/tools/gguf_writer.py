@@ -6,8 +6,8 @@
     embedding and head        ──►   Q8_0: a head's errors go straight into the logits
     norms and biases          ──►   F32
 
-Rows that blocks of 256 do not fill get blocks of 32 (Q4_1 in the place of Q4_K), and those that blocks of
-32 do not fill stay F16. It is the other direction of loader/formats/gguf.py, gguf_config.py,
+Rows that blocks of 256 do not fill get blocks of 32 (Q4_1 instead of Q4_K), and rows that blocks of 32 do not
+fill stay F16. This is the other direction of loader/formats/gguf.py, gguf_config.py,
 gguf_tensors.py and tokenizer/gguf_vocab.py, for architectures whose files need little but names.
 """
 

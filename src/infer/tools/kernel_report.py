@@ -3,7 +3,7 @@
     config, headers ──► the model without memory ──► problems, by operation and size ──► the first way that
                                                                                     covers each
 
-The choices are those of an engine: the same lists are asked (kernels/runtime/choice.py). A named GPU need not
+An engine makes the same choices: it asks the same lists (kernels/runtime/choice.py). A named GPU need not
 be here. Kernels in CUDA C++ count as compiled.
 """
 

@@ -94,7 +94,7 @@ class MachineMemory:
 
     @property
     def memory(self) -> int:
-        """The bytes for this engine: those that are free, or what `device_memory` leaves."""
+        """The bytes for this engine: the free ones, or what `device_memory` leaves."""
         return self.runtime + (
             self.unloaded.free if self.unloaded.limit is None else max(self.unloaded.room, 0)
         )
@@ -141,7 +141,7 @@ class MemoryPlan:
     num_parameters: int
     stored_bytes: int  # bytes of the weights on disk; 0: there are none yet
     weights: int
-    stages: tuple[StageBytes, ...]  # the stages of its layers; this plan is that of a rank of the last one
+    stages: tuple[StageBytes, ...]  # stages of its layers; this plan is for a rank of the last stage
     draft: DraftMemory
     adapters: int  # room for LoRA adapters
     step: StepBytes
@@ -329,7 +329,7 @@ def plan_memory(
 
 
 def stage_bytes(config: EngineConfig, choice: LoadChoice, machine: MachineMemory) -> tuple[StageBytes, ...]:
-    """The stages of the layers, and the weights that a rank of each has; those of the last one are chosen."""
+    """The stages of the layers, and the weights that a rank of each has; `choice` is the last stage."""
     stages = stage_layers(choice.config.num_layers, config.load.pipeline_parallel_size)
     plans = [plan_stage(config, choice.headers, machine, stage) for stage in range(len(stages) - 1)]
     found = [weight_bytes(plan) for plan in (*plans, choice.plan)]

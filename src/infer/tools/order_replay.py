@@ -5,7 +5,7 @@
     device     run       sample    wait, and compare the ids
 
 This is what a device in another process does: it is given orders and nothing else (execution/order.py). The
-ids must come out again, except those that the engine rejected (a guided sequence that went another way).
+ids must come out again, except ids that the engine rejected (a guided sequence that went another way).
 
 Orders in a file may come from a stranger, and a kernel does not ask whether a row or a slot exists. So every
 order is checked against the size of the device's state before it runs.
@@ -125,7 +125,7 @@ def replay_orders(
 
 
 def _difference(order: StepOrder, before: Seq[Seq[int]], now: Seq[Seq[int]]) -> str | None:
-    """The place where the ids of a step differ from those of a record; None: nowhere.
+    """The place where the ids of a step differ from the record's ids; None: nowhere.
 
     An id that a guided sequence did not want, because its grammar forced another, is not in the record.
     """
@@ -172,7 +172,7 @@ class OrderCheck:
             return wrong
         rows, is_decode = order.rows, order.kinds == DECODE
         if order.flags & REPEATS and (order.has_begun or not np.array_equal(rows, self._repeatable)):
-            return "it repeats rows that are not those of the order before it"
+            return "it repeats the rows of the order before it, but names other rows"
         self._has_begun[_begun(order)] = True
         if not (self._has_begun[rows].all() and self._has_begun[order.known[0]].all()):
             return "a row computes before it has begun"
@@ -201,7 +201,7 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
     if (order.counts < 1).any() or (order.starts < 0).any() or (stops > max_len).any():
         return f"positions are not within {max_len}"
     if (order.counts[~given] != 1).any() or order.counts[given].sum() != len(order.tokens):
-        return "its tokens are not those of its rows"
+        return "the number of its tokens does not match its rows"
     if (
         (order.num_sampled > order.counts).any()
         or (order.num_sampled < 0).any()
@@ -216,7 +216,7 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
     if order.slots.shape != (shape.num_tables, len(order.tokens)) or not _within(order.slots, num_slots):
         return f"slots are not within {num_slots}"
     if len(order.next_tokens) not in (0, order.num_rows):
-        return "following tokens are not those of its rows"
+        return "the number of its following tokens does not match its rows"
     ids = (order.tokens, order.next_tokens, order.known[1])
     if not all(_within(part, limits.vocab_size) for part in ids):
         return f"tokens are not within {limits.vocab_size}"

@@ -1,4 +1,4 @@
-"""The files of records: those that may be written, and the names of a server's.
+"""Files of records: the paths that may be written, and the names of a server's files.
 
 infer generate --record run.jsonl     run.jsonl
 infer serve --record run.jsonl        run.jsonl of the first engine, run-1.jsonl of the second, ...

@@ -166,7 +166,7 @@ class Replay:
         return None
 
     def _step_to(self, step: int) -> None:
-        """Make steps until this one, including those that left no line in the record."""
+        """Make steps until this one, including steps that left no line in the record."""
         while self.engine.scheduler.step < step:
             self._stepper.step(self.engine)
 
@@ -306,7 +306,7 @@ def replay_config(
         num_blocks=facts.cache.num_tokens // (1 if is_contiguous else facts.cache.block_size),
         block_size=1 if is_contiguous else facts.cache.block_size,
     )
-    if cache.swap_space is not None:  # bytes of one rank, whose blocks are smaller than those of the model
+    if cache.swap_space is not None:  # bytes of one rank, whose blocks are smaller than the model's
         num_blocks = facts.cache.num_host_blocks // facts.cache.num_tables
         cache = replace(cache, swap_space=None, swap_blocks=num_blocks)
     load = replace(

@@ -1,6 +1,6 @@
 """The forms that a model's weights could have on a machine, side by side: bytes, room, speed.
 
-A token of one sequence reads every matrix once; of the experts, it reads those that it is sent to. So the
+A token of one sequence reads every matrix once, but only the experts that it is sent to. So the
 memory bandwidth divided by these bytes is the most tokens per second that one sequence can have:
 
     tokens per second  <=  bandwidth / (bytes of the layers' matrices + bytes of the head)

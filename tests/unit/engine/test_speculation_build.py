@@ -175,20 +175,3 @@ def test_a_slower_time_or_another_window_never_makes_costs_worse() -> None:
     costs = StepCosts(((1, 1.0), (2, 2.0), (4, 3.0)), seen_s=0.1)
     faster = step_costs._faster(costs, 2, 1.5)
     assert faster.pairs == ((1, 1.0), (2, 1.5), (4, 1.5)) and faster.seen_s == 0.1
-
-
-def test_a_table_that_ends_early_rises_after_its_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise longer windows would seem to take no longer than the last one that was timed."""
-    monkeypatch.setattr(step_costs, "MOST_SECONDS", 30.0)
-    seconds = {1: 1.0, 2: 1.0, 8: 2.0, 16: 4.0}
-    pad = lambda count: next(size for size in seconds if size >= count)  # noqa: E731
-
-    def table(num_runs: int) -> StepCosts:
-        timed = lambda size: (2 * seconds[size], seconds[size])  # noqa: E731
-        pairs, alone_s = step_costs._table(timed, step_costs._stretches(16, pad), num_runs)
-        assert alone_s == 2.0
-        return StepCosts.measured(pairs)
-
-    assert table(1).pairs == ((1, 1.0), (2, 1.0), (3, 2.0), (8, 2.0), (9, 4.0), (16, 4.0))
-    assert table(4).pairs == ((1, 1.0), (2, 1.0), (8, 2.0))
-    assert table(4).seconds(14) == 3.0

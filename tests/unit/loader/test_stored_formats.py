@@ -810,6 +810,6 @@ def words_of(qweight: tuple[int, int], size: int) -> Leaves:
 def test_tensors_that_mean_other_numbers_than_the_config_are_refused(
     method: str, leaves: Leaves, stored_as: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=f"the config says {method}, but .* those of {stored_as}"):
+    with pytest.raises(CheckpointError, match=f"the config says {method}, but .* are stored as {stored_as},"):
         opened(tmp_path, leaves, {"quant_method": method})
     assert opened(tmp_path, leaves, {"quant_method": stored_as}).format.name == stored_as

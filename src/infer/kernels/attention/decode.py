@@ -157,7 +157,7 @@ def _load_transform(
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, length, m, h, M: tl.constexpr, H: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """The angles of a row's newest token, and the gains of queries and keys with those of their partners.
+    """The angles of a row's newest token, and the gains of queries, of keys and of their partners.
 
     All have the shape of M heads, though heads are alike: each thread loads what it needs, without exchange.
     """
@@ -406,7 +406,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, ITEM_INTS: tl.constexpr,
     PREFETCH_N: tl.constexpr,  # positions of the first item
     LINE: tl.constexpr,  # elements of a cache line
-    PROJECTED: tl.constexpr,  # the queries are those of a fused projection, and its keys and values are new
+    PROJECTED: tl.constexpr,  # queries come from a fused projection, and its keys and values are new
     HAS_NORM: tl.constexpr,
     HAS_SCALES: tl.constexpr,  # keys and values are codes (kv_codes.py)
     CAP: tl.constexpr,  # `cap_constant` of the layer

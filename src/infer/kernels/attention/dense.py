@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 def dense_shapes(profile: AttentionProfile, least: int, max_tokens: int, max_len: int) -> Iterator[Shape]:
-    """The shapes that plans are made for, those of one prompt first; no prompt has more than `max_len`."""
+    """Shapes that plans are made for, shapes of one prompt first; no prompt is longer than `max_len`."""
     lengths, length, pad_len = [], least, profile.cudnn_pad_len
     while length <= min(max_tokens, padded_len(max_len, pad_len)):
         lengths.append(length)
@@ -162,7 +162,7 @@ class DenseAttention:
             end = first + shape.num * num_tokens
             is_whole_step = (first, end) == (0, q_TNH.shape[0])
             q, k = (_padded(x, first, end, shape, borrows=True) for x in (q_TNH, k_TGH))
-            # a view of the projection: plans are made for strides too, and those of `prepare` are for none
+            # V is a view of the projection, and the plans of `prepare` are for contiguous tensors
             v = _padded(v_TGH, first, end, shape, borrows=False).contiguous()
             result = self._attend(q, k, v, shape)[: end - first]
             if is_whole_step:

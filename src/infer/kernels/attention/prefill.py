@@ -1,8 +1,8 @@
 """Attention of chunks of prompts over the paged cache.
 
-A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values are
-in the cache already, after those of earlier positions, so a fresh prompt (start 0), the next chunk of a long
-one and a prompt whose beginning was found in the prefix cache are the same thing:
+A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values
+follow earlier positions' keys and values in the cache, so a fresh prompt (start 0), the next chunk of a long
+prompt and a prompt whose beginning was found in the prefix cache are the same thing:
 
     PrefillChunk(first=5, num=3, row=2, start=40)     tokens 5, 6, 7 of the step are positions 40, 41, 42 of
                                                       row 2 and see 0..40, 0..41, 0..42

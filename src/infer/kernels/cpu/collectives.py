@@ -53,7 +53,7 @@ class MirroredWord(NamedTuple):
 
 
 def mirrored_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
-    """The words of exchanges and pipes; `meets_all`: exchanges are also those of `everyone`."""
+    """The words of exchanges and pipes; `meets_all`: `everyone` exchanges too."""
     group, floats = size // num_stages, CAPACITY * 4
     words, pipes = [], HEADER_BYTES + 2 * size * floats
     for rank in range(size):
@@ -150,7 +150,7 @@ class SharedCommunicator(Communicator):
 class SharedPipe:
     """The way of hidden states from the stage before to this one, and from this one to the next.
 
-    The last stage has the ranks from 0 on, the one before it those that follow, and so on: a rank takes the
+    The last stage has the ranks from 0 on, the stage before it the next ranks, and so on: a rank takes the
     rows of the rank that has its place in the stage before.
     """
 

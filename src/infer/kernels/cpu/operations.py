@@ -91,9 +91,9 @@ def linear(
     order: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are those of an activation.
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are kept of an activation.
 
-    `out` are the columns that are filled of a wider result.
+    `out` is a view of a wider result: the columns to fill.
 
     `bits` are 8, 6, 5, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs
     to column order[k] of x.
@@ -327,7 +327,7 @@ def likely(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: they are too many.
 
-    Ids are in order; those of a row are followed by ids with a logit of -inf.
+    Ids are in order; after the ids of a row come ids with a logit of -inf.
     """
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:

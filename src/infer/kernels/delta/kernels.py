@@ -12,7 +12,7 @@ nilpotent, so the inverse of I + A is a short product that needs no order of row
 
     (I + A)^-1 = (I - A) (I + A^2) (I + A^4) (I + A^8)
 
-Products are those of tensor cores in three parts, which are as exact as float32; without tensor cores a piece
+Tensor cores compute products in three parts, which are as exact as float32; without tensor cores a piece
 would not fit the registers. Pieces begin at positions that are multiples of 16, so no piece lies across the
 end of a block.
 

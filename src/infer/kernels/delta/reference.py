@@ -8,7 +8,7 @@ forget a little, corrects what S says about the token's key, and asks it with th
     S  <-  S + k u^T
     o   =  S^T q
 
-Before that, q, k and v of a token are mixed with those of the W - 1 tokens before it, channel by channel (a
+Before that, q, k and v of a token are mixed with q, k and v of the W - 1 tokens before it, by channel (a
 causal convolution), so the last W - 1 inputs are part of what a sequence leaves behind: its *tail*.
 
 A single token is computed as written. More of one row go by pieces of `PIECE` tokens: within a piece all u
@@ -17,7 +17,7 @@ are the solution of one triangular system, and S is read and written once.
 A block of the cache holds the state after the tokens of that block, as many as there are so far
 (cache/layout.py). So a run of tokens within one block reads the state from the block of the token before it,
 which is the same block or the one before it, and writes to its own. A block that is full is never written
-again: its state is that of a prefix, for whoever begins with the same tokens.
+again: its state serves every sequence that begins with the same tokens.
 
 Shapes:  S rows, T tokens of each, C channels of q, k and v, W taps, V value heads, K key size, H value size,
 N blocks.

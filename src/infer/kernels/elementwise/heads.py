@@ -6,7 +6,7 @@
              └── v heads ──────────────────────┬─ cache ───► values_PGH[slot]
                                                └─ none ────► v_TGH     a view of qkv_TX
 
-The norm is that of rms_norm.py (models without a QK-norm give no weights), the rotation that of
+The norm comes from rms_norm.py (models without a QK-norm give no weights), the rotation from
 rope.py. A normed head is rounded to the type of the input before it is turned, as if the two had been
 called one after the other.
 

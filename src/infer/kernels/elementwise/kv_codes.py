@@ -13,7 +13,7 @@ A checkpoint that was calibrated has one scale for a layer, or for each of its h
 computed ones (`fixed`), and elements beyond 448 times it are cut off. Readers do not notice.
 
 Codes lie where keys and values of the model's own type would, [P, G, H]. The scales of one head and block lie
-side by side, [blocks, G, block_size], for a kernel reads those of one head at a time.
+side by side, [blocks, G, block_size], because a kernel reads the scales of one head at a time.
 
 Shapes:  T tokens, G kv heads, H head size, P slots.
 """

@@ -83,7 +83,7 @@ def next_nodes(
     tables_RB: torch.Tensor, inputs: StepInputs, tree_2M: torch.Tensor, drafts_NS: torch.Tensor, *,
     block_size: int, depth: int,
 ) -> None:  # fmt: skip
-    """Keep the nodes at a depth as drafts, and let the next turn compute those that it has inputs for.
+    """Keep the nodes at a depth as drafts, and let the next turn compute the nodes that it has inputs for.
 
     `best_WM` are the ids drawn next to the tokens of the turn before, best first; `position_R` the positions
     at which trees begin. A row that has no next token drafts token 0.

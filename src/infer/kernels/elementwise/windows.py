@@ -243,7 +243,7 @@ def judge_windows(
     The tokens of a row stand side by side, `MAX_DRAFTS` after the first at most. From that one on, the walk
     goes to the first child that is the id drawn before: in a chain to the next token, in a tree (`tree_2S`)
     to one that sees what the token before sees, and itself. `sources_S` begins as the slots of all tokens;
-    the first ones of a row get the slots of those that it keeps.
+    a row's first entries get the slots of the tokens that it keeps.
     """
     tensors = (
         rows_S, tokens_S, positions_S, ids_S, decided_S, tree_2S, slots_S, last_token_R, previous_R,

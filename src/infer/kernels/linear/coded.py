@@ -27,8 +27,8 @@ Two fp8 codes share 16 bits, and sign and rest of the first lie where bfloat16 h
 extracts them. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
 likes. Rows are padded to whole bands, columns to 128, with zeros.
 
-The zero of a 4-bit group is kept in the last four bits of its scale, which therefore has 20 bits: those of
-files have 16 and lose nothing; one of float32 is rounded by one part in two million.
+The zero of a 4-bit group is kept in the last four bits of its scale, which therefore has 20 bits. The scales
+of files have 16 and lose nothing; a float32 scale is rounded by one part in two million.
 
 Shapes:  M tokens, N rows (outputs), K columns (inputs), R rows of a part, G groups of a row.
 """

@@ -70,7 +70,7 @@ def _of_groups(
     GROUP: tl.constexpr, SPANS: tl.constexpr, BY_BAND: tl.constexpr, CELLS: tl.constexpr,
     CELL_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Scales or minima of a tile: in cells from `first` on, or those of rows, or of bands."""
+    """Scales or minima of a tile: of the cells from `first` on, of rows, or of bands."""
     COUNT: tl.constexpr = SPANS * CELLS if SPANS else (CELLS if BY_BAND else 1)
     rows, span = tl.arange(0, 32)[:, None], tl.arange(0, COUNT)[None, :]
     if SPANS:

@@ -38,7 +38,7 @@ SPLITS = 8  # splits of K: few rows alone would leave most of a GPU idle
 MAX_TILED = 128  # rows that are put into tiles, at most
 TILE_ROWS = 8
 CHUNK = 64  # columns of B that a kernel takes at a time
-MAX_CHUNKS = 32  # those of a matrix: one bit of a word for each
+MAX_CHUNKS = 32  # chunks of a matrix: one bit of a word for each
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
 

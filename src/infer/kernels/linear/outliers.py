@@ -37,7 +37,7 @@ class SparseRows:
 
     def fill(self, first_row: int, num_rows: int, rows: torch.Tensor, columns: torch.Tensor,
              values: torch.Tensor, size: int) -> None:  # fmt: skip
-        """Put the numbers of some rows after those that are there; those of one element are added up."""
+        """Append the numbers of some rows; numbers for the same element are added up."""
         device = self.begins.device
         places, which = (rows.to(device) * size + columns.to(device)).unique(return_inverse=True)
         merged = torch.zeros(len(places), device=device).index_add_(0, which, values.to(device))

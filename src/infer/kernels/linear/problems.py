@@ -26,7 +26,7 @@ class LinearProblem(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the matrix: in a gated layer those of gate and up."""
+        """Rows of the matrix: in a gated layer, the rows of gate and up."""
         return self.N * 2 if self.gated else self.N
 
 

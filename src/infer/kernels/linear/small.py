@@ -84,7 +84,7 @@ Plan = GemvConfig | TilePlan | problems.SplitConfig
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
 
-    In the other forms it is the part between those of `rms_norm.py` and `gated_activation.py`.
+    The other forms compute it between the steps of `rms_norm.py` and `gated_activation.py`.
     """
     return F.linear(x_MK, w_NK, bias_N)
 

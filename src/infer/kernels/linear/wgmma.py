@@ -134,7 +134,7 @@ class WgmmaConfig:
         return self.num_tiles(N, gated=False)
 
     def box_rows(self, *, gated: bool) -> int:
-        """The rows of W that are copied at once: in a gated layer first the gate's, then those of `up`."""
+        """The rows of W that are copied at once: in a gated layer, first rows of `gate`, then of `up`."""
         return self.rows // 2 if gated else self.rows
 
     def num_blocks(self, M: int, N: int, *, gated: bool) -> int:

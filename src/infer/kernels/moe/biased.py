@@ -1,7 +1,7 @@
 """Experts with biases (gpt-oss): grouped products as without them, and biases where rows are read anyway.
 
     both[r]    = x[token of r] WT                 a grouped product, as without biases
-    gated[r]   = gate(both[r] + gate_up bias)     one launch: the bias is that of the row's expert
+    gated[r]   = gate(both[r] + gate_up bias)     one launch, with the bias of the row's expert
     out[r]     = gated[r] WT                      a grouped product, not weighted
     y[t]       = sum over c of  weight * (out[t, c] + down bias)
 

@@ -70,10 +70,10 @@ def coded_expert_rows(
     compiled: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None), invariant: bool = False,
     many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """The weighted results of each token's experts on a GPU, [T, C, D]; matrices are those of all experts.
+    """The weighted results of each token's experts on a GPU, [T, C, D]; matrices hold all experts.
 
-    `compiled`: the kernels in CUDA C++ of both, where there are some; `many`: those for many rows of
-    unpacked matrices. `invariant`: blocks of one size, however many tokens there are.
+    `compiled`: the CUDA C++ kernels of gate-up and down, where they exist; `many`: the kernels for many rows
+    of unpacked matrices. `invariant`: blocks of one size for any number of tokens.
     """
     (T, num_choices), num_experts = experts_TC.shape, len(gate_up.cells)
     num_rows = T * num_choices

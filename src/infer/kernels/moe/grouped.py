@@ -159,7 +159,7 @@ def rows_in_order(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
     num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """`expert_rows` with matrices that are asked for one stack at a time, such as those that are unpacked."""
+    """`expert_rows` with matrices that are made one stack at a time, such as unpacked codes."""
     (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
     num_rows = T * num_choices
     if not T:
@@ -218,8 +218,8 @@ def max_blocks(num_rows: int, num_experts: int, block_t: int) -> int:
 def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> tuple[Tiles, Tiles]:
     """The tiles of gate and up, and of down, whose blocks of rows are the same.
 
-    Blocks are about as tall as an expert has rows, and those of few rows half as tall again, since experts
-    are not chosen evenly: taller ones multiply padding, flatter ones reload weights. Down has no second
+    Blocks are about as tall as an expert has rows. Blocks for few rows are half as tall again, since experts
+    are not chosen evenly: taller blocks multiply padding, flatter blocks reload weights. Down has no second
     matrix in its tiles, so they are wider. `block_k` does not depend on the number of rows, so neither does
     the order of additions.
     """

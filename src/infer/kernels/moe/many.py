@@ -56,7 +56,7 @@ class ManyRows(OtherKernel):
         self, x: torch.Tensor, w_ENK: torch.Tensor, num_rows: int, row_order: torch.Tensor,
         block_experts: torch.Tensor, weights_TC: torch.Tensor | None, *, rows_per_input: int = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """Gated results in order, [P, N]; or those of each row, times its weight, [R, N]."""
+        """Gated results in order, [P, N]; or the results of each row times its weight, [R, N]."""
         gated, num_places, num_blocks = bool(self.activation), len(row_order), len(block_experts)
         assert num_places == num_blocks * BLOCK_ROWS, (num_places, num_blocks)
         assert w_ENK.is_contiguous() and w_ENK.shape[1:] == ((1 + gated) * self.N, self.K), w_ENK.shape

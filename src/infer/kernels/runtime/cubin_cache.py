@@ -2,7 +2,7 @@
 
     ~/.cache/infer/kernels/<key>.cubin        32 bytes of checksum, then the cubin
 
-Folder and idea are those of the C kernels (kernels/cpu/build.py): the key is a hash of everything a cubin
+The C kernels have the same folder and idea (kernels/cpu/build.py): the key is a hash of everything a cubin
 depends on, so nothing is ever stale, and a file is renamed into place when it is whole. A file that cannot be
 read, or is not what was written, is made again; a folder that cannot be written is not an error. When several
 processes want the same cubin, such as the replicas of a server, one makes it and the others wait, up to a
@@ -33,7 +33,7 @@ _MAX_SECONDS = 180.0  # longest wait, more than one compiler takes; then this pr
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
-    """The bytes kept on disk for this key; if there are none, those of `make`, which are then kept."""
+    """The bytes kept on disk for this key; if there are none, the bytes of `make`, which are then kept."""
     try:
         path = cache_directory() / f"{_digest(key)}.cubin"
     except CBuildError:  # no home: nowhere to keep it
@@ -51,7 +51,7 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
     """Wait for a process or thread that is in here with this key, up to a bound; without a folder, go on.
 
-    If its result cannot be kept, those that waited may make it at the same time.
+    If its result cannot be kept, all that waited may make it at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, CBuildError):

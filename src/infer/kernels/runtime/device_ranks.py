@@ -61,12 +61,12 @@ class DeviceRanks(Communicator):
     deterministic = False  # sums have the same bits for any number of rows
 
     def __init__(self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype) -> None:
-        """`shared` joins the same ranks on the host; `dtype` is that of sums and hidden states."""
+        """`shared` joins the same ranks on the host; `dtype` is the type of sums and hidden states."""
         self.rank, self.size, everyone = shared.rank, shared.size, shared.everyone()
         self._everyone, self._device, self._dtype, self._is_alone = everyone, device, dtype, False
         self.num_stages = everyone.size // self.size
         self.stage = self.num_stages - 1 - everyone.rank // self.size
-        self.shortage = 0  # bytes that the GPU of another rank has less free than that of this one
+        self.shortage = 0  # bytes that another rank's GPU has less free than this rank's GPU
 
     def _meet(self, mine: bytes) -> tuple[list[bytes], list[RankFacts]]:
         """The bytes of every rank, and the facts about its GPU; all must be of one kind."""
@@ -94,12 +94,12 @@ class DeviceRanks(Communicator):
         return not self._is_alone or (is_gpu(self._device) and torch.cuda.is_current_stream_capturing())
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, also those of other stages, through the host."""
+        """The bytes of every rank of every stage, through the host."""
         return self._everyone.gather_bytes(mine)
 
     @abstractmethod
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by that of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
 
     @abstractmethod
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -73,7 +73,7 @@ class GpuCommunicator(DeviceRanks):
     def __init__(
         self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype, wait_s: float = WAIT_S
     ) -> None:
-        """`shared` joins the same ranks on the host; `dtype` is that of sums and hidden states."""
+        """`shared` joins the same ranks on the host; `dtype` is the type of sums and hidden states."""
         super().__init__(shared, device, dtype)
         everyone, number, num_ranks = self._everyone, self._everyone.rank, self._everyone.size
         with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
@@ -139,7 +139,7 @@ class GpuCommunicator(DeviceRanks):
         return out_MV[:, :num_columns].contiguous()
 
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by that of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
         if self._exchanges:
             self._ids.go(x)
 

@@ -56,7 +56,7 @@ class RankMemory(NamedTuple):
 
 
 class GpuWay:
-    """One end of a way: the teller's, or that of one of the listeners."""
+    """One end of a way: the teller's end, or the end of one listener."""
 
     def __init__(
         self, kernels: Mapping[str, PreparedLaunch], memory: RankMemory, device: torch.device,

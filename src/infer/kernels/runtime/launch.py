@@ -9,8 +9,8 @@ launch with the same kinds of arguments. Here the compiled variant is kept:
 The key holds every number by value and by type (1, 1.0 and True are equal but compiled differently), so a
 number that Triton would specialise for always finds its own variant. Constants are integers, bools and
 strings; a float is refused, because 2.0 would find the variant of 2. Triton also specialises for a tensor's
-alignment: a variant is kept for, and used by, launches whose addresses are all multiples of 16, as those of
-fresh memory are. Any other launch goes through Triton.
+alignment: a variant is kept for, and used by, launches whose addresses are all multiples of 16, as in
+fresh memory. Any other launch goes through Triton.
 
 Integers that the kernel declares as unspecialised (`jit_for_any`) differ from launch to launch, are compiled
 once for all values, and are not part of the key.

@@ -41,7 +41,7 @@ class _Name(ctypes.Structure):
 def load_nccl() -> Any:
     """The library that PyTorch has loaded; None: it has none, or one of its own that nobody else can call."""
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_RUNTIME_CONNECT"):
-        os.environ.setdefault(name, "0")  # a capture would wait for those of other ranks
+        os.environ.setdefault(name, "0")  # a capture would wait for other ranks' captures
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError:
@@ -99,7 +99,7 @@ class NcclGroup:
         self._call("ncclAllGather", x, x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Replace a tensor by that of the first rank."""
+        """Replace a tensor by the first rank's."""
         self._call("ncclBroadcast", x, x.data_ptr(), x.data_ptr(), x.nbytes, _BYTES, 0)
 
     def broadcast_aside(self, x: torch.Tensor) -> Callable[[], None]:

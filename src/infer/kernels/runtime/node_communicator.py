@@ -48,7 +48,7 @@ class Group(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Replace a tensor by that of the first rank."""
+        """Replace a tensor by the first rank's."""
         ...
 
     def broadcast_aside(self, x: torch.Tensor) -> Callable[[], None]:
@@ -107,7 +107,7 @@ class NodeCommunicator(DeviceRanks):
         dtype: torch.dtype,
         groups: Groups | None = None,
     ) -> None:
-        """`groups` are those of NCCL, unless given."""
+        """`groups` are NCCL's groups, unless given."""
         super().__init__(shared, device, dtype)
         groups = groups or NcclGroups(shared, device)
         number, size, num_stages = self._everyone.rank, self.size, self.num_stages
@@ -158,7 +158,7 @@ class NodeCommunicator(DeviceRanks):
         return found_RMN.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by that of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
         if not self._exchanges:
             return
         if self._place:

@@ -21,7 +21,7 @@ from infer.kernels.runtime.dispatch import gpu_model, is_gpu, num_sms, nvidia_ca
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_set: list[DeviceProfile] = []  # profiles that take the place of those of all devices, the last one first
+_set: list[DeviceProfile] = []  # profiles that replace the devices' own, the last one first
 _caches: list[Any] = []
 
 

@@ -38,7 +38,7 @@ class Boxes(NamedTuple):
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument that TMA reads; its `value` is set as that of a ctypes number."""
+    """A kernel's argument that TMA reads; its `value` is set like a ctypes number's."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 

@@ -113,9 +113,9 @@ def adjust_tile(
 ):  # fmt: skip
     """Write the logits of a row from id `first` to `end` to `out_ptr`, as the row's line asks for them.
 
-    `uses_ptr` and `biases_ptr` are the row's own, `masks_ptr` those of all rows, on the host: the words of
-    the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time: the
-    rows that ask for nothing must not pay for registers that this needs.
+    `uses_ptr` and `biases_ptr` are the row's own; `masks_ptr` has all rows' masks, on the host. The words
+    of the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time:
+    rows that ask for nothing must not pay for the registers that this needs.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
     has_uses = tl.load(line_ptr + _HAS_USES) > 0

@@ -17,8 +17,8 @@ own, in parallel to the next step: it no longer needs the logits, which that ste
 
 Both pick the W largest of many numbers without sorting them. A float's bits, a little changed, are an integer
 that grows with it. The bits of the W-th largest are found from the first to the last, each by counting how
-many numbers have at least the bits so far; those of bfloat16 are known after 16. Among equal numbers the
-first are taken, so that among equal logits those with the smallest ids are reported.
+many numbers have at least the bits so far; bfloat16 needs 16. Among equal numbers the first are taken,
+so among equal logits the smallest ids are reported.
 
 Shapes:  S rows of logits, V vocabulary, K rows that ask, W logits kept of a tile.
 """

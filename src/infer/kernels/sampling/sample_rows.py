@@ -1,6 +1,6 @@
 """Sample every row of a batch on the device: no copy to the host, no sort, nothing of size [S, V] written.
 
-The result is that of sampling/sampler.py, id for id: the same bias, bans and penalties (adjust_logits.py),
+The result equals sampling/sampler.py's, id for id: the same bias, bans and penalties (adjust_logits.py),
 the same temperature, the same filters (sampling/filters.py), the same noise (gumbel.py).
 
     survey ──► candidates ──► buckets ──► wide
@@ -291,7 +291,7 @@ def _mass_of(keys):
 
 @jit
 def _mass_up_to(x_ptr, own_ptr, is_own, n, peak, temperature, last):
-    """The mass of those of n tokens whose key is at most `last`."""
+    """The mass of the tokens, among n, whose key is at most `last`."""
     total = tl.zeros((), tl.int64)
     for start in range(0, n, _GROUP):
         keys = _keys(x_ptr, own_ptr, is_own, start + tl.arange(0, _GROUP), n, peak, temperature)
@@ -359,7 +359,7 @@ def _edge_of(x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, mass
 
 @jit
 def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr):
-    """Append the candidates among [groups, tokens], in any order; those that do not fit are only counted."""
+    """Append the candidates among [groups, tokens], in any order, as far as they fit; count them all."""
     per_group = tl.sum(is_candidate.to(tl.int32), axis=1)
     count = tl.sum(per_group, axis=0)
     if count > 0:
@@ -586,7 +586,7 @@ def _candidates_kernel(
         temperature = _temperature(line_ptr)
         top_k, top_p, min_p = _filters(line_ptr)
         by_k = _limits_top_k(top_k, V)
-        weighs_row = (top_p < 1.0) & (by_k == 0)  # the mass of a top-k is that of its candidates
+        weighs_row = (top_p < 1.0) & (by_k == 0)  # a top-k has the mass of its candidates
         peak = tl.load(peak_ptr + s)
         x_ptr, own_ptr = logits_ptr + s * stride, own_ptr + s * V
         values_ptr += s * _MAX_CANDIDATES
@@ -794,7 +794,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Start compiling these kernels and those of logprobs; a launch waits for its own, the result for all."""
+    """Start compiling these and the logprob kernels. A launch waits for its own; the result waits for all."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None

@@ -30,7 +30,7 @@ class GenerationDefaults:
     """The settings of a checkpoint for generating from it."""
 
     eos_ids: tuple[int, ...] = ()
-    sampling: Mapping[str, float] = field(default_factory=dict)  # those of SAMPLING_KEYS that it sets
+    sampling: Mapping[str, float] = field(default_factory=dict)  # values of SAMPLING_KEYS that the file sets
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:

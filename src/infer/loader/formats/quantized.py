@@ -148,7 +148,7 @@ def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -
                 for leaf, tensor in each.module.leaves.items()
             )
             each.module.fail(
-                f"the config says {settings.method}, but its tensors ({held}) are stored as those of "
+                f"the config says {settings.method}, but its tensors ({held}) are stored as "
                 f"{each.format.name}, so one of the two is wrong; fetch or convert the checkpoint again"
             )
 
@@ -221,7 +221,7 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     if path is None:
         return {}
     found = read_json(path, MAX_CONFIG_BYTES)
-    inner = found.get("quantization")  # ModelOpt puts its settings next to those of its producer
+    inner = found.get("quantization")  # ModelOpt puts its settings next to its producer's
     return _with_method(inner if isinstance(inner, Mapping) else found)
 
 

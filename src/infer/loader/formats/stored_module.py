@@ -56,7 +56,7 @@ class Settings:
         return all(said) if said or self.method == "compressed-tensors" else None
 
     def has_minima(self, bits: int) -> bool:
-        """Return True if a GPU keeps the zeros of integers as minima: those of 8 bits, if there are any."""
+        """Return True if a GPU keeps zero points as minima: 8-bit integers that have zero points."""
         return bits == 8 and not self.is_symmetric
 
     @property
