@@ -367,7 +367,7 @@ class SchedulerConfig:
     )
     max_queue: int | None = knob(
         None,
-        "sequences that may wait for an engine, besides the ones that its free places will take; more are"
+        "sequences that may wait for an engine, besides the ones that its free places will take; more are "
         f"refused; default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),

@@ -108,8 +108,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             assert kind == RankMessage.BUILD and build is not None, kind
             size, shape, step = json.loads(body)
             step = None if step is None else StepBytes(*step)
-            store = build.make_store(CacheSize(*size))
-            device, warm_up = build.make_warm(store, StateShape(*shape), step)
+            device, warm_up = build.make_warm(build.make_store(CacheSize(*size)), StateShape(*shape), step)
             on_done()
 
 

@@ -455,7 +455,10 @@ class GpuDevice:
         Ranks have none, for they draw together, and a model that drafts is asked for nothing but drafts.
         """
         if self._ranks is None and self._communicator is None and self.rows.masks.num_words:
-            yield from rare_orders(len(self.rows.tables_KRB), self.rows.masks.num_words)
+            num_tables, num_rows, _ = self.rows.tables_KRB.shape
+            found = zip(self.store.tables, self.store.states, strict=True)
+            state_rows = sorted({table * num_rows for table, state in found if state is not None})
+            yield from rare_orders(num_tables, state_rows, self.rows.masks.num_words)
 
     def run_half(self, order: StepOrder, masks: StepMasks) -> StepResult:
         """Run a part of a step, or an order of padding, and wait for it."""
