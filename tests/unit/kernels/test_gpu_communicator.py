@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,6 +51,29 @@ def test_machines_without_nccl_are_refused_by_name(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"need NCCL, and libnccl\.so\.2 cannot be loaded here; install"):
         nccl.nccl_version()
     assert device_facts(torch.device("cpu")) == {"device": "cpu"}, "CPUs need none"
+
+
+def test_a_group_that_was_aborted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has freed its memory, while the engine's thread may be in the middle of a step."""
+    aborted: list[int | None] = []
+
+    def error_string(code: int) -> bytes:
+        return b"invalid argument" if code == 4 else b"?"
+
+    group = object.__new__(nccl.NcclGroup)
+    group._group = ctypes.c_void_p(7)
+    group._nccl = SimpleNamespace(
+        ncclCommAbort=lambda group: aborted.append(group.value),
+        ncclBroadcast=lambda *args: 0 if args[-2].value == 7 else 4,
+        ncclGetErrorString=error_string,
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    group.broadcast(torch.zeros(1))
+    group.abort()
+    with pytest.raises(DeviceLost, match="NCCL failed: invalid argument"):
+        group.broadcast(torch.zeros(1))
+    group.abort()
+    assert aborted == [7, None]
 
 
 def test_a_network_that_nccl_did_not_find_is_a_hint() -> None:

@@ -120,8 +120,9 @@ class NcclGroup:
         self._call("ncclRecv", x, x.data_ptr(), x.nbytes, _BYTES, rank)
 
     def abort(self) -> None:
-        """End every exchange that waits for a rank, from any thread; there are none after it."""
-        self._nccl.ncclCommAbort(self._group)
+        """End every exchange that waits for a rank, from any thread; NCCL refuses exchanges after it."""
+        group, self._group = self._group, ctypes.c_void_p()  # its memory is freed
+        self._nccl.ncclCommAbort(group)
 
     def _call(self, name: str, x: torch.Tensor, *args: int) -> None:
         assert x.is_contiguous(), x.stride()

@@ -200,9 +200,7 @@ class NodeCommunicator(DeviceRanks):
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, one after the other; zeros where nothing is exchanged."""
-        found = (torch.empty if self._exchanges else torch.zeros)(
-            (self.size, *x.shape), dtype=x.dtype, device=x.device
-        )
+        found = (x.new_empty if self._exchanges else x.new_zeros)((self.size, *x.shape))
         if self._exchanges:
             self._sums.all_gather(x, found)
         return found
