@@ -2,9 +2,9 @@
 
     placement group {CPU, GPU} ──► actor ──► the replica's process, an ordinary server on the node's address
 
-A replica of several ranks has a bundle for all of them on one node. If no node is large enough, and the model
-is on CPUs, it has bundles on several nodes, each with an actor. The first has the server, the others only
-ranks, and they communicate as with `--nnodes`, with their own secret. They end and are placed together.
+A replica of several ranks has a bundle for all of them on one node. If no node is large enough, it has
+bundles on several nodes, each with an actor. The first has the server, the others only ranks, and they
+communicate as with `--nnodes`, with their own secret. They end and are placed together.
 
 One task manages each replica: it places the actor, waits for the model, passes its URL to the front, and
 waits for its end. Whatever ended it (a crash, a killed actor, a lost node), the next replica is placed

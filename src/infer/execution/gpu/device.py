@@ -454,7 +454,7 @@ class GpuDevice:
 
         Ranks have none, for they draw together, and a model that drafts is asked for nothing but drafts.
         """
-        if self._ranks is None and self._communicator is None and self.rows.masks.num_words:
+        if self._ranks is None and self._communicator is None and not len(self.drafts_KS):
             num_tables, num_rows, _ = self.rows.tables_KRB.shape
             found = zip(self.store.tables, self.store.states, strict=True)
             state_rows = sorted({table * num_rows for table, state in found if state is not None})
