@@ -109,7 +109,7 @@ def test_without_a_library_the_reason_is_logged_once(
     monkeypatch.setattr(library, "_state", None)
     assert library.library() is None and library.library() is None
     assert [record.message for record in caplog.records] == [
-        "no C kernels, so the CPU is slower than it could be: there is no C compiler"
+        "the C kernels cannot be used, so the CPU is slower: there is no C compiler"
     ]
     assert library.why_not() == "there is no C compiler"
 

@@ -218,7 +218,7 @@ def _from_engine(raw: Mapping[str, Any], where: Path) -> Report:
             if known := {figure: number for figure, number in figures.items() if number is not None}:
                 rows.append(make_row(name, "", [known], note=note))
     if not rows:
-        raise ConfigError(f"{where} names an engine, but holds no results that are understood")
+        raise ConfigError(f"{where} names an engine, but has no results in a format that infer reads")
     return Report(
         schema=SCHEMA,
         version=VERSION,

@@ -165,7 +165,7 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
             return replace(plan, vocab_size=size)
         if not error.startswith(("HTTP 400", "HTTP 422")):
             raise ConfigError(
-                f"the server answers no request: {error}; --text sends words in place of token ids"
+                f"the server refuses every request: {error}; --text sends words instead of token ids"
             )
         refusal, size = error, size // 2
     if (error := _try(endpoint, Turn(text="the time", max_tokens=1))) is not None:
@@ -212,7 +212,7 @@ def _warm_up(endpoint: Endpoint, plan: Plan) -> None:
 
 def _no_answer(error: str) -> str:
     hint = "; --no-ignore-eos leaves the field out" if "ignore_eos" in error else ""
-    return f"the server answers no request: {error}{hint}"
+    return f"the server refuses every request: {error}{hint}"
 
 
 def _bench(

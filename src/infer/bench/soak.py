@@ -68,7 +68,7 @@ def bench_soak(
     notes: list[str] = []
     plan = choose_ids(endpoint, plan, notes)
     if plan.as_text or plan.vocab_size is None:
-        raise ConfigError("a soak sends token ids, and this server takes none; use --workload instead")
+        raise ConfigError("a soak sends token ids, which this server refuses; use --workload instead")
     pids = [*server_pids(endpoint)] if endpoint.is_here else []
     longest = min(MAX_PROMPT, (served.context_len or 4 * MAX_PROMPT) // 2)
     soak = asyncio.run(_run(endpoint, plan, concurrency, duration_s, longest, pids, tell))

@@ -79,7 +79,7 @@ async def _ask(endpoint: Endpoint, prompt: list[int]) -> dict[str, float]:
             connection.close()
     told = {name: float(ms) for name, ms in _STAGE.findall(connection.timing)}
     if not told:
-        raise ConfigError(f"{endpoint.url} tells no stages (no server-timing header); is it an infer server?")
+        raise ConfigError(f"{endpoint.url} sent no server-timing header; is it an infer server?")
     times = dict.fromkeys(STAGES, 0.0) | told
     times["connect"] = 1000 * (trace.asked - started)
     times["network"] = 1000 * trace.ttft - sum(told.values())

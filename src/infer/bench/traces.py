@@ -62,7 +62,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("blocks and prefix_id both say what is shared; give one of them")
         if self.blocks and not 0 < len(self.blocks) * self.block_size <= self.prompt_len:
             raise ValueError(
-                f"{len(self.blocks)} blocks of {self.block_size} tokens are no part of a prompt of "
+                f"{len(self.blocks)} blocks of {self.block_size} tokens do not fit a prompt of "
                 f"{self.prompt_len}"
             )
         if (self.prefix_id is None) != (self.prefix_len == 0):

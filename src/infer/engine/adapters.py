@@ -140,7 +140,7 @@ class Adapters:
         pairs = self._slots.read(directory)
         if (rank := max(pair.rank for pair in pairs)) > self._bank.rank:
             raise ConfigError(
-                f"adapter {name!r} has rank {rank}, but max_lora_rank is {self._bank.rank}; start with more"
+                f"adapter {name!r} has rank {rank}, but max_lora_rank is {self._bank.rank}; raise it"
             )
         if missing := {pair.module for pair in pairs} - set(self._bank.stacks):
             raise ConfigError(

@@ -249,6 +249,6 @@ def _make_arena(step: StepBytes, device: torch.device) -> Arena:
         return Arena(step.activations + workspace, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the {format_bytes(step.activations)} of the largest step were free and are taken by another "
+            f"the {format_bytes(step.activations)} that the largest step needs are taken by another "
             f"process ({str(error).splitlines()[0]}); start again, or lower device_memory"
         ) from None

@@ -169,7 +169,7 @@ class Engine:
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
         if request.pooling is not None and not self._device.can_embed:
-            raise RequestError("this engine has no model to embed with: it makes tokens up")
+            raise RequestError("this engine has no model that embeds: it makes up tokens")
         if request.pooling is None and not self._has_head:
             raise RequestError(
                 "this model has no head that makes tokens: it is made for /v1/embeddings, /v1/rerank and "
@@ -267,7 +267,7 @@ class Engine:
                 self._stories.end(request_id, FinishReason.ABORT)
             return [] if waiting is None else unserved(waiting[0].request, FinishReason.ABORT)
         if index is not None and group.has_joint_sequence:
-            raise EngineError(f"request {request_id!r} has no sequence {index} (yet); abort the whole of it")
+            raise EngineError(f"request {request_id!r} has no sequence {index} yet; abort the whole request")
         self._observer.on_abort(self.scheduler.step, request_id, index)
         ended = [seq for seq in group.unfinished if index in (None, seq.index)]
         return self._requests.end(group, ended, FinishReason.ABORT)
@@ -567,7 +567,7 @@ class Engine:
         self._empty_steps = 0
         stuck = self.scheduler.sequences()
         logger.error("no progress: %s; usage %s", stuck[:8], self.scheduler.usage())
-        return self._fail(stuck, "the scheduler could not find room for it")
+        return self._fail(stuck, "the scheduler found no room for it in the KV cache")
 
     def _fail(self, sequences: Seq[Sequence], reason: str) -> list[StepOutput]:
         """End the requests of these sequences with an error."""

@@ -57,7 +57,7 @@ def rehearse(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of max_num_batched_tokens={num_tokens} and max_batch_size={num_rows} does not fit "
-            f"beside the weights: {memory.describe()} ({str(error).splitlines()[0]}); set "
+            f"next to the weights: {memory.describe()} ({str(error).splitlines()[0]}); set "
             "max_num_batched_tokens="
             f"{max(num_tokens // 4, 1)} and max_batch_size={max(num_rows // 4, 1)}, or raise device_memory"
         ) from None

@@ -177,7 +177,7 @@ def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelCon
     if settings.speculative_method in ("draft_model", "tree"):
         raise ConfigError(
             f"draft_model={settings.draft_model} is an EAGLE-3 head and "
-            f"speculative_method={settings.speculative_method} wants "
+            f"speculative_method={settings.speculative_method} needs "
             "a whole model; use speculative_method=eagle3, or leave it out"
         )
     if model.impl != "infer":
@@ -209,7 +209,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
     if isinstance(headers, HeadHeaders):
         if loaded.ranks is not None:
             raise ConfigError(
-                "an EAGLE-3 head reads matrices of its model, which ranks have in parts; leave out "
+                "an EAGLE-3 head reads whole matrices of its model, and ranks split them; leave out "
                 "tensor_parallel_size and pipeline_parallel_size, or use another speculative_method"
             )
         head = load_eagle(headers.source.path, loaded, num_drafts=settings.max_drafts)
@@ -318,7 +318,7 @@ def make_speculation(
             again = measure_again(device, shape, vocab_size, costs)
     if settings.synthetic_acceptance is not None:
         logger.warning(
-            "drafts are kept by chance, so the text is wrong: synthetic_acceptance is for benchmarks"
+            "drafts are accepted at random, so the text is wrong: synthetic_acceptance is for benchmarks"
         )
         device.use_judge(SyntheticJudge(settings.synthetic_acceptance))
     return Speculation(

@@ -52,7 +52,7 @@ class SmallerSteps:
         if not self._has_spoken:
             self._has_spoken = True
             logger.warning(
-                "step found no memory and is repeated in smaller ones; further ones are not logged, and a "
+                "step ran out of memory and is repeated in smaller steps; further ones are not logged, and a "
                 "smaller max_num_batched_tokens or device_memory avoids them step=%d num_tokens=%d reason=%r",
                 order.step, order.num_tokens, str(error).splitlines()[0],
             )  # fmt: skip

@@ -229,7 +229,7 @@ def read(buffer: memoryview) -> StepOrder:
         raise ValueError(f"{len(buffer)} bytes are fewer than an order's header")
     magic, version, step, flags, *numbers = _HEADER.unpack_from(buffer)
     if magic != _MAGIC or version != VERSION:
-        raise ValueError(f"no order of version {VERSION}: it begins with {magic!r}, version {version}")
+        raise ValueError(f"not an order of version {VERSION}: it begins with {magic!r}, version {version}")
     lengths = dict(zip(_LENGTHS, numbers, strict=True))
     arrays: dict[str, np.ndarray] = {}
     end = _HEADER.size
@@ -238,7 +238,7 @@ def read(buffer: memoryview) -> StepOrder:
         size = _SIZES[dtype] * prod(shape)
         start, end = end, end + size
         if end > len(buffer):
-            raise ValueError(f"the order has at least {end} bytes, and {len(buffer)} are there")
+            raise ValueError(f"the order needs at least {end} bytes, got {len(buffer)}")
         arrays[name] = np.frombuffer(buffer[start:end], dtype=dtype).reshape(shape)
     return StepOrder(step=step, flags=flags, **arrays)
 

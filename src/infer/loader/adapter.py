@@ -130,7 +130,7 @@ def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[L
 
 def _read_config(directory: Path) -> dict[str, Any]:
     if not os.path.isdir(directory):  # Path.is_dir raises where a name is too long
-        raise CheckpointError(f"no directory {directory}; an adapter is one with {CONFIG} and {WEIGHTS}")
+        raise CheckpointError(f"{directory} is not a directory; an adapter has {CONFIG} and {WEIGHTS}")
     config = read_json(directory / CONFIG, MAX_CONFIG_BYTES)
     kind = config.get("peft_type")
     if kind != "LORA":

@@ -107,9 +107,9 @@ class CodeCache:
             for (name, place), checksum in zip(places.items(), sums.tolist(), strict=True):
                 stored[name].copy_to(place)
                 if _checksum(place) != checksum:
-                    raise CheckpointError(f"{name} is not what was written")
+                    raise CheckpointError(f"the checksum of {name} is wrong")
         except _FAILURES as error:
-            log.warning("codes on disk are not used, and made again path=%s reason=%s", self.path, error)
+            log.warning("codes on disk cannot be used and are made again path=%s reason=%s", self.path, error)
             for place in places.values():
                 place.zero_()
             return False

@@ -85,7 +85,7 @@ def head_bytes(config: EagleConfig, dtype: torch.dtype, *, packs: bool) -> int:
 def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfig, dict[str, StoredTensor]]:
     """The config of a head, checked against its model, and its tensors by name."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory; a head is one with config.json and weights")
+        raise CheckpointError(f"{directory} is not a directory; a head has config.json and weights")
     if not any(directory.glob("*.safetensors")) and (found := sorted(directory.glob("*.bin"))):
         raise CheckpointError(
             f"{directory} has {found[0].name} and no *.safetensors; pickles are not opened: convert it "
@@ -105,7 +105,7 @@ def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, Sto
         token_ids_W += offsets
     elif size != vocab_size:
         raise CheckpointError(
-            f"{directory} has no d2t: which of the model's {vocab_size} tokens are its {size} draft tokens?"
+            f"{directory} has no d2t, which maps its {size} draft tokens to the model's {vocab_size}"
         )
     if int(token_ids_W.min()) < 0 or int(token_ids_W.max()) >= vocab_size:
         low, high = int(token_ids_W.min()), int(token_ids_W.max())
@@ -113,7 +113,7 @@ def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, Sto
     if len(set(token_ids_W.tolist())) != size:
         raise CheckpointError(f"d2t of {directory} names some tokens twice; it must hold offsets, not ids")
     if flags is not None and not (int(flags.sum()) == size and bool(flags[token_ids_W].all())):
-        raise CheckpointError(f"t2d and d2t of {directory} do not tell the same draft tokens")
+        raise CheckpointError(f"t2d and d2t of {directory} name different draft tokens")
     return token_ids_W
 
 

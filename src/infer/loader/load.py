@@ -200,7 +200,7 @@ def choose_device(device: str) -> torch.device:
     num_gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device != "cpu" and torch.cuda._is_in_bad_fork():
         raise EngineError(
-            "this process was forked from one that uses a GPU, and cannot use one itself; start it with "
+            "this process was forked from one that uses a GPU, so it cannot use a GPU; start it with "
             'multiprocessing.get_context("spawn"), load no model before the fork, or set device to cpu'
         )
     if device == "auto":

@@ -37,7 +37,7 @@ def read_scorer(
         headers = read_headers(source)
         head, size = headers.tensors.get("score.weight"), headers.config.hidden_size
         if head is not None and (len(head.shape) != 2 or head.shape[1] != size):
-            raise CheckpointError(f"score.weight has the shape {list(head.shape)}, and not [labels, {size}]")
+            raise CheckpointError(f"score.weight has shape {list(head.shape)}; it must be [labels, {size}]")
         if head is None or head.shape[0] != 1:
             labels = "no `score` head" if head is None else f"{head.shape[0]} labels"
             raise RequestError(f"this classifier has {labels}; a relevance score needs one with 1 label")
@@ -48,14 +48,14 @@ def read_scorer(
         module = "embedding" if headers.config.tie_embeddings else "head"
         found = [each.tensor for each in headers.sources if (each.module, each.leaf) == (module, "weight")]
         if not headers.config.has_head or not found:
-            raise RequestError("this reranker's files have no head that makes tokens, which its score needs")
+            raise RequestError("this reranker's files have no language model head, which its score needs")
         row = _read_row(found[0], yes) - _read_row(found[0], no)
         return Scorer(row=tuple(row.tolist()), is_judged=True)
     if pooling.is_published or is_headless(raw):
         return Scorer()
     raise RequestError(
-        "this model scores no texts: it is neither a reranker (a ...ForSequenceClassification, or a "
-        "language model with 'rerank' in its name) nor made for embeddings; load one of these"
+        "this model cannot score texts: it is neither a reranker (a ...ForSequenceClassification, or a "
+        "language model with 'rerank' in its name) nor an embedding model; load one of these"
     )
 
 
@@ -66,7 +66,7 @@ def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> t
     yes = raw.get("true_token_id", token_id("yes"))
     no = raw.get("false_token_id", token_id("no"))
     if not (type(yes) is int and type(no) is int and yes >= 0 and no >= 0):
-        raise RequestError("this reranker has no single tokens for the answers yes and no")
+        raise RequestError("this reranker's vocabulary has no single tokens for yes and no")
     return yes, no
 
 

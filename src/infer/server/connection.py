@@ -292,7 +292,7 @@ class GuardedConnection(HttpToolsProtocol):
         if not num_left:
             return
         if num_taken == self._num_sent - num_left:
-            logger.info("connection cut off, nothing read for %g s", self.send_timeout_s)
+            logger.info("connection closed: the client read nothing for %g s", self.send_timeout_s)
             self.transport.abort()
             return
         delay, num_taken = self.send_timeout_s, self._num_sent - num_left

@@ -45,7 +45,7 @@ class Tracing:
                 exporter = otlp.OTLPSpanExporter(endpoint=with_path(endpoint))
         except ImportError as error:
             raise ConfigError(
-                f"otlp_traces_endpoint needs OpenTelemetry's SDK, which is not here ({error.name}); "
+                f"otlp_traces_endpoint needs OpenTelemetry's SDK, which is not installed ({error.name}); "
                 "pip install 'infer[otel]', or leave it out"
             ) from None
         own = {"service.name": "infer", "service.version": __version__}

@@ -25,7 +25,7 @@ def tokenizer_metadata(vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_siz
     state = json.loads(core.to_str())
     if state["model"].get("type") != "BPE":
         raise ConfigError(
-            f"a GGUF file is not written of a tokenizer of type {state['model'].get('type')}, only of BPE"
+            f"a tokenizer of type {state['model'].get('type')} cannot be written as GGUF, only BPE"
         )
     names, added = core.get_vocab(with_added_tokens=True), core.get_added_tokens_decoder()
     tokens = [f"[PAD{number}]" for number in range(max(vocab_size, 1 + max(names.values())))]

@@ -87,18 +87,18 @@ def _architecture_of(headers: ModelHeaders) -> str:
     config, family = headers.config, headers.family.name
     if family not in ARCHITECTURES:
         raise ConfigError(
-            f"a GGUF file is not written of a {family} model; families: {', '.join(ARCHITECTURES)}. "
+            f"a {family} model cannot be written as GGUF; families: {', '.join(ARCHITECTURES)}. "
             "The other schemes write it as safetensors"
         )
     kind = None if config.rope_scaling is None else config.rope_scaling.kind
     if kind not in (None, "linear", "llama3"):
         raise ConfigError(
-            f"a GGUF file is not written of a model with rope scaling {kind!r}; "
+            f"a model with rope scaling {kind!r} cannot be written as GGUF; "
             "only with linear, llama3 or none. The other schemes write it as safetensors"
         )
     windows = set(config.layer_windows)
     if len(windows) > 1 or (windows - {None} and family != "mistral"):
-        raise ConfigError("a GGUF file is not written of a model whose layers have windows, except Mistral's")
+        raise ConfigError("a model whose layers have windows cannot be written as GGUF, except Mistral")
     return ARCHITECTURES[family]
 
 

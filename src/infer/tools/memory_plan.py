@@ -322,7 +322,7 @@ def plan_memory(
             ways.append(f"kv_cache_memory={asked}MiB")
         raise ConfigError(
             f"one sequence of max_seq_len {max_seq_len} needs {format_bytes(plan.kv_bytes(max_seq_len))} "
-            f"of KV cache, but beside {parts} the cache gets {format_bytes(cache.num_bytes)} of "
+            f"of KV cache, but next to {parts} the cache gets {format_bytes(cache.num_bytes)} of "
             f"{format_bytes(plan.memory)}{for_each(num_ranks)}; what would fit: {', or '.join(ways)}"
         )
     return plan
@@ -368,7 +368,7 @@ def _too_small(
         + (f", {format_bytes(graphs)} of graphs and buffers" if graphs else "")
         + (f", and {format_bytes(runtime)} of the GPU's runtime" if runtime else "")
         + f", but there are {format_bytes(machine.memory // num_ranks)}{for_each(num_ranks)}"
-        + (f" beside {format_bytes(machine.others)} of other processes" if machine.others else "")
+        + (f" next to {format_bytes(machine.others)} of other processes" if machine.others else "")
         + f"; {_what_fits(config, choice, machine, draft)}"
     )
 

@@ -221,7 +221,7 @@ class Recorder(RecordFile):
         if not self.goes_on:
             raise OSError(errno.EFBIG, f"its {self._max_bytes} bytes are full")
         logger.warning(
-            "record %s is full (%d bytes): the next begins when no request has been there for a second; "
+            "record %s is full (%d bytes): the next one begins after a second without requests; "
             "until then nothing is written",
             self.path,
             self._num_bytes,
@@ -519,7 +519,7 @@ class Record:
                 if start.get("kind") != "header":
                     raise ConfigError(f"{where}: a record begins with a header line")
             except ConfigError as error:
-                raise ConfigError(f"{error}; this is no record of 'infer generate --record'") from None
+                raise ConfigError(f"{error}; this is not a record of 'infer generate --record'") from None
             if start.get("text") is False:
                 raise ConfigError(
                     f"{self.path} was recorded without text, so it cannot be run again: "

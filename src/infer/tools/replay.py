@@ -247,7 +247,7 @@ def replay_model(
         if stages != 1 and len(engine.scheduler.state.tables) != facts.cache.num_tables:
             raise ConfigError(
                 f"the record was made with pipeline_parallel_size={stages}, with which the layers of this "
-                "model have other block tables than in one process; it cannot be repeated here"
+                "model have other block tables than in one process; it cannot be replayed here"
             )
         return engine
 
@@ -287,7 +287,7 @@ def replay_config(
     known = {name for row in table.values() for name in (row.name, *row.spellings)}
     unknown = set(facts.knobs) - known
     if unknown:
-        raise ConfigError(f"the record has knobs that this release does not: {', '.join(sorted(unknown))}")
+        raise ConfigError(f"the record has knobs that this release lacks: {', '.join(sorted(unknown))}")
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
     knobs["draft_model"] = draft_model
     if draft_model is None and knobs.get("speculative_decoding") is False:
@@ -295,7 +295,7 @@ def replay_config(
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
     if named := config.own_code():  # a record may come from a stranger
         raise ConfigError(
-            f"the record was made with code of its user's own ({', '.join(named)}); a replay does not load it"
+            f"the record was made with the user's own code ({', '.join(named)}); a replay does not load it"
         )
     # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
     # says the size of a contiguous cache exactly.

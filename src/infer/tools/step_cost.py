@@ -99,7 +99,7 @@ def read_cost(text: str) -> StepCost:
                     return fit_cost(Record(path))
                 text = first_line + handle.read(1 << 16)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--cost is neither JSON nor a file that can be read: {error}") from None
+            raise ConfigError(f"--cost is neither JSON nor a readable file: {error}") from None
     return read_json(text.encode(), msgspec.json.Decoder(StepCost), "the cost")
 
 

@@ -244,7 +244,7 @@ def test_a_cost_is_read_from_json_or_from_a_file_of_it(tmp_path: Path) -> None:
         ('{"base": -1}', "the cost: 'base' is -1, expected `float` >= 0.0"),
         ('{"base": 0, "per_token": 0}', "a step must take time"),
         ('{"base"', "the cost is not JSON"),
-        ("absent.json", "--cost is neither JSON nor a file that can be read"),
+        ("absent.json", "--cost is neither JSON nor a readable file"),
     ],
 )
 def test_a_wrong_cost_is_refused(text: str, message: str) -> None:

@@ -256,7 +256,7 @@ def test_one_of_n_may_be_aborted() -> None:
 @pytest.mark.parametrize("stage", ["n, before the fork", "beams midway"])
 def test_a_sequence_that_does_not_exist_by_itself_cannot_be_aborted(stage: str) -> None:
     world = reach(stage)
-    with pytest.raises(EngineError, match="abort the whole of it"):
+    with pytest.raises(EngineError, match="abort the whole request"):
         world.engine.abort("t", 1)
     world.run()
     assert world.verify() == 2

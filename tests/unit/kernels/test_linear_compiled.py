@@ -176,7 +176,7 @@ def test_without_a_compiler_triton_computes_and_the_log_says_why(
         assert not linears.pdl.load(MATRICES, GPU)
     assert not linears.pdl.ready
     assert [record.getMessage() for record in caplog.records] == [
-        "Triton computes linears of 1 to 8 tokens: pdl.cu is to be compiled and NVRTC failed: no space"
+        "Triton computes linears of 1 to 8 tokens: pdl.cu cannot be compiled: NVRTC failed: no space"
     ]
 
 

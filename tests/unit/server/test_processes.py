@@ -484,7 +484,7 @@ def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
 
     assert asyncio.run(main()) == [1, 1, 2]
     assert [record.getMessage() for record in caplog.records] == [
-        "API process silent, counts left out process=2"
+        "API process does not answer, counts left out process=2"
     ]
 
 

@@ -331,9 +331,9 @@ def broken(what: str, target: LoadedModel) -> tuple[dict[str, Any], dict[str, to
         ("unused", r"1 not part of this model: fc.bias"),
         ("shape", r"q_proj.weight is \[32, 32\], not \[32, 64\]"),
         ("no offsets", "has no d2t"),
-        ("ids for offsets", "do not tell the same"),
+        ("ids for offsets", "name different"),
         ("a token twice", "offsets, not ids"),
-        ("flags", "do not tell the same"),
+        ("flags", "name different"),
         ("short flags", r"t2d of .* is BOOL \[299\], not torch.bool \[300\]"),
         ("two layers", "num_hidden_layers in config.json must be 1"),
         ("vocabulary", "vocabulary of 301 tokens, the model has 300"),
@@ -354,5 +354,5 @@ def test_pickles_are_not_opened(tmp_path: Path, target: LoadedModel) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"convert it with scripts/unpickle.py"):
         load_eagle(tmp_path, target)
-    with pytest.raises(CheckpointError, match="is no directory"):
+    with pytest.raises(CheckpointError, match="is not a directory"):
         load_eagle(tmp_path / "nowhere", target)

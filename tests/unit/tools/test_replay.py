@@ -263,7 +263,7 @@ def test_a_record_with_the_former_names_of_knobs_is_built_again() -> None:
 
 def test_knobs_of_another_release_are_refused() -> None:
     facts = make_facts()
-    with pytest.raises(ConfigError, match="knobs that this release does not: warp"):
+    with pytest.raises(ConfigError, match="knobs that this release lacks: warp"):
         replay_config(replace(facts, knobs={**facts.knobs, "warp": 9}), None)
     with pytest.raises(ConfigError, match="block_size must be int"):
         replay_config(replace(facts, knobs={**facts.knobs, "block_size": "4"}), None)

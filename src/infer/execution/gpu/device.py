@@ -833,7 +833,7 @@ class GpuDevice:
         except torch.OutOfMemoryError:  # the rows have gone on, so that the step cannot be run again
             if is_gpu(self.device) and torch.cuda.is_current_stream_capturing():
                 raise
-            logger.debug("a step was not seen by the head that drafts: it found no memory")
+            logger.debug("the draft head missed a step: it ran out of memory")
 
     def follow_padding(self, num_tokens: int) -> None:
         """Let the head see a step of padding, whose forward was launched last."""

@@ -255,7 +255,7 @@ class StepGraphs:
         except Exception as error:  # out of memory, or a kernel that does not compile: the step may still run
             if isinstance(error, torch.AcceleratorError):
                 torch.cuda.synchronize()  # raises if the device is lost; one that refused a capture is not
-            logger.exception("steps of %s are launched kernel by kernel: no graph of them can be made", size)
+            logger.exception("steps of %s run kernel by kernel: they cannot be captured into a graph", size)
             self._uncaptured.add(size)
         return True
 

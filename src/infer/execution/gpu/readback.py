@@ -206,7 +206,7 @@ class Readback:
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError as error:
-            raise EngineError("there is no memory for the logprobs of a step that was sampled") from error
+            raise EngineError("no memory is left for the logprobs of a step; lower device_memory") from error
 
     def _make_table(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
         if asked.places != self._places:  # most steps ask for the same places as the last

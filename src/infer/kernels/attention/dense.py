@@ -112,7 +112,7 @@ class DenseAttention:
         except torch.AcceleratorError:
             raise
         except RuntimeError as error:  # this build or processor cannot, or there is no memory for it
-            logger.info("no more prompts than of %s go to cuDNN: %s", self.ready, str(error).splitlines()[0])
+            logger.info("cuDNN computes only prompts of %s: %s", self.ready, str(error).splitlines()[0])
             self._wanted = []
             return False
         self.ready.add(shape)

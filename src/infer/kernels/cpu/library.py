@@ -121,5 +121,5 @@ def _load() -> Library | None:
                 log.debug("C kernels: %s, %d threads", _state.variant, _state.num_threads)
             except CBuildError as error:
                 _state = error
-                log.warning("no C kernels, so the CPU is slower than it could be: %s", error)
+                log.warning("the C kernels cannot be used, so the CPU is slower: %s", error)
         return _state if isinstance(_state, Library) else None

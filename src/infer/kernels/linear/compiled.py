@@ -126,7 +126,7 @@ class CompiledLinears:
             except BuildError as error:
                 other.num_ready = 0
                 what = "LoRA adapters" if other is self._shrink else "experts"
-                logger.info("Triton computes %s: their kernels are to be compiled and %s", what, error)
+                logger.info("Triton computes %s: their kernels cannot be compiled: %s", what, error)
         return self.num_ready == expected
 
     @property

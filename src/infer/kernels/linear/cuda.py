@@ -127,7 +127,7 @@ class CudaLinear(Generic[Config]):
         except build.BuildError as error:
             first, last = self.tokens[0], self.tokens[-1]
             logger.info(
-                "Triton computes linears of %d to %d tokens: %s is to be compiled and %s",
+                "Triton computes linears of %d to %d tokens: %s cannot be compiled: %s",
                 first, last, self.source.name, error,
             )  # fmt: skip
             self.ready.clear()

@@ -168,7 +168,7 @@ class LoadedKernels:
         self._module = ctypes.c_void_p()
         code = driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
         if code in _NOT_FOR_THIS_DRIVER:
-            raise BuildError(f"the driver does not load what was compiled: {_reason(code)}")
+            raise BuildError(f"the driver refused the compiled kernels: {_reason(code)}")
         _check(code, "loading kernels")
 
     def prepare(

@@ -71,4 +71,4 @@ def encoder() -> Any:
     try:
         return build.driver().cuTensorMapEncodeTiled
     except AttributeError:
-        raise build.BuildError("the driver knows no tensor maps; update it") from None
+        raise build.BuildError("the driver does not support tensor maps; update it") from None

@@ -82,7 +82,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     rotated = keys.size("rope.dimension_count", default=head_dim)
     if rotated != head_dim and architecture not in PARTLY_ROTARY:
         raise ConfigError(
-            f"{file.path} turns {rotated} of {head_dim} channels, partial rotation is not supported"
+            f"{file.path} rotates {rotated} of {head_dim} channels; partial rotation is not supported"
         )
     config = shared | {
         "hidden_size": hidden_size,

@@ -194,7 +194,7 @@ def translated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
     if scales is None:
-        raise CheckpointError(f"{name} has no scales beside it: {name.removesuffix('_blocks')}_scales")
+        raise CheckpointError(f"{name} has no scales: {name.removesuffix('_blocks')}_scales is missing")
     is_even = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and scales.shape == blocks.shape[:3]
     if (blocks.type_name, scales.type_name) != ("U8", "U8") or not is_even:
         raise CheckpointError(

@@ -98,7 +98,7 @@ class QuantizedTensor(StoredTensor):
 
     def matrix(self, index: int) -> StoredTensor:
         """Stacks have no published format here."""
-        raise CheckpointError(f"{self.module.name} holds all experts in one quantized stack; not supported")
+        raise CheckpointError(f"{self.module.name} holds all experts in one stack, which is not supported")
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
         """The matrix as the file has it, some rows at a time; float32 where codes have no even steps."""
@@ -162,7 +162,7 @@ def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) 
         wrong += [] if any(each.layout.bits == bits for each in matrices) else [f"bits {bits}"]
     if matrices and wrong:
         held = ", ".join(sorted({each.type_name for each in matrices}))
-        log.warning("the config says %s, but the tensors are %s and are read so", " and ".join(wrong), held)
+        log.warning("the config says %s, but the tensors are read as %s", " and ".join(wrong), held)
 
 
 def _split(name: str) -> tuple[str, str]:

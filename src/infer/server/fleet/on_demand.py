@@ -175,7 +175,7 @@ class OnDemand:
         if uses[least.name].num_held == 0 and rest_s > 0:
             await asyncio.sleep(rest_s)
             return
-        logger.info("model makes room model=%s requests=%d", least.name, uses[least.name].num_held)
+        logger.info("model unloaded to make room model=%s requests=%d", least.name, uses[least.name].num_held)
         await self._retire(least)
 
     async def _sweep(self) -> None:
@@ -188,7 +188,7 @@ class OnDemand:
                 if any(map(self._is_over, (await self._uses()).values())):
                     await self._retire_idle()
             except Exception:
-                logger.exception("idle models not unloaded; the next look is in %g s", SWEEP_S)
+                logger.exception("idle models could not be unloaded; the next try is in %g s", SWEEP_S)
 
     async def _retire_idle(self) -> None:
         async with self._turn:

@@ -160,7 +160,7 @@ class Workers:
                 answer = await process.channel.call(message, body)
         except (TimeoutError, EngineStopped):  # it hangs, or its end is about to be known
             if not process.is_silent:
-                logger.error("API process silent, counts left out process=%d", process.number)
+                logger.error("API process does not answer, counts left out process=%d", process.number)
             process.is_silent = True
             return None
         process.is_silent = False

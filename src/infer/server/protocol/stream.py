@@ -496,7 +496,7 @@ class EventStream(Response):
                 if (record := current_record()) is not None:
                     record.is_gone = True
                 return
-            logger.warning("stream closed, not read in time request_id=%s", current_id())
+            logger.warning("stream closed: the client did not read in time request_id=%s", current_id())
         finally:
             await self._close()
 

@@ -41,7 +41,7 @@ async def stream_completion(body: CompletionRequest, http: Request) -> Response:
     if body.stream is False:
         raise RequestError("this route always streams; leave stream out", param="stream")
     if body.echo:
-        raise RequestError("this route sends the tokens it makes; leave echo out", param="echo")
+        raise RequestError("this route sends new tokens only; leave echo out", param="echo")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         raise RequestError(
             "this route sends usage once, with its done event; leave continuous_usage_stats out",

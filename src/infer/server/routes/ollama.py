@@ -824,6 +824,6 @@ async def pull(body: OllamaNamed, http: Request) -> Response:
 async def refuse_change(http: Request) -> Response:
     """Refuse to change which models are served: that is up to the operator."""
     raise RequestError(
-        f"{http.url.path[:100]} is not supported: models are the operator's, who chooses them when "
+        f"{http.url.path[:100]} is not supported: the operator chooses the models when "
         "the server starts or through /admin/models"
     )
