@@ -209,7 +209,7 @@ def test_a_simulation_finds_the_shared_blocks_in_its_cache(tmp_path: Path) -> No
     ("change", "message"),
     [
         ({"blocks": ["a", "b"], "block_size": 8}, "2 blocks of 8 tokens do not fit a prompt of 9"),
-        ({"blocks": ["a"]}, "1 blocks of 0 tokens are no part"),
+        ({"blocks": ["a"]}, "1 blocks of 0 tokens do not fit"),
         ({"blocks": ["a"], "block_size": 4, "prefix_id": "p", "prefix_len": 2}, "give one of them"),
     ],
 )

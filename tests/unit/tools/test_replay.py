@@ -273,7 +273,7 @@ def test_knobs_of_another_release_are_refused() -> None:
 def test_code_that_a_record_names_is_not_loaded(knob: str, tmp_path: Path) -> None:
     facts, path = make_facts(), tmp_path / "evil.py"
     path.write_text("raise SystemExit('it ran')\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"code of its user's own \\({knob}\\)"):
+    with pytest.raises(ConfigError, match=f"user's own code \\({knob}\\)"):
         replay_config(replace(facts, knobs={**facts.knobs, knob: f"{path}:x"}), None)
 
 

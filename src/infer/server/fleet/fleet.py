@@ -673,7 +673,7 @@ class Fleet:
             return [None] * server.replicas
         if server.record_text and config.adapters.is_on:
             raise ConfigError(
-                "record_text cannot record LoRA adapters; leave it out, or leave out lora_modules and enable_lora"
+                "record_text cannot record LoRA adapters; leave it out, or lora_modules and enable_lora"
             )
         max_bytes = parse_bytes(server.record_bytes) // 2  # the other half is set aside
         return [
