@@ -299,7 +299,7 @@ struct Softmax {  // the state of heads 2t and 2t+1
 };
 
 // The scores of positions g and g+8. The weight of codes includes their scale: its exponent is the score plus the
-// scale's logarithm. So the maximum is that of this sum, and a weight fits float16 whatever the scale is.
+// scale's logarithm. So the maximum of this sum counts, and a weight fits float16 whatever the scale is.
 struct Scores {
     float x[4];
 #if CODES

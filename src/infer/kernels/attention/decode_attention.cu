@@ -34,7 +34,7 @@
    one instruction, as if they were columns 2t, 2t+1, 2t+8, 2t+9, and 4..7 to the next. The same with q.
 
    OUTPUT:  O^T [H x 8 heads] += V^T [H x 16 positions] . P^T [16 x 8], H / 16 tiles of rows.
-   P are the weights. Lane (g, t) has those of position g and heads 2t, 2t+1, and B wants positions 2t, 2t+1 of
+   P are the weights. Lane (g, t) has P of position g and heads 2t, 2t+1, and B wants positions 2t, 2t+1 of
    head g: an 8 x 8 matrix on its other side. `movmatrix` does that within the warp. V^T has the same problem,
    elements of one position lie side by side and A wants two positions in a register; but here it is enough to
    load well and cut: a lane loads 8 elements of positions 2t, 2t+1, 2t+8 and 2t+9, and a byte permutation takes

@@ -61,7 +61,7 @@ class StateCache(NamedTuple):
         return state.masked_fill(is_new_S[..., None], 0.0), tail.masked_fill(is_new_S, 0.0)
 
     def write(self, blocks_S: torch.Tensor, state_SVKH: torch.Tensor, tail_SWC: torch.Tensor) -> None:
-        """Put states and tails into blocks; those of a negative number go nowhere."""
+        """Put states and tails into blocks; rows with a negative block are dropped."""
         held_S = blocks_S >= 0
         self.states[:, blocks_S[held_S]] = state_SVKH[held_S].unflatten(1, (2, -1)).transpose(0, 1)
         self.tails[blocks_S[held_S]] = tail_SWC[held_S]

@@ -5,7 +5,7 @@
 
        int4   128 + q is 0x4300 | q: one instruction for two, and 128 + zero is subtracted
        int8   128 + the lower seven bits, less 128, or 256 where the sign is set: 0x4300 | the sign bit
-       fp8    sign, exponent and significand of the first code of two lie in their places, those of the second are
+       fp8    sign, exponent and significand of the first code of two lie in their places, and the second code's are
               moved there; the exponents differ by 2^120
        e5m2   both are moved there; the exponents differ by 2^112
        lut4   a code is a place in the table of its row, which a lane has in registers: one instruction picks four

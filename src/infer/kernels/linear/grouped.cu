@@ -13,7 +13,7 @@
    Tiles are large because the way from L2 is narrow: a stage of 64 columns is 32 KiB of W and 16 KiB of x,
    and what it takes to multiply it grows with their product. 192 rows were not faster (docs/log.md).
 
-       GATHER   gate and up: row r of x is that of its token, row_order[r] / rows_per_input. TMA cannot collect rows, so
+       GATHER   gate and up: row r of x is its token's row, row_order[r] / rows_per_input. TMA cannot collect rows, so
                 each loading thread copies pieces of 16 bytes (cp.async), in the pattern that the matrix unit reads.
                 Results are stored in order, gated, for TMA to read
        else     down: x is in order; results go to the row that row_order says, times its weight
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
     const __grid_constant__ TensorMap x_map,  // [blocks * ROWS, K], boxes of ROWS; not with GATHER
     const char* x,                            // [inputs, K]
     const int* row_order,                     // [blocks * ROWS]: `num_rows` for padding
-    const int* block_experts,                 // [blocks]: -1 for those that are not needed, which are the last
+    const int* block_experts,                 // [blocks]: -1 for blocks that are not needed, which are the last
     const float* weights,                     // [num_rows]
     char* y,                                  // [blocks * ROWS, N] with GATHER, else [num_rows, N]
     long long x_row_bytes, int num_rows, int rows_per_input, int N, int K, int num_blocks

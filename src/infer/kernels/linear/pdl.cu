@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
     for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
 
-    // The outputs that this thread will finish, and those of their inputs that are older than the previous kernel.
+    // The outputs that this thread will finish, and their inputs that are older than the previous kernel.
     int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
     bool is_mine[UNITS_PER_THREAD];
     float2 gains[UNITS_PER_THREAD], biases[UNITS_PER_THREAD];
@@ -474,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     }
     __syncthreads();
 
-    auto sum_of_warps = [&](int token, int row) {  // rows from ROWS on are those of `up`
+    auto sum_of_warps = [&](int token, int row) {  // rows from ROWS on belong to `up`
         float2 total = *(const float2*)&shared.partial[0][token][row];
 #pragma unroll
         for (int v = 1; v < WARPS; ++v) {

@@ -15,12 +15,12 @@
        W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
        x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
-   The boxes of W for all stages are requested while the previous kernel still runs (`griddepcontrol.wait`), those of
-   x, which that kernel makes, after it. The next kernel is let in when the last box is under way (`lets_in`): its own
-   requests are read while this one multiplies and stores.
+   The boxes of W for all stages are requested while the previous kernel still runs (`griddepcontrol.wait`), the
+   boxes of x, which that kernel makes, after it. The next kernel is let in when the last box is under way
+   (`lets_in`): its own requests are read while this one multiplies and stores.
 
    A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
-   then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up those of the
+   then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up the sums of
    tokens s, s + SPLIT, ... in the order of the blocks. The same input gives the same bits.
 
    The work after the product is chosen by the defines of linear/pdl.cu, and rounds as there:
@@ -172,7 +172,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const __grid_constant__ TensorMap b_map_2,    // [rows of a part, ranks of all adapters], boxes of OUT_ROWS
     const __grid_constant__ TensorMap h_map,      // [M, parts * h_columns], boxes of TOKENS
     const char* active, const char* used,         // a bit for each chunk
-    int end_0, int end_1, int end_2, int h_columns  // where parts end, those that there are not at 0; columns of a part
+    int end_0, int end_1, int end_2, int h_columns  // ends of parts, 0 for missing parts; columns of a part
 #endif
 ) {
     extern __shared__ char memory[];

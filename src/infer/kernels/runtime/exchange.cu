@@ -17,7 +17,7 @@
    can be used then; later exchanges find `dead` set and do nothing.
 
    The next kernel may start when all have been heard, and never earlier: ranks may share a GPU, and blocks that wait for
-   this kernel would take the room of those that another rank needs to get here.
+   this kernel would take the room of blocks that another rank needs to get here.
 
    Numbers that one rank tells others go one way, `tell` there and `hear` here, and the ends need not meet: hidden
    states from one stage of layers to the next, and drawn ids from rank 0 to all.
@@ -106,8 +106,8 @@ struct Ranks {
 
 constexpr int OF_RANK = BLOCKS * UNITS * THREADS;
 
-/* Send this thread's pieces, the first `num_units`, to all ranks and give `take` those of each, in the order of the
-   ranks: (rank, unit, piece). False: a rank is gone. */
+/* Send this thread's pieces, the first `num_units`, to all ranks and give `take` each rank's pieces, in the order of
+   the ranks: (rank, unit, piece). False: a rank is gone. */
 template <typename Take>
 __device__ __forceinline__ bool meet(const Ranks &ranks, word number, unsigned long long since, const uint2 *own,
                                      int num_units, Take take) {

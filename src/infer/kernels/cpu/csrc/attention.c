@@ -6,7 +6,7 @@
  *
  *     slot(p) = table[p / block_size] * block_size + p % block_size
  *
- * A *query* is one head of one token. Those of an item that share a kv head see nearly the same positions, so
+ * A *query* is one head of one token. An item's queries that share a kv head see nearly the same positions, so
  * keys and values are read once for all of them, 16 positions at a time, counted from position 0, with the
  * running maximum and sum of the online softmax. A *tile* is a few queries, as many as the registers hold:
  *
@@ -16,7 +16,7 @@
  *                                add_values  weights times values, onto the sums of earlier blocks
  *
  * Keys and values in 8 bits are decoded once for all queries of a chunk. The scales are not applied
- * to them: a position's score is multiplied with the scale of its key, and its weight with that of its value.
+ * to them: a position's score is multiplied with its key's scale, and its weight with its value's scale.
  *
  * A score is four sums, of channels 0, 4, 8, ..., of 1, 5, 9, ..., and so on: (s0 + s1) + (s2 + s3). They are
  * the lanes of a quarter of a register with AVX-512, half with AVX2, and a whole one of 4 floats. The 4 registers
@@ -27,7 +27,7 @@
  * Where a register is 4 floats, the rows of the cache already have this order.
  *
  * 512 positions, counted from position 0, are a *segment*. Each has its own maximum, sum and sums of values,
- * and those of a query are joined in the order of positions. So a long context can be computed by several
+ * and a query's segments are joined in the order of positions. So a long context can be computed by several
  * threads: an item of one token may name the segment that it stands for; its result is then kept in `parts`, and
  * the thread that finishes a token's last segment joins them.
  *
@@ -115,7 +115,7 @@ ALWAYS_INLINE vr repeat(const float *q) {
 #endif
 }
 
-/* (s0 + s1) + (s2 + s3) of every position; `s` has the order of pack_keys, the result that of positions. */
+/* (s0 + s1) + (s2 + s3) of every position; `s` has the order of pack_keys, the result has the order of positions. */
 ALWAYS_INLINE vr add_channels(const vr s[4]) {
 #if WIDTH == 16
     __m512 s0 = (__m512)s[0], s1 = (__m512)s[1], s2 = (__m512)s[2], s3 = (__m512)s[3];
@@ -183,8 +183,8 @@ static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, floa
     for (int64_t c = 0; c < t->padded; c += WIDTH) store_vr(sums + c, load_vr(sums + c) * shrink);
 }
 
-/* Scores of the tile into weights, in place. Each step is done for all queries before the next one: the maximum
- * of one is awaited while those of others are under way. */
+/* Scores of the tile into weights, in place. Each step is done for all queries before the next one: while one
+ * query's maximum is awaited, other queries' maxima are under way. */
 ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t, float *scores) {
     static const int32_t lanes[POSITIONS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vri seen[PARTS];

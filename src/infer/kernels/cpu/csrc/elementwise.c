@@ -83,7 +83,7 @@ typedef struct {
 } layer_norm_args;
 
 /* y = (x - mean) / sqrt(variance + eps) * weight + bias, of the rounded sum where there is one. The variance
- * is that of the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
+ * is taken from the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
 void infer_layer_norm(const void *args, int64_t chunk) {
     const layer_norm_args *a = args;
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;

@@ -10,7 +10,7 @@ typedef uint8_t unsigned16 __attribute__((vector_size(16)));
 /* 16 codes as numbers, before they are multiplied with their scale.
  *
  * An e4m3 code is s eeee mmm. Where an instruction converts half precision, the half is the code with its parts
- * apart, 2^8 too small. Elsewhere its bits are those of a float32 whose exponent is 120 too small, and a code without
+ * apart, 2^8 too small. Elsewhere its bits form a float32 whose exponent is 120 too small, and a code without
  * a leading bit, eeee = 0, has been given one, and half the power of two. */
 #if defined(HAVE_AVX512)
 static inline vf decode_fp8(__m128i codes) {

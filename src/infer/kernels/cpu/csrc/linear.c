@@ -66,7 +66,7 @@ ALWAYS_INLINE vr multiply_add(vr a, vr b, vr total) {
 #endif
 }
 
-/* Groups are added as a whole, those of int6 in two parts. */
+/* Groups are added as a whole, groups of int6 in two parts. */
 #define PARTS_OF(kind) ((kind) == 6 ? 2 : 1)
 
 /* Add one more group, or a part of it, of row `at` of the activations. */
@@ -296,7 +296,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     vf total[2 * LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    /* Sums go through memory and take their time: those of a group are added when the next one is under way. */
+    /* Sums go through memory and take their time: a group's sums are added while the next group is under way. */
     for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);

@@ -14,8 +14,8 @@
  *     tile, group:   8 vectors of 64 bytes, vector v =  row0: k=4v..4v+3 | row1: k=4v..4v+3 | ... | row15
  *     int4:          4 vectors; low halves of its bytes are vector v, high halves vector v + 4
  *     int5:          the same of the low 4 bits, then a vector of high bits: bit v of a byte belongs to vector v
- *     int6:          the same, then two vectors of high bits: bits 2i and 2i + 1 of the first belong to vector i, those of
- *                    the second to vector 4 + i
+ *     int6:          the same, then two vectors of high bits: bits 2i and 2i + 1 of the first belong to vector i, of the
+ *                    second to vector 4 + i
  *     scales:        [tile][group][16] halves, apart, so that vectors stay aligned
  *     all others:    [tile][group][2][16] halves: 16 scales, then 16 minima; int6: scales of the second halves
  *
@@ -25,15 +25,15 @@
  * A row's number of digits never depends on how many rows there are.
  *
  * x86 without VNNI has no sum of four products of bytes, but one of two products of 16 bits. It keeps two digits as
- * the integer itself, in the same place, and four neighbours k in the order k, k+2, k+1, k+3: those that the lower and
- * the upper bytes of 16 bits of weights belong to. */
+ * the integer itself, in the same place, and four neighbours k in the order k, k+2, k+1, k+3, to which the lower and
+ * the upper bytes of 16 bits of weights belong. */
 #ifndef LINEAR_H
 #define LINEAR_H
 
 #include "infer.h"
 
 #define GROUP 32
-#define MXFP4 3 /* a kind of weights; that of integers is their number of bits: 4, 5, 6 or 8 */
+#define MXFP4 3 /* a kind of weights; the kind of integers is their number of bits: 4, 5, 6 or 8 */
 #define BITS_OF(kind) ((kind) == MXFP4 ? 4 : (kind))
 #define INT6_OFFSET 32
 #define MXFP4_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0

@@ -1,7 +1,7 @@
 /* Bring weights into the layout of linear.h, and single rows back out of it.
  *
  * A row is packed wherever it lies in its matrix: the parts of a fused matrix arrive one by one, and
- * their borders need not be those of tiles. Scale and minimum are rounded to halves *before* the weights are
+ * their borders need not be borders of tiles. Scale and minimum are rounded to halves *before* the weights are
  * measured in them, so their rounding costs next to no accuracy.
  *
  * An embedding that is tied to the head is not kept a second time: rows are read from the packed head. */

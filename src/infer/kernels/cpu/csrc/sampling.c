@@ -2,8 +2,8 @@
  *
  * The draw is the largest sum of a scaled logit and noise, and noise is a hash of the id: the smaller its 31
  * bits, the larger the noise. The sum of the likeliest id is known at once. Another one exceeds it only with
- * a logit that is less than NEAR below the largest, or else with noise more than NEAR above that of the
- * likeliest: in one of e^NEAR hashes. So most ids are ruled out by two comparisons, and no logarithm. */
+ * a logit that is less than NEAR below the largest, or else with noise more than NEAR above the noise of
+ * the likeliest: in one of e^NEAR hashes. So most ids are ruled out by two comparisons, and no logarithm. */
 #include "infer.h"
 
 #define NEAR 7.0
@@ -36,7 +36,7 @@ ALWAYS_INLINE vu hash_ids(vu ids, uint32_t key0, uint32_t key1) {
     return x & 0x7FFFFFFFu;
 }
 
-/* The largest hash whose noise is more than NEAR above that of this one. */
+/* The largest hash whose noise is more than NEAR above the noise of this hash. */
 static uint32_t most_of(uint32_t hash) {
     double noise = -log(-log1p(-(hash + 0.5) * (1.0 - 0x1p-24) * 0x1p-31));
     double most = -expm1(-exp(-(noise + NEAR))) * SLACK * 0x1p31 + 1.0;
