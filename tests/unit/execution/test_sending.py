@@ -5,6 +5,7 @@ The GPU is played by the CPU: what is pinned, and what a failure to pin leads to
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -53,9 +54,30 @@ def test_without_memory_to_pin_the_same_numbers_arrive(error: torch.AcceleratorE
     assert sending.fetch(values).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_reserve_is_as_large_as_there_is_memory_for(error: torch.AcceleratorError) -> None:
-    if error is LOST:
-        with pytest.raises(torch.AcceleratorError, match="illegal"):
-            sending.reserve_pinned()
-    else:
+@pytest.mark.parametrize("most", [0, 5, 1000])
+def test_a_reserve_takes_blocks_until_there_is_no_memory_and_holds_them_until_then(most: int) -> None:
+    class Block:
+        pass
+
+    taken, held = list[int](), weakref.WeakSet[Block]()
+
+    def pin(size: int, *, dtype: torch.dtype, pin_memory: bool) -> Block:
+        assert pin_memory and len(held) == len(taken), "a block that is given back is given out again"
+        if len(taken) == most:
+            raise torch.AcceleratorError(str(NO_MEMORY))
+        taken.append(size)
+        held.add(block := Block())
+        return block
+
+    with mock.patch.object(torch, "empty", pin):
+        sending.reserve_pinned()
+    assert taken == list(sending.RESERVED_SIZES * sending.NUM_RESERVED)[:most]
+    assert not held, "the allocator has them"
+
+
+def test_a_lost_device_ends_the_reserve() -> None:
+    with (
+        mock.patch.object(torch, "empty", side_effect=LOST),
+        pytest.raises(torch.AcceleratorError, match="illegal"),
+    ):
         sending.reserve_pinned()
