@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,27 @@ def test_the_row_of_a_score_is_read_from_packed_heads(tmp_path: Path, kind: str,
     wanted = reference.lm_head.weight[5] - reference.lm_head.weight[9]
     assert scorer.is_judged
     assert scorer.row == pytest.approx(wanted.tolist(), abs=error)
+
+
+LIGHT = """
+import sys
+from infer.errors import RequestError
+from infer.loader.find.source import resolve_model
+from infer.loader.pooling import Pooling
+from infer.loader.score_head import read_scorer
+source = resolve_model(sys.argv[1])
+assert read_scorer(source, Pooling(is_published=True), None, lambda text: None).row == ()
+try:
+    read_scorer(source, Pooling(), None, lambda text: None)
+except RequestError as error:
+    assert "cannot score texts" in str(error)
+else:
+    raise AssertionError("a model that cannot score texts was accepted")
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_model_without_a_score_head_needs_no_pytorch_to_say_so(tmp_path: Path) -> None:
+    """A server's own process would import it in the middle of other requests, which wait seconds."""
+    make_checkpoint("qwen3", tmp_path / "m")
+    subprocess.run([sys.executable, "-c", LIGHT, str(tmp_path / "m")], check=True)

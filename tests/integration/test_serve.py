@@ -98,6 +98,9 @@ def test_only_the_engine_has_torch_in_memory(server: ServerProcess) -> None:
     body = {"model": "tiny", "input": "The river"}
     embedded = httpx.post(f"{server.url}/v1/embeddings", json=body, headers={"authorization": "Bearer k"})
     assert embedded.status_code == 200
+    pair = {"model": "tiny", "query": "The river", "documents": ["a clock"]}
+    ranked = httpx.post(f"{server.url}/v1/rerank", json=pair, headers={"authorization": "Bearer k"})
+    assert ranked.status_code == 400 and "cannot score texts" in ranked.text
     (engine,) = server.children()
     assert uses_torch(engine) and not uses_torch(server.process.pid)
 

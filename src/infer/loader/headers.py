@@ -36,8 +36,8 @@ from infer.loader.formats.kv_scales import read_kv_scales
 from infer.loader.formats.quantized import QuantizedTensor, check_method, quantized_checkpoint, read_settings
 from infer.loader.text_headers import TextHeaders, read_text_headers
 from infer.models import gemma4
-from infer.models.config import ModelConfig
-from infer.models.registry import FAMILIES, Family, find_family, is_headless, read_architectures
+from infer.models.config import ModelConfig, is_headless, read_architectures
+from infer.models.registry import FAMILIES, Family, find_family
 from infer.models.transformers_model import IMPL, open_foreign
 from infer.models.weight_map import Target, WeightMap, find_target
 

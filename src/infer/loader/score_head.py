@@ -12,17 +12,17 @@ template is the reranker's, or its name says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from operator import sub
+from typing import TYPE_CHECKING
 
 from infer.errors import CheckpointError, RequestError
 from infer.loader.find.source import ModelSource
-from infer.loader.formats.checkpoint import StoredTensor
 from infer.loader.formats.hf_config import MAX_CONFIG_BYTES, read_hf_config, read_json
-from infer.loader.headers import read_headers
 from infer.loader.pooling import JUDGE, Pooling, Scorer
-from infer.models.registry import is_headless, read_architectures
-from infer.quant.coded import CodedRows
+from infer.models.config import is_headless, read_architectures
+
+if TYPE_CHECKING:
+    from infer.loader.formats.checkpoint import StoredTensor
 
 ROWS = 4096  # rows of a head that are looked at together
 
@@ -33,7 +33,17 @@ def read_scorer(
     """Read how a model scores; a model that is neither a reranker nor made for embeddings is refused."""
     raw = {} if source.is_gguf else read_hf_config(source.path)
     is_judged = JUDGE in (template or "")
-    if any(name.endswith("ForSequenceClassification") for name in read_architectures(raw)):
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in read_architectures(raw))
+    if not (is_classifier or is_judged or "LogitScore" in pooling.mode or "rerank" in source.name.lower()):
+        if pooling.is_published or is_headless(raw):
+            return Scorer()
+        raise RequestError(
+            "this model cannot score texts: it is neither a reranker (a ...ForSequenceClassification, or a "
+            "language model with 'rerank' in its name) nor an embedding model; load one of these"
+        )
+    from infer.loader.headers import read_headers  # needs PyTorch, which takes seconds to import
+
+    if is_classifier:
         headers = read_headers(source)
         head, size = headers.tensors.get("score.weight"), headers.config.hidden_size
         if head is not None and (len(head.shape) != 2 or head.shape[1] != size):
@@ -41,22 +51,15 @@ def read_scorer(
         if head is None or head.shape[0] != 1:
             labels = "no `score` head" if head is None else f"{head.shape[0]} labels"
             raise RequestError(f"this classifier has {labels}; a relevance score needs one with 1 label")
-        return Scorer(row=tuple(_read_row(head, 0).tolist()), is_judged=is_judged)
-    if is_judged or "LogitScore" in pooling.mode or "rerank" in source.name.lower():
-        yes, no = _answer_ids(source, token_id)
-        headers = read_headers(source, "infer")
-        module = "embedding" if headers.config.tie_embeddings else "head"
-        found = [each.tensor for each in headers.sources if (each.module, each.leaf) == (module, "weight")]
-        if not headers.config.has_head or not found:
-            raise RequestError("this reranker's files have no language model head, which its score needs")
-        row = _read_row(found[0], yes) - _read_row(found[0], no)
-        return Scorer(row=tuple(row.tolist()), is_judged=True)
-    if pooling.is_published or is_headless(raw):
-        return Scorer()
-    raise RequestError(
-        "this model cannot score texts: it is neither a reranker (a ...ForSequenceClassification, or a "
-        "language model with 'rerank' in its name) nor an embedding model; load one of these"
-    )
+        return Scorer(row=tuple(_read_row(head, 0)), is_judged=is_judged)
+    yes, no = _answer_ids(source, token_id)
+    headers = read_headers(source, "infer")
+    module = "embedding" if headers.config.tie_embeddings else "head"
+    found = [each.tensor for each in headers.sources if (each.module, each.leaf) == (module, "weight")]
+    if not headers.config.has_head or not found:
+        raise RequestError("this reranker's files have no language model head, which its score needs")
+    row = map(sub, _read_row(found[0], yes), _read_row(found[0], no))
+    return Scorer(row=tuple(row), is_judged=True)
 
 
 def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> tuple[int, int]:
@@ -70,9 +73,11 @@ def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> t
     return yes, no
 
 
-def _read_row(matrix: StoredTensor, number: int) -> torch.Tensor:
+def _read_row(matrix: StoredTensor, number: int) -> list[float]:
+    import torch
+
     for part, rows in matrix.rows(ROWS, torch.device("cpu")):
         if part.start <= number < part.stop:
-            numbers = rows.numbers() if isinstance(rows, CodedRows) else rows
-            return numbers[number - part.start].double()
+            numbers = rows if isinstance(rows, torch.Tensor) else rows.numbers()
+            return [*numbers[number - part.start].double().tolist()]
     raise CheckpointError(f"the head has {matrix.shape[0]} rows, and row {number} is needed")

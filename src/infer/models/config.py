@@ -7,11 +7,16 @@ from it, the loader sizes tensors from it, the memory plan computes bytes from i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from infer.errors import CheckpointError
 from infer.layers.facts import DeltaConfig as DeltaConfig
 from infer.layers.facts import ExpertConfig as ExpertConfig
 from infer.layers.facts import RopeScaling as RopeScaling
+
+HEADLESS = ("ForSequenceClassification", "Model")  # ends of architectures without a head for tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +163,16 @@ class ModelConfig:
     def scale(self) -> float:
         """The factor on attention scores."""
         return self.query_scale if self.query_scale is not None else self.head_dim**-0.5
+
+
+def read_architectures(raw: Mapping[str, Any]) -> list[str]:
+    """The names in a config's `architectures`."""
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
+    return [str(name) for name in architectures]
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """True for an embedding model or a classifier: it has no head that makes tokens."""
+    return any(x.endswith(HEADLESS) and not x.endswith("LMHeadModel") for x in read_architectures(raw))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infer.errors import CheckpointError, ConfigError
+from infer.errors import ConfigError
 from infer.models import (
     cohere2,
     exaone4,
@@ -42,7 +42,7 @@ from infer.models import (
     qwen3_next,
     smollm3,
 )
-from infer.models.config import ModelConfig
+from infer.models.config import HEADLESS, ModelConfig, read_architectures
 from infer.models.model import Model
 from infer.models.weight_map import WeightMap
 
@@ -119,14 +119,10 @@ FAMILIES: tuple[Family, ...] = (
 # fmt: on
 
 
-HEADLESS = ("ForSequenceClassification", "Model")  # ends of architectures without a head for tokens
-
-
 def find_family(raw: Mapping[str, Any]) -> Family:
     """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`.
 
-    An embedding model (`Qwen3Model`) and a classifier (`Qwen3ForSequenceClassification`) are of the family
-    whose network they have.
+    An embedding model (`Qwen3Model`) or a classifier (`Qwen3ForSequenceClassification`) has one as well.
     """
     for section in (raw, raw.get("text_config")):
         if isinstance(section, Mapping) and section.get("is_causal") is False:
@@ -145,20 +141,6 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     raise ConfigError(
         f"this checkpoint is {given or 'of no named architecture'}, which no family here has code for"
     )
-
-
-def read_architectures(raw: Mapping[str, Any]) -> list[str]:
-    """The names in a config's `architectures`."""
-    architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"'architectures' in config.json must be a list, got {architectures!r}")
-    return [str(name) for name in architectures]
-
-
-def is_headless(raw: Mapping[str, Any]) -> bool:
-    """True for an embedding model or a classifier: it has no head that makes tokens."""
-    names = read_architectures(raw)
-    return any(name.endswith(HEADLESS) and not name.endswith("LMHeadModel") for name in names)
 
 
 def get_family(name: str) -> Family:

@@ -7,7 +7,8 @@ import pytest
 
 from infer.errors import CheckpointError, ConfigError
 from infer.loader.headers import choose_family
-from infer.models.registry import FAMILIES, find_family, get_family, is_headless
+from infer.models.config import is_headless
+from infer.models.registry import FAMILIES, find_family, get_family
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
