@@ -39,14 +39,14 @@ OPTIONS = {  # options, and the schemes that have them
 }
 FILES: flags.Rows = {
     "model MODEL": (str, "model directory or hub id of plain safetensors"),
-    "out OUT": (Path, "directory to write, new or empty; of gguf-... a new file, NAME.gguf"),
+    "out OUT": (Path, "directory to write, new or empty; for gguf-... a new file, NAME.gguf"),
 }
 FLAGS: flags.Rows = {
-    "--bits N": (int, "2, 3, 4 or 8, of gptq; 3 or 4, of squeezellm; default: 4"),
-    "--group-size N": (int, "columns that share a scale, of gptq, awq and ct-w4a16; -1: all; default: 128"),
-    "--asymmetric": (bool, "a zero for each group, of gptq and ct-w4a16; awq has them"),
-    "--act-order": (bool, "sort the columns by their size before they are grouped, of gptq"),
-    "--outliers PERCENT": (float, "the largest weights, kept apart, of squeezellm; default: 0.45; 0: none"),
+    "--bits N": (int, "2, 3, 4 or 8 for gptq; 3 or 4 for squeezellm; default: 4"),
+    "--group-size N": (int, "columns that share a scale, for gptq, awq and ct-w4a16; -1: all; default: 128"),
+    "--asymmetric": (bool, "a zero for each group, for gptq and ct-w4a16; awq always has them"),
+    "--act-order": (bool, "sort the columns by their size before they are grouped, for gptq"),
+    "--outliers PERCENT": (float, "the largest weights, kept apart, for squeezellm; default: 0.45; 0: none"),
     "--revision TEXT": (str, "branch, tag or commit of a hub id"),
 }
 
@@ -67,11 +67,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         if args.scheme not in OPTIONS[name]:
             if (args.scheme, name) == ("awq", "asymmetric"):
                 raise ConfigError("awq is always asymmetric: each group has a zero; leave --asymmetric out")
-            has = [flags.flag(each) for each in OPTIONS if args.scheme in OPTIONS[each]]
-            raise ConfigError(
-                f"{flags.flag(name)} is of {' and '.join(OPTIONS[name])}; "
-                f"{args.scheme} has {' and '.join(has) or 'nothing to choose'}"
-            )
+            has = " and ".join(flags.flag(each) for each in OPTIONS if args.scheme in OPTIONS[each])
+            schemes = " and ".join(OPTIONS[name])
+            raise ConfigError(f"{flags.flag(name)} is for {schemes}; {args.scheme} has {has or 'no options'}")
     if given.pop("asymmetric", False):
         given["symmetric"] = False
     return given

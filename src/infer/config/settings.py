@@ -142,9 +142,8 @@ class LoadConfig:
             )
         if self.num_ranks % self.nnodes:
             raise ConfigError(
-                f"nnodes must divide the {self.num_ranks} ranks of tensor_parallel_size="
-                f"{self.tensor_parallel_size} and pipeline_parallel_size={self.pipeline_parallel_size}, got "
-                f"{self.nnodes}"
+                f"nnodes={self.nnodes} must divide tensor_parallel_size * pipeline_parallel_size, which is "
+                f"{self.num_ranks}; raise one of the two, such as --pipeline-parallel-size {self.nnodes}"
             )
         if self.node_rank >= self.nnodes:
             raise ConfigError(

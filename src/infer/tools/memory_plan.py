@@ -379,10 +379,7 @@ def in_form(weight_format: str) -> str:
 
 
 def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory, draft: DraftMemory) -> str:
-    """The first change of knobs with which the model fits, or how much the last one lacks.
-
-    If weights can be rounded to several forms that fit, all of them are named.
-    """
+    """The first change of knobs with which the model fits, all forms of weights that fit, or what lacks."""
     headers, model = choice.headers, choice.config
     advice, forms = "give more memory", dict[str, list[str]]()
     for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
@@ -404,8 +401,8 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
         if needed <= machine.memory:
             forms.setdefault(changed.removeprefix(f"quantization={form}"), []).append(form)
             continue
-        missing = format_bytes(needed - machine.memory)
-        advice = f"with {changed} it needs {format_bytes(needed)}, {missing} more than there are"
+        missing = format_bytes(needed - machine.memory + max(-machine.unloaded.room, 0))
+        advice = f"with {changed} it needs {format_bytes(needed)}, {missing} more than are left"
     if forms:
         ways = [f"quantization={' or '.join(names)}{also}" for also, names in sorted(forms.items())]
         return f"what would fit: {'; or '.join(ways)}"

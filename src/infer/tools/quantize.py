@@ -308,7 +308,7 @@ def check_recipe(recipe: Recipe) -> None:
     if not 0 <= recipe.outliers <= 10:
         raise ConfigError(f"outliers must be 0 to 10 percent of the weights, got {recipe.outliers}")
     if recipe.act_order and recipe.scheme != "gptq":
-        raise ConfigError(f"act_order is of gptq; {recipe.scheme} has groups of neighbours")
+        raise ConfigError(f"act_order is for gptq; {recipe.scheme} has groups of neighbours")
     if recipe.group_size != -1 and recipe.group_size < 8:
         raise ConfigError(f"group_size must be -1 (all columns) or at least 8, got {recipe.group_size}")
 

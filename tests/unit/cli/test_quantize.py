@@ -15,11 +15,14 @@ from infer.tools.quantize import ALL_NAMES, Recipe, _warn_of_groups
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("awq --bits 8", "--bits is of gptq and squeezellm; awq has --group-size"),
-        ("fp8-block --group-size 32", "--group-size is of gptq and awq and ct-w4a16; fp8-block has nothing"),
-        ("ct-w8a16 --bits 4", "--bits is of gptq and squeezellm; ct-w8a16 has nothing to choose"),
+        ("awq --bits 8", "--bits is for gptq and squeezellm; awq has --group-size"),
+        (
+            "fp8-block --group-size 32",
+            "--group-size is for gptq and awq and ct-w4a16; fp8-block has no options",
+        ),
+        ("ct-w8a16 --bits 4", "--bits is for gptq and squeezellm; ct-w8a16 has no options"),
         ("awq --asymmetric", "awq is always asymmetric: each group has a zero; leave --asymmetric out"),
-        ("nf4 --asymmetric", "--asymmetric is of gptq and ct-w4a16; nf4 has nothing to choose"),
+        ("nf4 --asymmetric", "--asymmetric is for gptq and ct-w4a16; nf4 has no options"),
     ],
 )
 def test_a_flag_that_the_scheme_does_not_have_is_refused(

@@ -155,8 +155,11 @@ def test_help_needs_neither_torch_nor_a_web_framework() -> None:
     [
         (["--headless"], "headless is for nodes other than the first; give --node-rank"),
         (["-tp", "2", "--nnodes", "2", "--headless"], "headless is for nodes other than the first"),
-        (["--nnodes", "2"], "nnodes must divide the 1 ranks"),
-        (["-tp", "4", "--nnodes", "3"], "nnodes must divide the 4 ranks of tensor_parallel_size=4"),
+        (
+            ["--nnodes", "2"],
+            r"nnodes=2 must divide .* which is 1; raise one of the two, such as --pipeline-parallel-size 2",
+        ),
+        (["-tp", "4", "--nnodes", "3"], "nnodes=3 must divide tensor_parallel_size"),
         (["-tp", "2", "--nnodes", "0"], "nnodes must be a positive integer, got 0"),
         (
             ["-tp", "2", "--nnodes", "2", "--node-rank", "2"],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -423,6 +424,25 @@ def test_closing_the_fleet_closes_a_model_that_is_being_unloaded() -> None:
         await asyncio.gather(unloading, return_exceptions=True)
 
     asyncio.run(live())
+
+
+def test_the_log_names_a_load_of_the_default_model_that_ended_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def load(*_given: object) -> None:
+        await asyncio.sleep(60)
+
+    async def live() -> None:
+        fleet: Fleet = Site().app.state.fleet
+        loading = asyncio.create_task(fleet.load("", EngineConfig()))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+    monkeypatch.setattr(Fleet, "_load", load)
+    with caplog.at_level(logging.INFO):
+        asyncio.run(live())
+    assert "load ended model=default reason='its caller has left'" in caplog.messages
 
 
 def test_every_end_of_a_request_lets_its_model_go(oracle: LLM) -> None:

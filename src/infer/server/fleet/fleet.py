@@ -189,7 +189,7 @@ class Fleet:
                 await self._close(loading.result())
             if (reason := self._ended_by.get(loading)) is not None:
                 raise EngineStopped(f"the load of {name!r} was ended: {reason}") from None
-            logger.info("load ended model=%s reason='its caller has left'", name)
+            logger.info("load ended model=%s reason='its caller has left'", name or "default")
             raise
         finally:
             self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
