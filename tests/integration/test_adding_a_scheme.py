@@ -248,7 +248,7 @@ def test_what_it_cannot_do_is_refused_by_name(scheme: type[Ternary], tmp_path: P
         ConfigError, match="quantization must be one of auto, none, .*, ternary on a CPU, got 'senary'"
     ):
         load(plain, "senary")
-    with pytest.raises(ConfigError, match="deterministic cannot be had with quantization=ternary"):
+    with pytest.raises(ConfigError, match="deterministic cannot be used with quantization=ternary"):
         build_engine(EngineConfig.from_knobs(deterministic=True, num_blocks=8), load(plain, "ternary"))
 
 

@@ -81,7 +81,7 @@ def test_the_reference_multiplies_what_a_packed_matrix_stands_for() -> None:
 def test_a_scheme_that_cannot_unpack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("dequantized", "lookup"):
         monkeypatch.setattr(Dense, name, getattr(Projection, name))
-    with pytest.raises(ConfigError, match="^mlp_backend=torch_ref cannot be had with quantization=none, "):
+    with pytest.raises(ConfigError, match="^mlp_backend=torch_ref cannot be used with quantization=none, "):
         bind(tiny_model("llama").model, torch.device("cpu"), deterministic=False, mlp_backend="torch_ref")
 
 
@@ -133,7 +133,7 @@ def test_what_computes_an_operation(
         (
             GPU,
             {"decode_attention_backend": "sdpa"},
-            "decode_attention_backend=sdpa cannot be had with attention_backend=auto on a GPU; "
+            "decode_attention_backend=sdpa cannot be used with attention_backend=auto on a GPU; "
             "use auto, triton, cuda or torch_ref",
         ),
         (

@@ -190,7 +190,7 @@ def test_scores_that_are_not_plain_are_left_to_triton(
     store: Any = GpuStore()
     config = replace(load("qwen3", "float16").config, **bend)
     assert device_step.choose_backend(("triton", "auto"), config, store, 16) == "triton"
-    with pytest.raises(ConfigError, match="attention_backend=cuda cannot be had with qwen3"):
+    with pytest.raises(ConfigError, match="attention_backend=cuda cannot be used with qwen3"):
         device_step.choose_backend(("triton", "cuda"), config, store, 16)
     assert not emulated
 

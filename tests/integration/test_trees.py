@@ -209,11 +209,11 @@ def test_8_bit_caches_move_their_scales(shuffled: list[int]) -> None:
     ],
 )
 def test_what_cannot_have_trees_is_refused_by_name(family: str, knobs: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"speculative_method=tree cannot be had with .*{reason}"):
+    with pytest.raises(ConfigError, match=f"speculative_method=tree cannot be used with .*{reason}"):
         engine_of(family, **trees_of(4, family), **knobs)
 
 
 def test_a_draft_model_with_windows_cannot_draft_trees() -> None:
     knobs = trees_of(4) | {"draft_model": checkpoint("mistral")}
-    with pytest.raises(ConfigError, match=r"tree cannot be had with draft_model=.*a window of the text"):
+    with pytest.raises(ConfigError, match=r"tree cannot be used with draft_model=.*a window of the text"):
         engine_of(**knobs)

@@ -279,7 +279,7 @@ def check_backends(config: EngineConfig, machine: Machine) -> None:
         others = available("decode_attention", kind)
         with_it = [name for name in others if name == REFERENCE or (name in PLAIN) == (attention in PLAIN)]
         raise ConfigError(
-            f"decode_attention_backend={decode} cannot be had with attention_backend={attention} on a GPU; "
+            f"decode_attention_backend={decode} cannot be used with attention_backend={attention} on a GPU; "
             f"use {_or([AUTO, *with_it])}"
         )
 
@@ -377,7 +377,7 @@ def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype != AUTO,
     }
-    _refuse(refused, f"cannot be had with {model.family}, whose layers keep a state")
+    _refuse(refused, f"cannot be used with {model.family}, whose layers keep a state")
     return replace(config, cache=replace(cache, block_size=max(cache.block_size, model.state_tokens)))
 
 
@@ -389,7 +389,7 @@ def _check_mixed_heads(config: EngineConfig, family: str) -> None:
         f"kv_cache_backend={cache.kv_cache_backend}": cache.kv_cache_backend != "paged",
         f"kv_cache_dtype={cache.kv_cache_dtype}": cache.kv_cache_dtype not in (AUTO, "none"),
     }
-    _refuse(refused, f"cannot be had with {family}, whose layers differ in size")
+    _refuse(refused, f"cannot be used with {family}, whose layers differ in size")
 
 
 def _refuse(asked: Mapping[str, object], why: str) -> None:

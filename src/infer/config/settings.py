@@ -453,7 +453,7 @@ class EngineConfig:
             }
             for name in (name for name, is_asked in asked.items() if is_asked):
                 raise ConfigError(
-                    f"speculative_method=tree cannot be had with {name}; leave one of the two out, or use "
+                    f"speculative_method=tree cannot be used with {name}; leave one of the two out, or use "
                     "speculative_method=draft_model"
                 )
         if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:

@@ -150,7 +150,7 @@ def check_tree(model: ModelConfig, name: str) -> None:
     for reason, is_so in why.items():
         if is_so:
             raise ConfigError(
-                f"speculative_method=tree cannot be had with {name}, which {reason}; use "
+                f"speculative_method=tree cannot be used with {name}, which {reason}; use "
                 "speculative_method=draft_model, whose drafts are chains"
             )
 

@@ -68,7 +68,7 @@ def bind(
         chosen = layer.stored.invariant() if deterministic else layer.stored
         if chosen is None:
             raise ConfigError(
-                f"deterministic cannot be had with quantization={layer.stored.scheme}, whose rows depend on "
+                f"deterministic cannot be used with quantization={layer.stored.scheme}, whose rows depend on "
                 "the batch around them; use another form of the weights"
             )
         layer.projection = chosen
@@ -122,7 +122,7 @@ def _use_references(modules: Iterable[nn.Module]) -> None:
         if isinstance(layer, Projected):
             if not layer.stored.can_dequantize:
                 raise ConfigError(
-                    f"mlp_backend={REFERENCE} cannot be had with quantization={layer.stored.scheme}, which "
+                    f"mlp_backend={REFERENCE} cannot be used with quantization={layer.stored.scheme}, which "
                     "cannot unpack its weights; leave it out"
                 )
             layer.projection = Reference(layer.stored)
@@ -160,6 +160,6 @@ def _check_places(layers: dict[str, Projected]) -> None:
         tried.add(w_NK.shape)
         if not places_are_alike(w_NK):
             raise ConfigError(
-                "deterministic cannot be had here: this machine's matrix library adds up the rows of a batch "
+                "deterministic cannot be used here: the machine's matrix library adds up the rows of a batch "
                 f"in different orders ({name}, {tuple(w_NK.shape)}); use quantization=int8, which needs none"
             )

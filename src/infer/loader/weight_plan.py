@@ -152,8 +152,8 @@ class WeightPlan:
             others = f" and {len(self.uncut) - 1} more" if len(self.uncut) > 1 else ""
             sizes = [str(size) for size in rank_counts(self.headers.config) if size != self.rank.world_size]
             raise ConfigError(
-                f"tensor_parallel_size={self.rank.world_size} cannot be had with {self.headers.source.name}: "
-                f"{why} ({name}{others}); its heads and sizes can be shared by {', '.join(sizes)}"
+                f"tensor_parallel_size={self.rank.world_size} cannot be used with {self.headers.source.name}"
+                f": {why} ({name}{others}); its heads and sizes can be shared by {', '.join(sizes)}"
             )
 
     def give_projections(self, model: Model, device: torch.device) -> None:
@@ -263,12 +263,12 @@ def plan_weights(
         quantization = _check_foreign(headers, quantization, rank)
     if num_stages > headers.config.num_layers:
         raise ConfigError(
-            f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}, which has "
+            f"pipeline_parallel_size={num_stages} cannot be used with {headers.source.name}, which has "
             f"{headers.config.num_layers} layers; ask for no more stages than layers"
         )
     if num_stages > 1 and headers.config.layer_specs:
         raise ConfigError(
-            f"pipeline_parallel_size={num_stages} cannot be had with {headers.source.name}: its layers read "
+            f"pipeline_parallel_size={num_stages} cannot be used with {headers.source.name}: its layers read "
             "keys of other layers, and embeddings of their own; leave it out"
         )
     rule = choose_rule(quantization, dtype, device, _held(headers), home)

@@ -199,5 +199,5 @@ def test_llama_cpps_flags_are_taken() -> None:
 )
 def test_trees_are_refused_before_anything_is_loaded(knobs: dict[str, Any]) -> None:
     (name,) = knobs
-    with pytest.raises(ConfigError, match=f"speculative_method=tree cannot be had with {name}"):
+    with pytest.raises(ConfigError, match=f"speculative_method=tree cannot be used with {name}"):
         EngineConfig.from_knobs(speculative_method="tree", draft_model="small", **knobs)

@@ -226,7 +226,7 @@ def _check_plain_scores(asked: str, config: ModelConfig) -> None:
     """ConfigError if a kernel was asked for that knows no caps of scores, sinks or heads of several sizes."""
     if not config.has_plain_scores:
         raise ConfigError(
-            f"{asked} cannot be had with {config.family}, whose scores have a soft cap or sinks, or whose "
+            f"{asked} cannot be used with {config.family}, whose scores have a soft cap or sinks, or whose "
             "layers have heads of several sizes; leave it out, or use triton"
         )
 

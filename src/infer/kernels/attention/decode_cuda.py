@@ -76,7 +76,7 @@ class CachedHeads(NamedTuple):
     kept_as: torch.dtype | None = None  # the 8-bit type of keys and values (kv_codes.py); None: `dtype`
 
     def check(self, gpu: Gpu) -> None:
-        """ConfigError if the kernels cannot be had for this model on this GPU."""
+        """ConfigError if the kernels cannot be used for this model on this GPU."""
         group = self.num_heads // self.num_kv_heads
         if self.dtype not in (torch.float16, torch.bfloat16):
             reason = f"16-bit numbers, and the model's are {str(self.dtype).removeprefix('torch.')}"

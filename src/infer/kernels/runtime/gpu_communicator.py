@@ -222,7 +222,7 @@ def _check(code: int, what: str) -> None:
         reason = ctypes.c_char_p()
         driver().cuGetErrorString(code, ctypes.byref(reason))
         raise ConfigError(
-            f"several ranks on GPUs cannot work here: {what} failed "
+            f"several ranks on GPUs do not work here: {what} failed "
             f"({(reason.value or b'unknown error').decode()}); leave out tensor_parallel_size and "
             "pipeline_parallel_size"
         )
