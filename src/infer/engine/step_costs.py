@@ -90,7 +90,7 @@ def measure_step_costs(
             _turn_seconds(drafter, shape, *asked, are_trees=has_trees)
             for asked in ((1, 1), (1, most), (num_rows, most))
         )
-        draft_s = max(all_s - first, 0.0) / (num_turns - 1) if num_turns > 1 else first
+        draft_s = later_turn_seconds(first, all_s, num_turns)
         turns_s, draft_row_s = max(first - draft_s, 0.0), max(many - all_s, 0.0) / (num_turns * num_rows)
         gap_s += launch_s
     elif drafter is not None and has_trees:
@@ -179,6 +179,11 @@ def _turn_seconds(
         launches.append(time.perf_counter() - start)
         pending.wait()
     return behind, min(launches)
+
+
+def later_turn_seconds(first_s: float, all_s: float, num_turns: int) -> float:
+    """Return the time of a turn after the first, even if the first one was slowed down."""
+    return (all_s - first_s) / (num_turns - 1) if num_turns > 1 and first_s < all_s else all_s / num_turns
 
 
 def _decode_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> tuple[float, float]:

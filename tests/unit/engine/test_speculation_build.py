@@ -175,3 +175,13 @@ def test_a_slower_time_or_another_window_never_makes_costs_worse() -> None:
     costs = StepCosts(((1, 1.0), (2, 2.0), (4, 3.0)), seen_s=0.1)
     faster = step_costs._faster(costs, 2, 1.5)
     assert faster.pairs == ((1, 1.0), (2, 1.5), (4, 1.5)) and faster.seen_s == 0.1
+
+
+@pytest.mark.parametrize(
+    ("first", "all_turns", "count", "later"),
+    [(3.0, 9.0, 4, 2.0), (9.0, 8.0, 4, 2.0), (5.0, 4.0, 1, 4.0), (4.0, 5.0, 1, 5.0)],
+)  # fmt: skip
+def test_a_first_turn_that_was_slowed_down_does_not_make_the_others_free(
+    first: float, all_turns: float, count: int, later: float
+) -> None:
+    assert step_costs.later_turn_seconds(first, all_turns, count) == later
