@@ -52,8 +52,9 @@ def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKn
     first = "batching_mode is static, which puts prompts first under every policy"
     yield UnusedKnob("scheduler_policy", policy == "prefill_first" and is_static, first)
     for field in fields(drafts):
-        if field.name not in ("speculative_decoding", "speculative_config"):  # these turn drafts on
-            yield UnusedKnob(field.name, not drafts.is_on, "speculative decoding is off")
+        if field.name not in ("speculative_decoding", "speculative_config"):  # these turn drafts on or off
+            is_switch = field.name == "num_speculative_tokens" and drafts.num_speculative_tokens == 0
+            yield UnusedKnob(field.name, not (drafts.is_on or is_switch), "speculative decoding is off")
     for name, method in (
         ("prompt_lookup_max", "ngram"),
         ("prompt_lookup_min", "ngram"),

@@ -124,6 +124,7 @@ def test_what_has_no_effect_is_named(knobs: dict[str, Any], name: str) -> None:
         {"prompt_lookup_max": 4},
         {"prompt_lookup_min": 3},
         {"num_speculative_tokens": 4, "synthetic_acceptance": 0.7},
+        {"num_speculative_tokens": 0},  # it turns the drafts off
     ],
 )
 def test_what_has_an_effect_is_not_named(knobs: dict[str, Any]) -> None:
