@@ -196,9 +196,7 @@ class EngineServer:
                 # an engine that woke has yet to prepare what its steps have not needed so far
                 wait_s = 0.0 if self._engine.prepare() else self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
-            if (
-                self._patience_ms is not None
-            ):  # work has come between two pieces: the next waits as the first did
+            if self._patience_ms is not None:  # work came between two pieces: the next waits as the first did
                 self._patience_ms = max(self._patience_ms, round(IDLE_S * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
