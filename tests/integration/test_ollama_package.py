@@ -212,7 +212,7 @@ def test_a_model_is_loaded_and_pulled_but_not_changed(client: ollama.Client) -> 
         lambda: client.create("other", from_="tiny"),
     ]
     for change in changes:
-        with pytest.raises(ollama.ResponseError, match="models are the operator's") as caught:
+        with pytest.raises(ollama.ResponseError, match="the operator chooses the models") as caught:
             change()
         assert caught.value.status_code == 400
 

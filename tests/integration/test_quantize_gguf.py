@@ -177,7 +177,7 @@ def test_what_is_no_gguf_file_is_refused(
         resolve_model(str(path), show_progress=False) for path in (tmp_path / "gemma3", dense(root, "llama"))
     )
     with pytest.raises(
-        ConfigError, match="not written of a gemma3 model; families: llama, mistral, qwen2, qwen3"
+        ConfigError, match="a gemma3 model cannot be written as GGUF; families: llama, mistral, qwen2, qwen3"
     ):
         quantize_checkpoint(source, tmp_path / "a.gguf", Recipe(scheme="gguf-q8_0"))
     assert not list(tmp_path.glob("a.gguf*"))

@@ -36,7 +36,7 @@ def way() -> list[str]:
 def helpers() -> list[str]:
     """Files, and folders of files, that a request runs through and that are no rows."""
     named = re.compile(r"`([\w/]+(?:\.py|/))`")
-    return [name for row in rows("Files it runs through off the main path") for name in named.findall(row[0])]
+    return [name for row in rows("Files off the main path") for name in named.findall(row[0])]
 
 
 def test_the_way_is_short() -> None:
@@ -63,7 +63,7 @@ def test_the_way_back_is_the_way_in() -> None:
 
 
 def test_an_engine_in_a_process_has_these_files_in_between() -> None:
-    for row in rows("With the engine in a process of its own"):
+    for row in rows("With the engine in its own process"):
         (name,), caller = FILE.findall(row[0]), FILE.findall(row[2])[0]
         assert (name in imported_files(PACKAGE / caller)) != (HANDED_OVER in row[2])
 

@@ -181,7 +181,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_would(
     with pytest.raises(ConfigError) as caught:
         build_engine(config, tiny_model("llama"))
     assert str(caught.value).startswith(
-        "a step of max_num_batched_tokens=4096 and max_batch_size=64 does not fit beside the weights: "
+        "a step of max_num_batched_tokens=4096 and max_batch_size=64 does not fit next to the weights: "
     )
     assert str(caught.value).endswith(
         "(CUDA out of memory. Tried to allocate 2.00 GiB); set max_num_batched_tokens=1024 and "

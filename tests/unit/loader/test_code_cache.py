@@ -169,7 +169,7 @@ def test_a_damaged_file_is_made_again(
     damage(file)
     with caplog.at_level(logging.WARNING, "infer"):
         again = load(path)
-    assert "codes on disk are not used" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
+    assert "codes on disk cannot be used" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
     assert_same(first, again)
     assert load(path).kept_as.endswith(FROM_CACHE)  # the new file
 
@@ -336,7 +336,7 @@ def test_a_device_without_memory_for_checksums_makes_codes_again(
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "infer"):
         patched.setattr(code_cache, "_checksum", fail)
         again = load(path)
-    assert "codes on disk are not used" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
+    assert "codes are not kept for the next start" in caplog.text and not again.kept_as.endswith(FROM_CACHE)
     assert_same(first, again)
 
 

@@ -702,12 +702,12 @@ def test_a_config_that_contradicts_the_tensors_is_warned_of(
 ) -> None:
     opened(tmp_path, nf4(nested=False)[0], {"quant_method": "hqq"})
     assert len(caplog.records) == 1
-    assert "says quant_method 'hqq', but the tensors are bitsandbytes:nf4" in caplog.text
+    assert "says quant_method 'hqq', but the tensors are read as bitsandbytes:nf4" in caplog.text
     caplog.clear()
     leaves = gptq(4)[0]
     for settings in ({"bits": 5, "quant_method": "gptq"}, {"bits": 4, "quant_method": "gptq"}):
         opened(tmp_path, leaves, settings)
-    assert len(caplog.records) == 1 and "says bits 5, but the tensors are gptq:int4" in caplog.text
+    assert len(caplog.records) == 1 and "says bits 5, but the tensors are read as gptq:int4" in caplog.text
 
 
 def test_a_format_that_is_not_known_is_named_with_those_that_are(tmp_path: Path) -> None:

@@ -595,7 +595,9 @@ class GpuDevice:
                 return self._await_ids(rows, order.stops, np.arange(len(rows)), size.num_rows)
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None) if has_logprobs else None
-            return self._read_back(order, ids_S, len(rows), asked).wait
+            if self._communicator is not None:  # `_read_back` would be a call in most steps
+                self._communicator.pass_ids(self._scratch.ids_S)
+            return self._readback.take(order.step, ids_S, len(rows), asked).wait
 
         return sample
 
