@@ -247,7 +247,8 @@ def test_a_load_that_fails_leaves_nothing_in_any_process(
 def test_a_load_ends_when_its_client_leaves_any_process(server: ServerProcess, checkpoint: str) -> None:
     before, body = server.children(), {"name": "left", "model": checkpoint}
     seen: set[int] = set()
-    for _ in range(100):
+    end = time.monotonic() + 60  # a process that an earlier test has ended may still be starting again
+    while time.monotonic() < end:
         with httpx.Client(base_url=server.url, timeout=60, headers=ROOT) as client:
             assert client.get("/version", headers=KEY).status_code == 200
             if (pid := process_of(client, server)) in seen:
@@ -259,7 +260,7 @@ def test_a_load_ends_when_its_client_leaves_any_process(server: ServerProcess, c
         wait_until(lambda: server.children() == before)
         if len(seen) == NUM:
             return
-    pytest.fail(f"100 connections went to {len(seen)} of {NUM} processes")
+    pytest.fail(f"connections went to {len(seen)} of {NUM} processes")
 
 
 def test_draining_one_drains_all(clients: list[httpx.Client]) -> None:
@@ -385,6 +386,8 @@ def test_a_terminal_that_closes_ends_the_server_and_leaves_nothing(
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the paths of sockets are limited
     request.addfinalizer(lambda: shutil.rmtree(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    # tests that run in the background of a script, or under nohup, hand on that the signal is ignored
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     arguments = (f"tiny={checkpoint}", "--api-processes", "2")
     with start_server(tmp_path, *arguments, module="tests.support.faulty_server") as server:
         children = server.children()
