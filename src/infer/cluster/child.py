@@ -25,7 +25,7 @@ from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import InferError
 from infer.log import setup_logging
 
-READY = "ready: "
+READY = "replica ready: "
 NUM_LAST_LINES = 20
 STOP_S = 15.0  # seconds beyond drain_timeout
 
@@ -119,10 +119,12 @@ class ReplicaProcess:
         with self._process.stdout as lines:
             for raw in lines:
                 line = raw.decode(errors="replace").rstrip()
-                if line.startswith(READY) and not self._url:
-                    self._url = line.removeprefix(READY)
+                line, is_ready, url = line.partition(READY)  # a progress bar may not have ended its line
+                if is_ready and not self._url:
+                    self._url = url
                     self._is_told.set()
-                    continue
+                    if not line:
+                        continue
                 self._last.append(line)
                 with suppress(OSError, ValueError):  # nowhere to write, and the process must still be read
                     print(line, file=sys.stderr, flush=True)
