@@ -32,7 +32,7 @@ number. If that node is gone when its next block is full, the path is entered ag
 
 For a router that chooses engines by their caches, the tree keeps *news*: the prefixes that came and went
 since the last report. A prefix is reported as a hash of its salt and all its tokens (`chain_hashes`). The
-hash is a hint, not a key: a collision costs time, but gives nobody another one's cache.
+hash is a hint, not a key: a collision costs time, but gives no request another one's cache.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from infer.scheduling.request import Request
 def prefix_hashes(request: Request, block_size: int, max_blocks: int) -> list[int]:
     """The hashes of a prompt's first whole blocks, the shortest first; salt and adapter are part of each.
 
-    Prefixes of an adapter match no engine's: each load has a salt there that nobody else knows (adapters.py).
+    Prefixes of an adapter match no engine's: each load has a random salt there (adapters.py).
     """
     salt = f"{request.adapter}\0{request.cache_salt}" if request.adapter else request.cache_salt
     return list(chain_hashes(request.prompt[: max_blocks * block_size], block_size, salt))

@@ -15,7 +15,7 @@ as `x-api-key: KEY`, which Anthropic's clients send.
 
 With `cache_isolation=key` a keyed hash of the key goes into the record of the request, and from there into
 the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made from all API
-keys, so every API process has the same one and nobody else can compute it.
+keys, so every API process has the same one, and it cannot be computed without them.
 
 A plain hash of the key is the asker, by which an alias of several models chooses one (state.py).
 """

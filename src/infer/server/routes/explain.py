@@ -1,8 +1,8 @@
 """`GET /explain/{id}`: the life of a request, and what would have made it faster.
 
 The id is the answer's `x-request-id`, or its `id`. A request is explained to the API key that it came with,
-and to the operator; everybody else gets the same 404, whether there is one or not. JSON, or plain
-text where the client asks for it (`accept: text/plain`).
+and to the operator; any other key gets the same 404, whether there is one or not. The answer is JSON, or
+plain text where the client asks for it (`accept: text/plain`).
 """
 
 from __future__ import annotations
