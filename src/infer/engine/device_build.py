@@ -165,9 +165,7 @@ class DeviceBuild(NamedTuple):
                 fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
                 state=state_size(loaded.config),
             )
-        except (
-            RuntimeError
-        ) as error:  # what was free is taken, or a limit that cannot be asked for is reached
+        except RuntimeError as error:  # free memory was taken since, or the driver's limit is reached
             raise ConfigError(
                 f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
                 f"memory could not be allocated{for_each(config.settings.load.num_ranks)} "
