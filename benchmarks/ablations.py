@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 GPU = "needs a GPU"
+GPU_SHAPE = "needs a checkpoint or a --model-config on a GPU"
 CPU_MODEL = "needs a checkpoint on a CPU"
 
 
@@ -36,7 +37,7 @@ class Ablation:
     is_idle_at_risk: bool = False  # the switch changes nothing there: any difference is noise
     without: Mapping[str, Any] = field(default_factory=dict)  # knobs of its own "before", if not BASE
     above: str = ""  # sentence on what the rows above have, if its "before" is not theirs
-    needs: str = ""  # a GPU, or a model on a CPU
+    needs: str = ""  # GPU, GPU_SHAPE or CPU_MODEL
 
 
 BASE: Mapping[str, Any] = {
@@ -140,5 +141,16 @@ ABLATIONS = (
         why="a step judges several guesses, each right with a probability of 0.7, in hardly more time",
         unless="a step takes longer with every token it computes, so guesses are not free",
         price="a batch has work enough for a step, so sequences get few guesses or none",
+    ),
+    Ablation(
+        name="codes",
+        knobs={"quantization": "int4"},
+        without={"quantization": "none"},
+        best=Look("b1_256_256", "output_tokens_per_s"),
+        risk=Look("b128_256_256", "output_tokens_per_s"),
+        why="a step reads every weight, and they are a quarter of the bytes",
+        unless="a matrix is read so fast that the time between two of them is the larger part",
+        price="many rows share one reading, and codes must be turned into numbers before they are multiplied",
+        needs=GPU_SHAPE,
     ),
 )

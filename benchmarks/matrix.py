@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, Ablation, Look
+from benchmarks.ablations import ABLATIONS, BASE, CPU_MODEL, GPU, GPU_SHAPE, Ablation, Look
 from infer.bench.compare import SINGLE_BAND, spread
 from infer.bench.metrics import MEASURES, show
 from infer.bench.offline import WARM_UP, run_once, warm_up
@@ -122,8 +122,9 @@ def bench_matrix(bench: EngineBench, *, only: Sequence[str] = ()) -> Report:
 
 def _has(target: BenchTarget) -> list[str]:
     """Return the needs of ablations that are met here."""
+    has_shape = not target.is_random or target.model_config is not None
     if is_gpu(target.device):
-        return [GPU]
+        return [GPU, *([GPU_SHAPE] if has_shape else [])]
     return [] if target.is_random else [CPU_MODEL]
 
 

@@ -50,16 +50,21 @@ class BenchTarget:
 
     loaded: LoadedModel
     config: EngineConfig
-    is_random: bool = False  # random weights, which have no other form and no revision
+    is_random: bool = False  # random weights, which have no revision
+    model_config: Path | None = None  # directory whose config.json gave random weights their shape
     revision: str = ""  # the hub's commit, or a hash of the files
 
     def in_form(self, quantization: str) -> BenchTarget:
         """Return the model with its weights in another form, loaded anew; itself if they are in that form."""
         if self.weights == quantization:
             return self
-        assert not self.is_random
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"quantization": quantization}))
-        return replace(self, loaded=open_model(config, show_progress=True)[1], config=config)
+        if self.model_config is not None:
+            loaded = load_random(self.model_config, **_options(config))
+        else:
+            assert not self.is_random, "the shape of a tiny model is gone"
+            _, loaded = open_model(config, show_progress=True)
+        return replace(self, loaded=loaded, config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """Return a fresh engine with these knobs over the others."""
@@ -130,21 +135,28 @@ def open_target(
     config = EngineConfig.from_knobs(**knobs)
     if config.load.num_threads is not None or is_tiny:  # a model this small has no work for a second thread
         torch.set_num_threads(config.load.num_threads or 1)
-    options: dict[str, Any] = {
-        "dtype": config.load.dtype,
-        "device": config.load.device,
-        "quantization": config.load.quantization,
-        "max_seq_len": config.load.max_seq_len,
-    }
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config
-        return BenchTarget(loaded=load_random(directory, **options), config=config, is_random=True)
+        loaded = load_random(directory, **_options(config))
+        return BenchTarget(loaded=loaded, config=config, is_random=True, model_config=directory)
     if is_tiny:
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made) / "tiny"
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-            return BenchTarget(loaded=load_random(directory, **options), config=config, is_random=True)
+            loaded = load_random(directory, **_options(config))
+            return BenchTarget(loaded=loaded, config=config, is_random=True)
     _, loaded = open_model(config, show_progress=True)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     return BenchTarget(loaded=loaded, config=config, revision=revision_of(source.path))
+
+
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """Return what `load_random` takes of the configuration."""
+    load = config.load
+    return {
+        "dtype": load.dtype,
+        "device": load.device,
+        "quantization": load.quantization,
+        "max_seq_len": load.max_seq_len,
+    }

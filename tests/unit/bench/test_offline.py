@@ -152,9 +152,10 @@ def test_every_offline_bench_reports(
 
 
 def test_the_matrix_explains_every_row(target: BenchTarget) -> None:
-    report = bench_matrix(on(target), only=["paged", "graphs", "quant"])
+    report = bench_matrix(on(target), only=["paged", "graphs", "quant", "codes"])
     rows = {row.name: row for row in report.rows}
-    assert len(rows) == 6
+    assert len(rows) == 8
+    assert rows["+codes b1_256_256"].skipped == "needs a checkpoint or a --model-config on a GPU"
     assert rows["+graphs b1_256_256"].skipped == "needs a GPU"
     assert rows["+quant b1_256_256"].skipped == "needs a checkpoint on a CPU"
     assert [name for name, _ in speed_ups(report)] == ["+paged paged_attention", "+paged w1_single"]
@@ -369,6 +370,15 @@ def test_random_weights_may_be_packed() -> None:
     packed = open_target({"device": "cpu", "quantization": "int8"}, is_tiny=True)
     assert packed.weights == "int8" and packed.facts()["weights"] == "int8"
     assert packed.weight_bytes < 0.4 * open_target({"device": "cpu"}, is_tiny=True).weight_bytes
+
+
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
+def test_random_weights_of_a_shape_come_in_another_form(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    plain = open_target({"device": "cpu"}, model_config=tmp_path)
+    packed = plain.in_form("int8")
+    assert (plain.weights, packed.weights, packed.in_form("fp32").weights) == ("fp32", "int8", "fp32")
+    assert packed.knobs()["quantization"] == "int8"
 
 
 def test_a_request_that_fails_is_no_figure(target: BenchTarget) -> None:
