@@ -484,7 +484,8 @@ def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(warm_up, "_pads", True)  # as on a GPU
     while engine.prepare():
         pass
-    assert sizes == [512, 768, 1032, 1288, 1500]
+    assert sizes[:5] == [512, 768, 1032, 1288, 1500]
+    assert len(sizes[5:]) == len([*device.rare_orders()])
     assert list(warm_up.phases) == ["compile", "try", "capture"]
     assert all(bool(part.isnan().all()) for part in (*device.store.keys, *device.store.values))
     assert run_engine(engine, PLAIN) == expected("llama", False)
@@ -539,3 +540,18 @@ def test_a_fork_that_arrives_between_steps_changes_no_penalty(late: dict[str, An
         outputs += drain(engine)
         made = [id_ for output in outputs if output.request_id == "counted" for id_ in output.token_ids]
         assert made == known, num_before
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+def test_rare_orders_of_padding_run_and_leave_the_tokens_as_they_are(family: str) -> None:
+    """Each can run, or the warm-up would only log that it cannot; what follows is not changed by it."""
+    engine = make_device_engine(family)
+    device = engine._device
+    assert isinstance(device, GpuDevice)
+    results = [device.run_half(order, masks) for order, masks in device.rare_orders()]
+    assert len(results) == 8
+    assert sum(bool(result.prompt_logprobs) for result in results) == 3
+    assert sum(bool(result.pooled) for result in results) == 2
+    assert [len(result.ids[0]) for result in results] == [1, 1, 1, 1, 2, 2, 0, 0]
+    assert run_engine(engine, PLAIN + ON_HOST) == expected(family, True)

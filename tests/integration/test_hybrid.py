@@ -117,6 +117,21 @@ def test_so_are_those_of_a_gpus_device_half(family: str, monkeypatch: pytest.Mon
     assert engine.scheduler.num_preemptions > 0
 
 
+def test_rare_orders_of_padding_leave_the_states_of_cached_prefixes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that woke may have served requests before the warm-up comes to these orders."""
+    monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    engine, (prompt, params) = make_engine("qwen3_5"), REQUESTS[0]
+    serve(engine, "qwen3_5", [(prompt, params)])
+    device, before = engine._device, engine.scheduler.usage().num_hit_tokens
+    assert isinstance(device, GpuDevice)
+    for order, masks in device.rare_orders():
+        device.run_half(order, masks)
+    serve(engine, "qwen3_5", [(prompt[:BLOCK_SIZE] + [7, 8, 9] * 6, params)])
+    assert engine.scheduler.usage().num_hit_tokens == before + BLOCK_SIZE
+
+
 @pytest.mark.parametrize("length", [32, 33, 37])
 def test_a_hit_goes_on_from_the_state_of_a_whole_block(length: int) -> None:
     """A prompt that is cached to its last token has no state one token before its end."""

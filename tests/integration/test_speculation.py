@@ -219,6 +219,15 @@ DEPENDENT: list[dict[str, Any]] = [  # on all tokens before, so a draft that ign
 # -- a model that drafts for itself -----------------------------------------------------------------------
 
 
+def test_a_model_that_drafts_is_not_prepared_for_what_only_requests_ask_for() -> None:
+    engine = engine_of("llama", on_gpu=True, **self_draft("llama", 5))
+    assert engine.speculation is not None
+    drafter = engine.speculation._drafter
+    assert isinstance(drafter, DraftModel) and isinstance(engine._device, GpuDevice)
+    assert isinstance(drafter._device, GpuDevice)
+    assert not [*drafter._device.rare_orders()] and len([*engine._device.rare_orders()]) == 8
+
+
 @pytest.mark.parametrize(("family", "on_gpu"), thinned(ALL_FAMILIES, (False, True), keep=5))
 def test_a_model_that_drafts_for_itself_is_always_right(family: str, on_gpu: bool) -> None:
     """Greedy and drawn, alone and together, forks, ends inside of windows, logprobs of every position."""

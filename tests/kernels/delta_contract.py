@@ -135,3 +135,20 @@ class DeltaContract:
 
     def test_bfloat16(self) -> None:
         check(self.device, SHAPES[0], torch.bfloat16, [9, 16], [PrefillChunk(2, 19, 2, 5)])
+
+    def test_a_state_that_has_no_block_is_written_nowhere(self) -> None:
+        """Rows that begin, one that decodes and one with a chunk across the end of a block."""
+        torch.manual_seed(0)
+        rule, cache = make_layer(SHAPES[0], torch.float32, self.device)
+        before = cache.states.clone(), cache.tails.clone()
+        tables_RB = torch.full((2, 4), -1, dtype=torch.int32, device=self.device)
+        num_channels, num_values = rule.conv_CW.shape[0], len(rule.decay_V)
+        whole_TX = torch.randn(20, num_channels + 2 * num_values, device=self.device)
+        inputs = torch.split(whole_TX, [num_channels, num_values, num_values], dim=-1)
+        rows_S, lens_S = (torch.tensor([n], dtype=torch.int32, device=self.device) for n in (0, 1))
+        chunks = [PrefillChunk(1, 19, 1, 0)]
+        whole_C4 = torch.tensor(chunks, dtype=torch.int32, device=self.device)
+        tiles = PrefillChunks.from_arrays(whole_C4, chunks, whole_C4)
+        runs_S4 = PrefillChunks.from_rows(rows_S, lens_S).tiles_W4
+        recur_paged(rule, cache, tables_RB, BLOCK_SIZE, (rows_S, lens_S), runs_S4, tiles, *inputs)
+        assert torch.equal(cache.states, before[0]) and torch.equal(cache.tails, before[1])

@@ -55,6 +55,7 @@ from infer.execution.embedding import Pooled, pool_hidden
 from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, most_tokens, short_step
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
+from infer.execution.gpu.rare_orders import rare_orders
 from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
 from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
@@ -276,7 +277,7 @@ class GpuDevice:
                 max_tokens=max_tokens,
                 max_len=max_seq_len,
             )
-        self._smaller = SmallerSteps(self._run_half, can_repeat=config.delta is None)
+        self._smaller = SmallerSteps(self.run_half, can_repeat=config.delta is None)
         self.arena: object = None  # the owner of the memory of its steps, if there is one
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # chunks for the reference of prefill attention
         self.graphs = StepGraphs(
@@ -448,8 +449,19 @@ class GpuDevice:
         except torch.AcceleratorError as error:
             raise DeviceLost.of(f"in step {order.step}", error) from error
 
-    def _run_half(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        """Run a part of a step and wait for it."""
+    def rare_orders(self) -> Iterator[tuple[StepOrder, StepMasks]]:
+        """Yield orders of padding for what few requests ask for.
+
+        Ranks have none, for they draw together, and a model that drafts is asked for nothing but drafts.
+        """
+        if self._ranks is None and self._communicator is None and not len(self.drafts_KS):
+            num_tables, num_rows, _ = self.rows.tables_KRB.shape
+            found = zip(self.store.tables, self.store.states, strict=True)
+            state_rows = sorted({table * num_rows for table, state in found if state is not None})
+            yield from rare_orders(num_tables, state_rows, self.rows.masks.num_words)
+
+    def run_half(self, order: StepOrder, masks: StepMasks) -> StepResult:
+        """Run a part of a step, or an order of padding, and wait for it."""
         step = self.run(order)
         if order.flags & AWAITS_MASKS:
             step.masks(len(masks.numbers))[:] = masks.lines_KW

@@ -1,7 +1,8 @@
 """Preparations for the first step: compiled kernels, loaded libraries, captured graphs.
 
     compile   every kernel that a step of any size needs, unless it is in Triton's cache
-    try       steps of padding that are never captured, because libraries choose and load kernels by size
+    try       steps of padding that are never captured, because libraries choose and load kernels by size;
+              also some rare kinds of orders (rare_orders.py)
     capture   the sizes that are graphs (graphs.py), while cuDNN makes its plans
 
 A step of padding reads nothing from the cache and writes nothing to it. It runs on a *view* of the model with
@@ -80,6 +81,9 @@ class WarmUp:
                 yield "try"
             self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
+            for order, masks in device.rare_orders():
+                self._try(partial(device.run_half, order, masks))
+                yield "try"
             self._try(reserve_pinned)
             yield "try"
         self._capture_during_plans()

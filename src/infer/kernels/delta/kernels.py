@@ -3,7 +3,7 @@
     run         consecutive tokens of one row: first token, tokens, row of the tables, position of the first;
                 no tokens: padding. A row that decodes is a run of one token
     mix         the convolution and its activation; tails are read before the first token and written where
-                blocks end, unless the tokens are drafts
+                blocks end, unless the tokens are drafts; a block of -1 is written nowhere
     recur       the states. One program has the columns of some values of one head, [K, columns], and goes
                 through the run: token by token, or by pieces of 16
 
@@ -88,7 +88,7 @@ def _mix_kernel(
         past = tl.load(tail[None, :] + (places + 3)[:, None] * num_channels, mask=is_past, other=0.0)
         tl.debug_barrier()
         out = tails_ptr + (block * 3 + slots)[:, None] * num_channels + channels[None, :]
-        tl.store(out, x + past, mask=is_kept)
+        tl.store(out, x + past, mask=is_kept & (block >= 0))
         tl.debug_barrier()
 
 
@@ -175,7 +175,7 @@ def _recur_kernel(
         end = tl.minimum(base + PIECE, stop)
         if ((end % BLOCK_SIZE == 0) | (end == stop)) & WRITES:
             block = tl.load(table + (end - 1) // BLOCK_SIZE).to(tl.int64)
-            tl.store(cells + block * block_stride, state, mask=is_inside)
+            tl.store(cells + block * block_stride, state, mask=is_inside & (block >= 0))
 
 
 def recur_runs(

@@ -61,9 +61,10 @@ class StateCache(NamedTuple):
         return state.masked_fill(is_new_S[..., None], 0.0), tail.masked_fill(is_new_S, 0.0)
 
     def write(self, blocks_S: torch.Tensor, state_SVKH: torch.Tensor, tail_SWC: torch.Tensor) -> None:
-        """Put states and tails into blocks."""
-        self.states[:, blocks_S] = state_SVKH.unflatten(1, (2, -1)).transpose(0, 1)
-        self.tails[blocks_S] = tail_SWC
+        """Put states and tails into blocks; rows with a negative block are dropped."""
+        held_S = blocks_S >= 0
+        self.states[:, blocks_S[held_S]] = state_SVKH[held_S].unflatten(1, (2, -1)).transpose(0, 1)
+        self.tails[blocks_S[held_S]] = tail_SWC[held_S]
 
 
 class StateSpan(NamedTuple):
@@ -71,7 +72,7 @@ class StateSpan(NamedTuple):
 
     tokens: slice | torch.Tensor  # places of the first row's tokens; with one token per row, of all rows'
     reads_S: torch.Tensor  # block with the state before the first token, -1: there is none
-    writes_S: torch.Tensor | None  # block that gets the state after the last; None: they are drafts
+    writes_S: torch.Tensor | None  # block that gets the state after the last, -1: none; None: they are drafts
 
 
 def pieces_of(start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
