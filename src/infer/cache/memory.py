@@ -69,7 +69,7 @@ class DeviceMemory:
             return f"{format_bytes(self.room)} of the {format_bytes(self.limit)} of device_memory are left"
         has_others = self.share < 1 and self.others > 0
         others = f" beside {format_bytes(self.others)} of other processes" if has_others else ""
-        return f"{format_bytes(self.room)} are free{others}"
+        return f"{format_bytes(max(self.room, 0))} are free{others}"
 
 
 class StepBytes(NamedTuple):

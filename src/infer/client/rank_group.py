@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -33,7 +32,7 @@ import torch
 
 from infer.client.messages import DONE, Failure, NodeReport, RankLaunch, to_error, to_failure
 from infer.client.rank_greeting import facts_of, gather_nodes, listen, read_token
-from infer.client.spawn import give_orders, is_stopped, spawn
+from infer.client.spawn import give_orders, is_stopped, spawn, spell_end
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
@@ -326,8 +325,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
     if failure is not None:
         group.lose(f"rank {rank} failed: {failure.message}", to_error(failure))
     else:
-        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-        group.lose(f"rank {rank} ended with {how}")
+        group.lose(f"rank {rank} ended with {spell_end(code)}")
 
 
 def _watch(group: _Group) -> None:

@@ -83,6 +83,14 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
     return orders
 
 
+def spell_end(exit_code: int) -> str:
+    """The way a process ended, for people; a negative exit code is a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    cause = ", which the system sends when memory runs out: see dmesg, and 'infer plan' for what fits"
+    return f"signal {-exit_code} ({signal.strsignal(-exit_code)}){cause * (exit_code == -signal.SIGKILL)}"
+
+
 def is_stopped(pid: int) -> bool:
     """True if a signal has stopped a process, and no debugger has; False where the system does not say."""
     try:
@@ -96,9 +104,7 @@ class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):
     """Engine processes that wait for their orders. Unused ones end with the context."""
 
     def __init__(self, number: int) -> None:
-        self._waiting: list[subprocess.Popen[bytes]] = []
-        for _ in range(number):
-            self._waiting.append(spawn(ENGINE_MODULE))
+        self._waiting = [spawn(ENGINE_MODULE) for _ in range(number)]
 
     def take(self, module: str) -> subprocess.Popen[bytes]:
         """Return a process that waits, or a new one if none is left or another module is to run."""

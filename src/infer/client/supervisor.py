@@ -31,7 +31,7 @@ from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import ALONE, Launch, Ready, RecordOrders, Replica, Stop, to_error
-from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn
+from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn, spell_end
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
@@ -148,10 +148,7 @@ class EngineProcess(EngineLink):
         assert self._exit_code is not None, "it is still running"
         if self.last_words is not None and isinstance(to_error(self.last_words), EngineError):
             return f"the engine process died: {self.last_words.message}"
-        if self._exit_code < 0:
-            number = -self._exit_code
-            return f"the engine process was ended by signal {number} ({signal.strsignal(number)})"
-        return f"the engine process ended with exit code {self._exit_code}"
+        return f"the engine process ended with {spell_end(self._exit_code)}"
 
     def kill(self) -> None:
         """End it at once, with everything that it may have started."""
@@ -184,9 +181,9 @@ class EngineProcess(EngineLink):
         if self.last_words is not None and self.last_words.kind != EngineError.__name__:
             return to_error(self.last_words)
         if self._exit_code is not None and self._exit_code < 0:  # a signal: another try may succeed
-            return EngineStopped(f"{self.exit_reason} while it started")
-        lines = "\n".join(self._last_lines)
-        return EngineError(f"{self.exit_reason} while it started; its last lines were:\n{lines}")
+            return EngineStopped(f"while it started, {self.exit_reason}")
+        told = [f"while it started, {self.exit_reason}; its last lines were:", *self._last_lines]
+        return EngineError("\n".join(told))
 
     # -- threads ----------------------------------------------------------------------------------
 

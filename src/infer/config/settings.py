@@ -634,6 +634,7 @@ class ServerConfig:
     headless: bool = knob(False, "serve no HTTP, only ranks for node 0; implied by a node_rank above 0")
 
     def _check_model_memory(self, size: str) -> None:
+        check_room_for_models("model_memory", size)
         if not self.on_demand:
             raise ConfigError("model_memory is for models on demand; set on_demand")
         for name in ("in_process", "record"):
@@ -692,7 +693,6 @@ class ServerConfig:
         if self.model_memory is not None:
             object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
         if self.model_memory is not None:
-            check_room_for_models("model_memory", self.model_memory)
             self._check_model_memory(self.model_memory)
         self._check_cluster()
         if self.in_process and (self.api_processes or 1) > 1:

@@ -488,6 +488,18 @@ def test_clients_are_told_which_rank_ended_the_engine() -> None:
     assert ended.exit_reason == "the engine process died: rank 1 ended with signal 9 (Killed)"
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "names_memory"),
+    [(4, "exit code 4", False), (-15, "signal 15 (Terminated)", False), (-9, "signal 9 (Killed)", True)],
+)
+def test_a_killed_process_is_said_to_have_run_out_of_memory(code: int, said: str, names_memory: bool) -> None:
+    ended: Any = EngineProcess.__new__(EngineProcess)
+    ended._exit_code, ended.last_words, ended._last_lines = code, None, ["its last line"]
+    assert ended.exit_reason.startswith(f"the engine process ended with {said}")
+    assert ("which the system sends when memory runs out" in ended.exit_reason) == names_memory
+    assert str(ended._start_error()).startswith(f"while it started, the engine process ended with {said}")
+
+
 class FullRecord(Recorder):
     """A record that wants one new engine."""
 

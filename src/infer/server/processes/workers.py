@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from infer.client.spawn import give_orders, spawn
+from infer.client.spawn import give_orders, spawn, spell_end
 from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, ServerConfig
 from infer.errors import EngineLost, EngineStopped
@@ -181,9 +181,8 @@ class Workers:
         await process.channel.run()
         if self._is_closing:
             return
-        code = await asyncio.to_thread(_wait, process.child)
+        how = spell_end(await asyncio.to_thread(_wait, process.child))
         self._board.forget_requests(process.number)
-        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
         if not self.lost.done():  # else another one has ended meanwhile
             self.lost.set_result(f"API process {process.number} ended with {how}")
 
