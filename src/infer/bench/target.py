@@ -59,11 +59,9 @@ class BenchTarget:
         if self.weights == quantization:
             return self
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"quantization": quantization}))
-        if self.model_config is not None:
-            loaded = load_random(self.model_config, **_options(config))
-        else:
-            assert not self.is_random, "the shape of a tiny model is gone"
-            _, loaded = open_model(config, show_progress=True)
+        assert self.model_config or not self.is_random, "the shape of a tiny model is gone"
+        shape = self.model_config
+        loaded = _random(shape, config) if shape else open_model(config, show_progress=True)[1]
         return replace(self, loaded=loaded, config=config)
 
     def engine(self, **knobs: Any) -> Engine:
@@ -137,26 +135,22 @@ def open_target(
         torch.set_num_threads(config.load.num_threads or 1)
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config
-        loaded = load_random(directory, **_options(config))
+        loaded = _random(directory, config)
         return BenchTarget(loaded=loaded, config=config, is_random=True, model_config=directory)
     if is_tiny:
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made) / "tiny"
             directory.mkdir()
             (directory / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-            loaded = load_random(directory, **_options(config))
-            return BenchTarget(loaded=loaded, config=config, is_random=True)
+            return BenchTarget(loaded=_random(directory, config), config=config, is_random=True)
     _, loaded = open_model(config, show_progress=True)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     return BenchTarget(loaded=loaded, config=config, revision=revision_of(source.path))
 
 
-def _options(config: EngineConfig) -> dict[str, Any]:
-    """Return what `load_random` takes of the configuration."""
-    load = config.load
-    return {
-        "dtype": load.dtype,
-        "device": load.device,
-        "quantization": load.quantization,
-        "max_seq_len": load.max_seq_len,
+def _random(directory: Path, config: EngineConfig) -> LoadedModel:
+    """Load random weights of a shape in the form of the configuration."""
+    options = {
+        name: getattr(config.load, name) for name in ("dtype", "device", "quantization", "max_seq_len")
     }
+    return load_random(directory, **options)
