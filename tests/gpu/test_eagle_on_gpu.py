@@ -15,16 +15,25 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.config.settings import EngineConfig
+from infer.engine import draft_head
 from infer.engine.build import build_engine
 from infer.engine.draft_head import DraftHead
 from infer.engine.engine import Engine
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.graphs import StepSize
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.scheduling.request import Request
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.gpu.graphs import FEW_SIZES
-from tests.integration.test_eagle import BIASED, DRAFT_IDS, GREEDY, head_knobs, share_right
+from tests.integration.test_eagle import (
+    BIASED,
+    DRAFT_IDS,
+    GREEDY,
+    HALF_MUST_BE_RIGHT,
+    head_knobs,
+    share_right,
+)
 from tests.integration.test_speculation import (
     COSTS,
     DEPENDENT,
@@ -168,7 +177,7 @@ def test_steps_and_turns_are_graphs() -> None:
     launched = Mock(side_effect=AssertionError("a step that is no graph"))
     for half in (device, head):
         assert all(half.graphs.is_captured(size) for size in half.graphs.sizes)
-        half.graphs._forward = half.graphs._sample = launched
+        half.graphs._forward = half.graphs._sample = half.graphs._follow = launched
     assert {size.num_tokens for size in head.graphs.sizes} == {0}
     found = watch(engine)
     serve(engine, requests_of([kind for kind in MIX + BIASED_MIX if "n" not in kind]))
@@ -187,6 +196,29 @@ def test_steps_overlap_where_nobody_has_drafts() -> None:
         most = max(most, len(engine._flights))
     assert most == engine._steps_ahead > 0
     assert totals(engine) == (0, 0)
+
+
+def test_steps_are_not_followed_where_drafts_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower's graph is not launched then, and texts stay the same."""
+    monkeypatch.setattr(draft_head, "PATIENCE", 8)
+    kinds = [{"temperature": 1.0, "seed": seed, "max_tokens": 24, "ignore_eos": True} for seed in range(20)]
+    requests = requests_of(kinds, seed=11)
+    knobs = head_knobs("qwen3", 4, adaptive_speculation=True)
+    plain, engine = (gpu_engine("qwen3", deterministic=True, **more) for more in ({}, knobs))
+    assert engine.speculation is not None and isinstance(engine.device, GpuDevice)
+    engine.speculation._lengths.use(HALF_MUST_BE_RIGHT)
+    graphs, followed = engine.device.graphs, list[int]()
+    follow = graphs.follow
+
+    def count(size: StepSize) -> None:
+        followed[-1] += 1
+        follow(size)
+
+    monkeypatch.setattr(graphs, "follow", count)
+    for request in requests:
+        followed.append(0)
+        assert_same(serve(engine, [request]), serve(plain, [request]))
+    assert followed[0] > 8 and sorted(followed)[12] <= 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

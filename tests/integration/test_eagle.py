@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from infer.config.settings import EngineConfig
-from infer.engine import machine
+from infer.engine import draft_head, machine
 from infer.engine.build import build_engine
 from infer.engine.device_build import resolve_for
+from infer.engine.draft_head import DraftHead
 from infer.engine.speculation_build import load_draft
 from infer.errors import ConfigError
+from infer.execution.device import PendingStep
+from infer.execution.head_model import HeadModel
+from infer.execution.order import UNSEEN, StepOrder
 from infer.kernels.cpu.library import library
 from infer.kernels.runtime.communicator import RankGroup
 from infer.loader.eagle import head_bytes, load_eagle
@@ -30,6 +34,7 @@ from infer.loader.load import load_model
 from infer.models.eagle3 import Eagle3
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
+from infer.speculative.adaptive import StepCosts
 from tests.integration.test_speculation import (
     ALL_FAMILIES,
     COSTS,
@@ -56,6 +61,7 @@ from tests.support.thinned import thinned
 __all__ = ["directory"]  # a fixture for all tests here
 
 DRAFT_IDS = tuple(range(20, VOCAB_SIZE, 3))
+HALF_MUST_BE_RIGHT = StepCosts(((1, 1e-3), (128, 64.5e-3)), gap_s=1e-9, is_ahead=True)
 BIASED = {DRAFT_IDS[place]: 100.0 for place in (3, 17, 40)}  # the model and the head choose among these
 
 
@@ -218,6 +224,64 @@ def test_a_head_whose_drafts_are_wrong_is_switched_off() -> None:
     for engine in (always, adaptive):
         serve(engine, requests)
     assert 0 < totals(adaptive)[0] < totals(always)[0] / 3
+
+
+@on_both
+def test_steps_are_not_followed_where_drafts_do_not_pay(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong drafts end it, but for a trial now and then; a trial with right drafts brings it back."""
+    monkeypatch.setattr(draft_head, "PATIENCE", 8)
+    plain_params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+    wrong = [plain_params | {"seed": seed} for seed in range(20)]
+    right = [plain_params | {"seed": seed, "logit_bias": {DRAFT_IDS[7]: 100.0}} for seed in range(14)]
+    engine = engine_of("llama", on_gpu=on_gpu, **head_knobs("llama", 4, adaptive_speculation=True))
+    assert engine.speculation is not None
+    engine.speculation._lengths.use(HALF_MUST_BE_RIGHT)
+    drafter = engine.speculation._drafter
+    assert isinstance(drafter, DraftHead)
+    network = cast("Any", drafter._device).model
+    assert isinstance(network, HeadModel)
+    followed, follow = list[int](), network.follow
+
+    def count(*args: Any) -> None:
+        followed[-1] += 1
+        follow(*args)
+
+    monkeypatch.setattr(network, "follow", count)
+    for request in requests_of(wrong + right, seed=11):
+        followed.append(0)
+        assert_same(serve(engine, [request]), plain([request], "llama", on_gpu=on_gpu))
+    assert followed[0] > 8, "the first is tried"
+    assert sorted(followed[:20])[14] <= 1, "of most others the prompt alone is followed"
+    assert max(followed[:20]) < 16, "a trial ends before its text"
+    assert all(1 < count < 12 for count in followed[-5:]), "a right trial has brought all back, with windows"
+
+
+@on_both
+def test_texts_are_the_same_while_steps_are_followed_or_not(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come while others run: trials and rows that were not seen share steps and prefixes."""
+    monkeypatch.setattr(draft_head, "PATIENCE", 3)
+    biased = [kind | {"logit_bias": BIASED} for kind in MIX[1:5]]
+    requests = requests_of((MIX + biased + DEPENDENT[:4]) * 2, seed=13)
+    engine = engine_of("llama", on_gpu=on_gpu, **head_knobs("llama", 4, adaptive_speculation=True))
+    assert engine.speculation is not None
+    engine.speculation._lengths.use(HALF_MUST_BE_RIGHT)
+    unseen = list[bool]()
+    expected = plain(requests, "llama", on_gpu=on_gpu)
+    run = engine._device.run
+
+    def note_and_run(order: StepOrder) -> PendingStep:
+        unseen.append(bool(order.flags & UNSEEN))
+        return run(order)
+
+    monkeypatch.setattr(engine._device, "run", note_and_run)
+    for every in (0, 3, 1):
+        assert_same(serve(engine, requests, every=every), expected)
+    assert 50 < sum(unseen) < len(unseen) - 50
+    assert totals(engine)[0] > 0
 
 
 @on_both

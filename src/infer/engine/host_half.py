@@ -45,6 +45,7 @@ from infer.execution.order import (
     READS_PROMPTS,
     REPEATS,
     TRANSFERS,
+    UNSEEN,
     VERIFY,
     RowFacts,
     StepOrder,
@@ -81,7 +82,7 @@ class HostHalf:
 
     def order(self, plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
         """The order of a plan; with `awaits_masks` it is sampled when masks are there."""
-        flags = AWAITS_MASKS if awaits_masks else 0
+        flags = (AWAITS_MASKS if awaits_masks else 0) | (UNSEEN if self._state.is_unseen else 0)
         steady = self._steady
         if steady is not None and plan.chunks.is_repeated:
             tables, transfers = _diffs(plan.table_changes), _moves(plan)

@@ -277,7 +277,6 @@ def make_speculation(
     if not settings.is_on:
         return None
     vocab_size, proposer, has_trees = loaded.config.vocab_size, None, settings.method == "tree"
-    drafter: DraftModel | None = None
     max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
     prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
@@ -286,12 +285,6 @@ def make_speculation(
         if isinstance(draft_device, GpuDevice):
             prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
             draft_device.wait_for_compilers()
-        target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
-        if is_head:
-            drafter = DraftHead(draft_device, state, target=target)
-        else:
-            kind = TreeModel if has_trees else DraftModel
-            drafter = kind(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
     else:
         proposer = _make_proposer(settings)
     if costs is None:
@@ -321,9 +314,18 @@ def make_speculation(
             "drafts are accepted at random, so the text is wrong: synthetic_acceptance is for benchmarks"
         )
         device.use_judge(SyntheticJudge(settings.synthetic_acceptance))
+    lengths = DraftLengths(costs, survival=survival, turns=turns_of) if has_trees else DraftLengths(costs)
+    target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
+    drafter: DraftModel | None = None
+    if draft_device is not None and is_head:
+        knows = lengths if settings.adaptive_speculation else None
+        drafter = DraftHead(draft_device, state, num_drafts=settings.max_drafts, lengths=knows, target=target)
+    elif draft_device is not None:
+        kind = TreeModel if has_trees else DraftModel
+        drafter = kind(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
     return Speculation(
         scheduler,
-        DraftLengths(costs, survival=survival, turns=turns_of) if has_trees else DraftLengths(costs),
+        lengths,
         proposer,
         drafter,
         max_drafts=settings.max_drafts,

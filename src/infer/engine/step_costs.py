@@ -27,7 +27,16 @@ from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.device import DeviceHalf, PendingStep, StateShape
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.readback import PendingTensor
-from infer.execution.order import DECODE, DRAWS_BEST, EMPTY, REPEATS, VERIFY, RowFacts, StepOrder
+from infer.execution.order import (
+    DECODE,
+    DRAWS_BEST,
+    EMPTY,
+    REPEATS,
+    UNSEEN,
+    VERIFY,
+    RowFacts,
+    StepOrder,
+)
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.sampling.sample_line import NUM_FIELDS, SampleLine
 from infer.speculative.adaptive import StepCosts
@@ -187,9 +196,12 @@ def later_turn_seconds(first_s: float, all_s: float, num_turns: int) -> float:
 
 
 def _decode_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> tuple[float, float]:
-    """Return what a step without drafts takes alone and after others; rows go on from their own ids."""
+    """Return what a step without drafts takes alone and after others, which no head follows.
+
+    Rows go on from their own ids.
+    """
     first, nothing = _turn(shape, num_rows, 0), {name: getattr(EMPTY, name) for name in BEGINNING}
-    again = first._replace(flags=REPEATS, **nothing)
+    again = first._replace(flags=REPEATS | UNSEEN, **nothing)
     begin = lambda: device.run(first).wait()  # noqa: E731
     return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin)
 

@@ -51,6 +51,7 @@ from infer.execution.order import (
     NO_MASKS,
     READS_PROMPTS,
     REPEATS,
+    UNSEEN,
     StepMasks,
     StepOrder,
     to_bytes,
@@ -287,7 +288,7 @@ class TorchDevice(SyncDevice):
                 order, self._book, last_rows, hidden_TD[:, : self.model.config.hidden_size]
             ).by_number()
         result = self._sampler.sample(order, last_rows, hidden_TD, masks)
-        if self._head is not None:
+        if self._head is not None and not order.flags & UNSEEN:
             self._head.follow(order, inputs.states(order.num_tokens), result.ids)
         if (moves_2M := moved_slots(order, result.ids)).size:
             self.store.move_slots(torch.from_numpy(moves_2M).to(self.store.device))

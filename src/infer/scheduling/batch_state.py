@@ -90,6 +90,7 @@ class BatchState:
         self.sequences: list[Sequence] = []  # running, by sort key: one per column
         self.version = 0  # another after every arrival and departure
         self.num_drafts = 0  # proposed and not yet launched, of all sequences
+        self.is_unseen = False  # whether no head needs to see the step that was planned last
         self.ahead = 0  # tokens after its last that each column gets slots for in the next plan
         self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)

@@ -49,6 +49,7 @@ MOST_PROBE_STEPS = 1024  # the same, at most
 PROBE_SHARE = 0.005  # part of the time that may be lost by probes
 HOPED_RATE = 0.95  # rate that a probe hopes to find
 LONG_PROBE = 4  # drafts of a probe where one alone can never pay
+FEW_TRIALS = 8, 64  # sequences of which one is a trial, after the first and after many in vain
 
 Pairs = tuple[tuple[int, float], ...]
 
@@ -228,6 +229,9 @@ class DraftLengths:
         self.totals = Acceptance(_memory=ALL_MEMORY)
         self._known: dict[int, Acceptance] = defaultdict(self._new)
         self._last_probe, self._debt_s = 0, 0.0
+        self._num_untried = self._between = FEW_TRIALS[0]  # sequences since a trial, and until the next
+        self._most_rows: float = math.inf  # the largest batch with drafts
+        self._paying: dict[tuple[int, int, float], bool] = {}  # rows, drafts and rates that were asked for
         # wishes and number of others of the last step that no draft was worth, and when to ask again
         self._unworthy: tuple[list[tuple[int, int]], int] = [], 0
         self._unworthy_until = 0
@@ -267,6 +271,31 @@ class DraftLengths:
         self._unworthy, self._unworthy_until = asked, probe if probe > step else step + PROBE_STEPS
         return False
 
+    def is_tried(self, num_rows: int, num_drafts: int) -> bool:
+        """True if a sequence that begins should be able to get drafts, where that alone takes time.
+
+        All are while drafts at the mean rate pay in a batch of its size. If only better ones would, one in
+        several is a trial, which gets a probe at once.
+        """
+        if self._pays(num_rows, num_drafts, self.totals.rate):
+            self._num_untried, self._between = 0, FEW_TRIALS[0]
+            return True
+        self._num_untried += self._pays(num_rows, num_drafts, HOPED_RATE)
+        if self._num_untried < self._between:
+            return False
+        self._num_untried, self._between = 0, min(2 * self._between, FEW_TRIALS[1])
+        self._last_probe, self._debt_s, self._unworthy_until = -PROBE_STEPS, 0.0, 0
+        return True
+
+    def _pays(self, num_rows: int, num_drafts: int, rate: float) -> bool:
+        """True if drafts that are right at about a rate pay in a batch; answers are kept."""
+        if num_rows > self._most_rows:
+            return False
+        asked = num_rows, num_drafts, round(rate, 2)
+        if asked not in self._paying:
+            self._paying[asked] = any(self.choose([(asked[2], num_drafts)] * num_rows))
+        return self._paying[asked]
+
     def charge(self, lost_s: float) -> None:
         """Count what a step with drafts has lost against steps without; it may be less than nothing."""
         self._debt_s = max(self._debt_s + lost_s, 0.0)
@@ -275,12 +304,15 @@ class DraftLengths:
         """Choose by other costs from now on."""
         self.costs = costs
         self._seconds.clear()
+        self._paying.clear()
         self._unworthy_until = 0
 
     def most_rows(self, limit: int) -> int:
         """The largest batch up to `limit` in which a probe pays that is hardly ever wrong."""
         lengths = product(range(limit, 0, -1), (1, LONG_PROBE))
-        return next((num for num, most in lengths if any(self.choose([(HOPED_RATE, most)] * num))), 0)
+        found = (num for num, most in lengths if any(self.choose([(HOPED_RATE, most)] * num)))
+        self._most_rows = next(found, 0)
+        return int(self._most_rows)
 
     def _next_probe(self, num_rows: int) -> int:
         """The first step that may have a probe."""

@@ -37,7 +37,7 @@ class Recorder:
         if self.num_failures >= 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         graph = cast(torch.cuda.CUDAGraph, self)
-        return CapturedStep(graph, graph, LOGITS)
+        return CapturedStep(graph, graph, None, LOGITS)
 
     def replay(self) -> None:
         self.num_replays += 1

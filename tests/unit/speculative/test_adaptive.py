@@ -368,3 +368,37 @@ def test_equal_calls_give_equal_lengths() -> None:
         return found
 
     assert play() == play()
+
+
+# -- sequences that a head follows ------------------------------------------------------------------
+
+
+def test_few_sequences_are_tried_while_drafts_are_wrong_and_all_once_they_are_right() -> None:
+    """The first is tried, then one in 8, 16, 32, 64, 64; a right trial brings the others back."""
+    lengths = DraftLengths(H200)
+    lengths.update(0, 16, 0)
+    for _ in range(40):
+        lengths.totals.update(4, 0)
+    tried = [number for number in range(300) if lengths.is_tried(1, 8)]
+    assert tried == [0, 16, 48, 112, 176, 240]
+    for _ in range(20):
+        lengths.totals.update(4, 4)
+    assert all(lengths.is_tried(1, 8) for _ in range(20))
+
+
+def test_a_trial_gets_a_probe_at_once_and_no_batch_that_is_too_large_has_any() -> None:
+    lengths = DraftLengths(H200)
+    for _ in range(40):
+        lengths.totals.update(4, 0)
+    lengths.begin(1)
+    assert lengths.lengths(5000, [(1, 8)]) == [1], "a probe"
+    lengths.charge(1.0)
+    assert lengths.lengths(5100, [(1, 8)]) == [0], "the next one waits"
+    assert lengths.is_tried(1, 8)
+    lengths.begin(2)
+    assert lengths.is_worth_it(5101, [(2, 8)])
+    assert lengths.lengths(5101, [(2, 8)]) == [1]
+    largest = lengths.most_rows(16)
+    assert largest > 1
+    assert not any(lengths.is_tried(largest + 1, 8) for _ in range(200))
+    assert any(lengths.is_tried(largest, 8) for _ in range(200))

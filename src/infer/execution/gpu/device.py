@@ -7,7 +7,7 @@
              and a copy of the sampled ids to pinned memory, followed by an event;
              an order that awaits masks is sampled when these are there                       (masks.py)
              a step for which there is no memory is run in halves                             (halves.py)
-             a head that drafts sees what was computed and drawn, in the same graph     (head_model.py)
+             a head that drafts sees what was computed and drawn, unless it need not    (head_model.py)
     draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last;
              turns of a tree compute the nodes at a depth                                  (tree_turns.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
@@ -74,6 +74,7 @@ from infer.execution.order import (
     ON_HOST,
     READS_PROMPTS,
     REPEATS,
+    UNSEEN,
     VERIFY,
     StepMasks,
     StepOrder,
@@ -284,6 +285,7 @@ class GpuDevice:
             partial(self.compute_logits, model),
             self.sample_logits,
             self.inputs.blank,
+            follow=None if self.head is None else self.follow_sized,
             max_rows=max_batch_size,
             max_tokens=most_tokens(config, max_tokens, profile) if use_cuda_graphs else 0,
             short_step=short_step(config, max_tokens, busy_tokens, profile) if use_cuda_graphs else 0,
@@ -597,7 +599,10 @@ class GpuDevice:
             asked = self._asked(logits_SV, rows, None) if has_logprobs else None
             if self._communicator is not None:  # `_read_back` would be a call in most steps
                 self._communicator.pass_ids(self._scratch.ids_S)
-            return self._readback.take(order.step, ids_S, len(rows), asked).wait
+            pending = self._readback.take(order.step, ids_S, len(rows), asked)
+            if self.head is not None and not order.flags & UNSEEN:
+                self.graphs.follow(size)
+            return pending.wait
 
         return sample
 
@@ -637,6 +642,7 @@ class GpuDevice:
             ids_S = self._scratch.ids_S[: int(where[-1]) + 1 if len(where) else 0]
             asked = self._asked(logits_SV, rows, where)
             pending = self._read_back(order, ids_S, order.num_rows, asked)
+            self.graphs.follow(size)
             return pending.scatter(lambda: [*map(Drawn, sampling.tolist(), where.tolist())]).wait
 
         return sample
@@ -691,6 +697,7 @@ class GpuDevice:
             logits_SV = self.graphs.sample(size)
             asked = self._asked(logits_SV, rows, None)
             pending = self._read_back(order, self._scratch.ids_S[: len(rows)], order.num_rows, asked)
+            self.graphs.follow(size)
             return pending.scatter(windows).wait
 
         return sample
@@ -725,6 +732,7 @@ class GpuDevice:
             self.graphs.forward(size)
             self.graphs.sample(size)
             ids = self._readback.take(0, self._scratch.ids_S[:num_tokens], len(rows))
+            self.graphs.follow(size)
             self._early = EarlyWindow(rows.tolist(), num_sampled, ids_KS, decided, ids)
 
     def _find_early(
@@ -787,12 +795,8 @@ class GpuDevice:
             return
         if size.num_tokens:
             num_samples = num_rows + self.profile.max_chunks
-            places_C, rows_C, positions_C = inputs.samples_3C[:, :num_samples].unbind()
-            ids_C = self.sample_rows(logits_SV, rows_C, positions_C)
-            given_P = inputs.following_T[num_rows : num_rows + size.num_tokens]
-            self._follow(
-                lambda: Followed(torch.cat([ids_C[:num_rows], with_drawn(given_P, ids_C)]), places_C, rows_C)
-            )
+            _, rows_C, positions_C = inputs.samples_3C[:, :num_samples].unbind()
+            self.sample_rows(logits_SV, rows_C, positions_C)
             return
         rows_S, positions_S = inputs.rows_S[:num_rows], inputs.table_XT[1, :num_rows]
         if size.has_windows:  # the host says how rows with drafts go on
@@ -801,8 +805,7 @@ class GpuDevice:
             if self.drafter is not None:
                 self._judge(self.drafter, rows_S, ids_S)
         else:  # the sampled token's place is the one after its input's
-            ids_S = self.sample_rows(logits_SV, rows_S, positions_S + 1)
-        self._follow(lambda: Followed(ids_S, slice(None), rows_S))
+            self.sample_rows(logits_SV, rows_S, positions_S + 1)
 
     def _judge(self, drafter: GpuDevice, rows_S: torch.Tensor, ids_S: torch.Tensor) -> None:
         """Let the rows of what drafts go on from what windows keep, which is moved if windows are trees."""
@@ -819,6 +822,21 @@ class GpuDevice:
         )  # fmt: skip
         for store in (self.store, drafter.store) if self._has_trees else ():
             store.move_slots(torch.stack([sources_S, places_S]))
+
+    @torch.inference_mode()
+    def follow_sized(self, size: StepSize) -> None:
+        """The kernels that let a head see a step of this size, which was sampled last."""
+        inputs, num_rows = self.inputs, size.num_rows
+        if not size.num_tokens:
+            self._follow(
+                lambda: Followed(self._scratch.ids_S[:num_rows], slice(None), inputs.rows_S[:num_rows])
+            )
+            return
+        places_C, rows_C, _ = inputs.samples_3C[:, : num_rows + self.profile.max_chunks].unbind()
+        ids_C, given_P = self._scratch.ids_S[: len(rows_C)], inputs.following_T[num_rows:][: size.num_tokens]
+        self._follow(
+            lambda: Followed(torch.cat([ids_C[:num_rows], with_drawn(given_P, ids_C)]), places_C, rows_C)
+        )
 
     def _follow(self, followed: Callable[[], Followed]) -> None:
         """Let the head see the step that was sampled last; without memory, it guesses worse from here on."""

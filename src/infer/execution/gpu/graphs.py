@@ -15,7 +15,8 @@ padding, for which every kernel does nothing.
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
-fill token masks while the forward runs, and launches the sampler when they are ready.
+fill token masks while the forward runs, and launches the sampler when they are ready. With a head that drafts
+there is a third, the *follower*, which is left out where nothing is to be drafted.
 
 A server captures all sizes before it is ready (`prepare`); otherwise a size is captured when it is first
 needed. All graphs share one memory pool, because only one runs at a time. The pool begins as one block of the
@@ -77,6 +78,7 @@ class CapturedStep(NamedTuple):
 
     forward: torch.cuda.CUDAGraph
     sampler: torch.cuda.CUDAGraph
+    follower: torch.cuda.CUDAGraph | None  # None: no head follows its steps
     logits_SV: torch.Tensor  # borrowed
 
 
@@ -120,12 +122,12 @@ class StepGraphs:
     """One captured step per size.
 
     `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` the ones that sample
-    them. `blank` makes the inputs of a step padding. `pool_bytes`: size of the block with which the pool
-    begins. `short_step`: the tokens of a short step, rows included; 0: none. `window_tokens`: the most tokens
-    of rows that verify drafts; 0: none do. `has_adapters`: steps without prompts are also captured for rows
-    with adapters. `num_drafts`: the most drafts of a row, where rows do nothing but draft; 0: they do not.
-    `drafts_trees`: most of these are trees; turns of chains are captured when there are any.
-    `profile` has the sizes.
+    them, and `follow` the ones that let a head see the step. `blank` makes the inputs of a step padding.
+    `pool_bytes`: size of the block with which the pool begins. `short_step`: the tokens of a short step, rows
+    included; 0: none. `window_tokens`: the most tokens of rows that verify drafts; 0: none do.
+    `has_adapters`: steps without prompts are also captured for rows with adapters. `num_drafts`: the most
+    drafts of a row, where rows do nothing but draft; 0: they do not. `drafts_trees`: most of these are trees;
+    turns of chains are captured when there are any. `profile` has the sizes.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class StepGraphs:
         sample: Callable[[StepSize, torch.Tensor], object],
         blank: Callable[[], None],
         *,
+        follow: Callable[[StepSize], object] | None = None,
         max_rows: int,
         max_tokens: int,
         captures: bool,
@@ -146,7 +149,7 @@ class StepGraphs:
         profile: GraphProfile,
     ) -> None:
         self._profile = profile
-        self._forward, self._sample, self._blank = forward, sample, blank
+        self._forward, self._sample, self._blank, self._follow = forward, sample, blank, follow
         self.warm_up: Callable[[StepSize], object] = lambda size: sample(size, forward(size))
         self._captures = captures
         self._logits_SV: torch.Tensor | None = None  # logits of a forward without a graph, until sampled
@@ -286,6 +289,15 @@ class StepGraphs:
         captured.sampler.replay()
         return captured.logits_SV
 
+    def follow(self, size: StepSize) -> None:
+        """Let the head, if there is one, see the step that was sampled last."""
+        captured = self._graphs.get(size)
+        if captured is None:
+            if self._follow is not None:
+                self._follow(size)
+        elif captured.follower is not None:
+            captured.follower.replay()
+
     def prepare(self) -> bool:
         """Capture one more size, the first that is missing; False: there is none."""
         return any(self.ensure(size) for size in self.sizes)
@@ -308,7 +320,11 @@ class StepGraphs:
                 logits_SV = self._forward(size)
             with self._recording() as sampler:  # the logits are held, so no other tensor gets their memory
                 self._sample(size, logits_SV)
-            return CapturedStep(forward, sampler, borrow(logits_SV))
+            follower = None
+            if self._follow is not None:
+                with self._recording() as follower:
+                    self._follow(size)
+            return CapturedStep(forward, sampler, follower, borrow(logits_SV))
 
     def _take_block(self) -> None:
         """Let the pool begin as one block; without room for it, it grows piece by piece."""

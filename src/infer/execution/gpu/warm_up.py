@@ -125,6 +125,7 @@ class WarmUp:
             else:
                 graphs.forward(size)
                 graphs.sample(size)
+                graphs.follow(size)
             self._synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
@@ -186,6 +187,7 @@ class WarmUp:
         with self.device.alone():
             self.device.inputs.blank()
             self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
+            self.device.follow_sized(size)
 
     def _try(self, run: Callable[[], object]) -> None:
         """Run some work on padding; it is not an error if it cannot run."""
