@@ -84,6 +84,15 @@ def _freeze_again() -> None:
     _FREEZING["freeze"]()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_read_once() -> None:
+    """Let the HTTP clients of a process share its certificates, as long to read as forty requests take."""
+    for name in ("httpx._transports.default", "httpx2._transports.default"):
+        transports: Any = sys.modules.get(name)
+        if transports is not None:
+            transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _frozen_after_each_file() -> Iterator[None]:
     """Hide what a file's tests have imported and cached as well."""

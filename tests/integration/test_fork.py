@@ -17,30 +17,24 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 LIMIT_S = 10  # for a child, which would otherwise wait forever
 
-REFUSED = {
-    "llm": [
-        "llm.generate(given, params)",
-        "llm.generate([1], guided)",
-        "llm.chat('Hi', params)",
-        "llm.embed([1, 2, 3])",
-        "llm.stream([1], params)",
-        "next(open_stream)",
-    ],
-    "async": [
-        "asyncio.run(llm.generate([1], params))",
-        "asyncio.run(llm.chat('Hi', params))",
-        "asyncio.run(llm.embed([1]))",
-        "llm.abort('1')",
-    ],
-}
+REFUSED = (
+    "llm.generate(given, params)",
+    "llm.generate([1], guided)",
+    "llm.chat('Hi', params)",
+    "llm.embed([1, 2, 3])",
+    "llm.stream([1], params)",
+    "next(open_stream)",
+    "asyncio.run(async_llm.generate([1], params))",
+    "asyncio.run(async_llm.chat('Hi', params))",
+    "asyncio.run(async_llm.embed([1]))",
+    "async_llm.abort('1')",
+)
 WORKS = {
-    "llm": {
-        "len(LLM(MODEL, num_blocks=64, num_threads=2).generate(given, guided))": "gave 2",
-        "len(asyncio.run(AsyncLLM(MODEL, num_blocks=64).generate([1], params)).token_ids)": "gave 3",
-        "len(llm.encode('word ' * 500)) > 99": "gave True",
-        "(llm.close(), open_stream.close())": "gave (None, None)",
-    },
-    "async": {"asyncio.run(llm.close())": "gave None"},
+    "len(LLM(MODEL, num_blocks=64, num_threads=2).generate(given, guided))": "gave 2",
+    "len(asyncio.run(AsyncLLM(MODEL, num_blocks=64).generate([1], params)).token_ids)": "gave 3",
+    "len(llm.encode('word ' * 500)) > 99": "gave True",
+    "(llm.close(), open_stream.close())": "gave (None, None)",
+    "asyncio.run(async_llm.close())": "gave None",
 }
 
 # The parent computes with two threads and forks once for each line; the child prints what the line gives.
@@ -54,17 +48,15 @@ torch.set_num_threads(2)
 params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 guided = SamplingParams(max_tokens=3, structured={"json_object": True})
 given = [[1, 2, 3] * 60, [4] * 150]
-MODEL, KIND = sys.argv[1:3]
-if KIND == "async":
-    llm = AsyncLLM(MODEL, num_blocks=64)
-    asyncio.run(llm.generate(given[0], params))
-else:
-    llm = LLM(MODEL, num_blocks=64)
-    llm.generate(given, guided)
-    llm.encode("word " * 500)
-    open_stream = llm.stream(given[0], params)
-    next(open_stream)
-for line in sys.argv[3:]:
+MODEL = sys.argv[1]
+async_llm = AsyncLLM(MODEL, num_blocks=64)
+asyncio.run(async_llm.generate(given[0], params))
+llm = LLM(MODEL, num_blocks=64)
+llm.generate(given, guided)
+llm.encode("word " * 500)
+open_stream = llm.stream(given[0], params)
+next(open_stream)
+for line in sys.argv[2:]:
     if os.fork() == 0:
         signal.alarm(LIMIT_S)
         try:
@@ -85,19 +77,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["llm", "async"])
-def test_a_forked_child_is_refused_or_computes(model: Path, kind: str) -> None:
-    lines = [*REFUSED[kind], *WORKS[kind]]
-    command = [sys.executable, "-c", SCRIPT, str(model), kind, *lines]
+def test_a_forked_child_is_refused_or_computes(model: Path) -> None:
+    lines = [*REFUSED, *WORKS]
+    command = [sys.executable, "-c", SCRIPT, str(model), *lines]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     said = dict(zip(lines, result.stdout.strip().split("\n"), strict=True))
-    for line in REFUSED[kind]:
+    for line in REFUSED:
         assert said[line].startswith("EngineError this "), (line, said[line])
         assert "spawn" in said[line] and "make one in the child" in said[line]
-    assert {line: said[line] for line in WORKS[kind]} == WORKS[kind]
-    assert ("a forked child computes with one thread" in result.stderr) == (kind == "llm")
+    assert {line: said[line] for line in WORKS} == WORKS
+    assert "a forked child computes with one thread" in result.stderr
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -1,17 +1,33 @@
 from __future__ import annotations
 
+import argparse
+import functools
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from infer.cli import asking
+from infer.cli import main as command_line
 from infer.cli.flags import knobs_from
-from infer.cli.main import main
+from infer.cli.main import build_parser, main
 from tests.unit.cli.fake_llm import FakeLLM
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _parsers_built_once() -> Iterator[None]:
+    """Let the runs of one command share its parser: building it takes longer than most of them."""
+
+    @functools.cache
+    def build(commands: tuple[str, ...]) -> argparse.ArgumentParser:
+        return build_parser(commands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "build_parser", lambda commands: build(tuple(commands)))
+        yield
 
 
 @dataclass(frozen=True)

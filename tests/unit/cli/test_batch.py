@@ -308,7 +308,7 @@ def test_a_model_here_and_a_server_answer_alike(model: Path, tmp_path: Path) -> 
 
 
 def test_a_killed_run_goes_on_where_it_ended(model: Path, tmp_path: Path) -> None:
-    names = [str(number) for number in range(300)]
+    names = [str(number) for number in range(120)]
     source = write(tmp_path / "in", [asked(name, max_tokens=8) for name in names])
     output = tmp_path / "out"
     words = ["batch", str(source), str(output), "--model", str(model), *TINY]

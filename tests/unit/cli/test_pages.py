@@ -20,10 +20,11 @@ def test_every_command_of_the_page_is_understood(page: str) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", (FEATURES / page).read_text("utf-8"), re.M | re.S)
     commands = [line for block in blocks for line in block.splitlines()]
     assert commands
+    parser = build_parser()
     for command in commands:
         name, *arguments = shlex.split(command)
         assert name == "infer"
-        assert build_parser().parse_args(arguments).run is not None
+        assert parser.parse_args(arguments).run is not None
 
 
 def test_the_trace_of_the_page_can_be_read(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def plans(**knobs: Any) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize(
-    "knobs", thinned(PAIRS, keep=2), ids=lambda knobs: "-".join(f"{k}={v}" for k, v in knobs.items())
+    "knobs", thinned(PAIRS, keep=3), ids=lambda knobs: "-".join(f"{k}={v}" for k, v in knobs.items())
 )
 def test_a_knob_said_to_have_no_effect_has_none(knobs: dict[str, Any]) -> None:
     try:

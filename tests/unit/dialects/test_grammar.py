@@ -165,7 +165,7 @@ def check(calls: list[tuple[str, Any]], text: str) -> None:
 def test_required_calls_parse_back(dialect: str, is_special: bool) -> None:
     form = AnswerFormat(dialect=BY_NAME[dialect], tools=TOOLS, choice="required")
     names: set[str] = set()
-    for seed in range(12):
+    for seed in range(6):
         text = walk(form, seed, is_special=is_special)
         calls, content = read(form, text)
         assert calls and not content, text
@@ -177,7 +177,7 @@ def test_required_calls_parse_back(dialect: str, is_special: bool) -> None:
 @pytest.mark.parametrize("dialect", BY_NAME.values(), ids=BY_NAME)
 def test_a_named_tool_is_called_once(dialect: Dialect) -> None:
     form = AnswerFormat(dialect=dialect, tools=TOOLS, choice="get_weather", max_calls=1)
-    for seed in range(6):
+    for seed in range(3):
         text = walk(form, seed, is_special=True)
         calls, content = read(form, text)
         assert [name for name, _ in calls] == ["get_weather"] and not content, text
@@ -193,7 +193,7 @@ def test_strict_tools_are_enforced_behind_a_trigger(dialect: Dialect) -> None:
     structured = constraint(form, vocabulary(is_special=True)[0])
     assert structured is not None
     (trigger,) = structured.triggers
-    for seed in range(6):
+    for seed in range(3):
         text = walk(form, seed, is_special=True, prefix=trigger)
         calls, content = read(form, text)
         assert calls and not content, text

@@ -93,8 +93,7 @@ def test_columns_of_all_ranks_are_side_by_side(num_rows: int, num_columns: int) 
         assert torch.equal(gathered, whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [48, CAPACITY // 2 + 1])
+@pytest.mark.parametrize(("width", "dtype"), [(48, torch.float32), (CAPACITY // 2 + 1, torch.bfloat16)])
 def test_rows_go_from_stage_to_stage(width: int, dtype: torch.dtype) -> None:
     parts = [torch.randn(num_rows, width).to(dtype) for num_rows in (1, 7, 2, *[1] * 2 * PIPE_SLOTS)]
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
+from tests.support.thinned import thinned
 
 ATTEND = [attend_naive, attend_sdpa]
 HEAD_DIM = 8
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+SHAPES = ((1, 1), (1, 8), (8, 8), (3, 8), (2, 7))  # queries, positions
 
 
 def by_brute_force(
@@ -41,17 +44,14 @@ def random_qkv(
 
 
 @pytest.mark.parametrize("attend", ATTEND)
-@pytest.mark.parametrize("window", [None, 1, 3, 7, 8, 100])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
-@pytest.mark.parametrize("num_queries, num_positions", [(1, 1), (1, 8), (8, 8), (3, 8), (2, 7)])
+@pytest.mark.parametrize(
+    ("heads", "shape", "window"), thinned(HEADS, SHAPES, (None, 1, 3, 7, 8, 100), keep=3)
+)
 def test_attention_equals_two_loops(
-    attend: Callable[..., torch.Tensor],
-    num_queries: int,
-    num_positions: int,
-    heads: tuple[int, int],
-    window: int | None,
+    attend: Callable[..., torch.Tensor], heads: str, shape: tuple[int, int], window: int | None
 ) -> None:
-    q, k, v = random_qkv(num_queries, num_positions, heads)
+    num_queries, num_positions = shape
+    q, k, v = random_qkv(num_queries, num_positions, HEADS[heads])
     out = attend(q, k, v, scale=0.3, window=window)
     assert out.shape == q.shape
     torch.testing.assert_close(out.double(), by_brute_force(q, k, v, 0.3, window), rtol=1e-5, atol=1e-5)

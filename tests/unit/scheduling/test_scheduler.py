@@ -17,6 +17,7 @@ from infer.scheduling.policies import POLICIES
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.waiting_queue import RETRY_STEPS
 from tests.support.oracle import OracleWorld, prompt_of
+from tests.support.thinned import thinned
 
 Ranges = dict[str, tuple[int, int]]
 
@@ -546,8 +547,7 @@ def test_the_longest_wait_is_bounded_for_all(policy: str) -> None:
     assert world.verify() == 50
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("max_decode_gap", [1, 4])
+@pytest.mark.parametrize(("policy", "max_decode_gap"), thinned(POLICIES, (1, 4), keep=2))
 def test_a_sequence_that_decodes_is_served_within_the_gap(policy: str, max_decode_gap: int) -> None:
     """A flood of prompts, enough memory: no sequence that has begun waits more than max_decode_gap steps."""
     world = make_world(
@@ -624,8 +624,7 @@ def test_an_idle_engine_keeps_nothing_of_its_last_batch(is_aborted: bool) -> Non
     assert world.scheduler.state._layout is None and not world.engine._flights
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("is_beam", [False, True])
+@pytest.mark.parametrize(("policy", "is_beam"), thinned(POLICIES, (False, True), keep=2))
 def test_who_was_preempted_comes_back_whole_without_chunks(policy: str, is_beam: bool) -> None:
     """A step then has room for max_seq_len tokens (config/resolve.py), so any text can be recomputed."""
     world = make_world(

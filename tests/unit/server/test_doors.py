@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -613,9 +613,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 )
 def test_any_value_in_any_place_is_taken_or_refused(body_type: Any, to_chat: Any, full: Any) -> None:
     assert isinstance(to_chat(body_type.model_validate(full)), ChatRequest)
+    kept = pickle.dumps(full)  # a third of the time of deepcopy
     for path in places(full):
         for value in VALUES:
-            made = copy.deepcopy(full)
+            made = pickle.loads(kept)
             holder = made
             for key in path[:-1]:
                 holder = holder[key]

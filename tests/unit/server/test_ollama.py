@@ -266,9 +266,9 @@ def test_many_calls_find_their_results_in_linear_time() -> None:
     names = [f"tool_{i}" for i in range(count)]
     calls = [{"function": {"name": name, "arguments": {}}} for name in names]
     results = [{"role": "tool", "content": "1", "tool_name": name} for name in reversed(names)]
-    started_at = time.perf_counter()
+    started_at = time.process_time()  # in which a busy machine makes no difference
     made = chat_of(messages=[*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results])
-    assert time.perf_counter() - started_at < 5
+    assert time.process_time() - started_at < 5
     ids = [call["id"] for call in made.messages[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in made.messages[2:]] == ids[::-1]
 
