@@ -60,9 +60,8 @@ class BenchTarget:
             return self
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"quantization": quantization}))
         assert self.model_config or not self.is_random, "the shape of a tiny model is gone"
-        shape = self.model_config
-        loaded = _random(shape, config) if shape else open_model(config, show_progress=True)[1]
-        return replace(self, loaded=loaded, config=config)
+        made = self.model_config and _random(self.model_config, config)
+        return replace(self, loaded=made or open_model(config, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
         """Return a fresh engine with these knobs over the others."""

@@ -48,7 +48,7 @@ from infer.loader.forms import (
     stored_form,
 )
 from infer.loader.headers import ModelHeaders, WeightSource
-from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule
+from infer.loader.quantization import DENSE, PACKED, Held, Rule, choose_rule, home_of
 from infer.loader.slices import ALONE, Cutter, Rank, Slice, own_vocabulary, rank_config, rank_counts
 from infer.models.config import ModelConfig
 from infer.models.model import Model
@@ -271,7 +271,7 @@ def plan_weights(
             f"pipeline_parallel_size={num_stages} cannot be used with {headers.source.name}: its layers read "
             "keys of other layers, and embeddings of their own; leave it out"
         )
-    rule = choose_rule(quantization, dtype, device, _held(headers), home)
+    rule = choose_rule(quantization, dtype, device, _held(headers, home or home_of(device)), home)
     whole = rank._replace(number=0, world_size=1)
     skeleton = _network(headers, rule.dtype, META, whole)  # whole layers; the rank has a part of each
     by_module: dict[str, list[WeightSource]] = {}
@@ -376,8 +376,8 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     return replace(dense, scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes], spec=kept)
 
 
-def _held(headers: ModelHeaders) -> Held:
-    """The matrices that the files hold, from headers; from the config, where there are no tensors yet."""
+def _held(headers: ModelHeaders, home: str = "cpu") -> Held:
+    """The matrices in the files, from headers or the config; bits for a CPU alone: they ask the C kernels."""
     if not headers.tensors and headers.quantization:
         said = Settings(headers.quantization)
         bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}
@@ -387,11 +387,12 @@ def _held(headers: ModelHeaders) -> Held:
         source.module for source in headers.sources if source.target and source.target.expert is not None
     }
     tensors = [tensor for matrix in matrices.values() for tensor in matrix]
+    asked = matrices if home == "cpu" else {}
     return Held(
         headers.stored,
         frozenset(name for tensor in tensors for name in tensor.formats),
         frozenset(tensor.type_name for tensor in tensors),
-        frozenset(bits for name, held in matrices.items() for bits in part_bits(held, name in of_experts)),
+        frozenset(bits for name, held in asked.items() for bits in part_bits(held, name in of_experts)),
     )
 
 

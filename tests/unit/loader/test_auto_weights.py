@@ -20,7 +20,7 @@ from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import ExpertLinear, Linear, Projected
-from infer.loader import dtype
+from infer.loader import dtype, forms
 from infer.loader import quantization as quantization_module
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
@@ -306,3 +306,23 @@ def test_a_form_that_this_cpu_is_slow_at_is_warned_about_once(
     with caplog.at_level(logging.WARNING, "infer"):
         load(path)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_plan_for_a_gpu_does_not_ask_for_the_c_kernels(
+    is_gguf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a first start on a GPU would wait for their compiler."""
+
+    def compiled() -> None:
+        raise AssertionError("the C kernels were asked for")
+
+    if is_gguf:
+        path = write_gguf(tmp_path / "m.gguf", reference(), kind="Q4_1", kinds=MIXED)
+    else:
+        path = write_directory(tmp_path / "m", reference())
+    headers = read_headers(resolve_model(str(path), show_progress=False))
+    monkeypatch.setattr(forms, "library", compiled)
+    monkeypatch.setattr(quantization_module, "library", compiled)
+    plan = plan_weights(headers, quantization="auto", dtype="auto", device=torch.device("cpu"), home="cuda")
+    assert plan.rule.label == "as stored"
