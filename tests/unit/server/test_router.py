@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from infer.engine.prefixes import prefix_hashes
 from infer.errors import EngineStopped
 from infer.scheduling.request import Request
 from infer.server.fleet import router as router_module
-from infer.server.fleet.router import ADAPTER_S, EXPECTED_S, MAX_IMBALANCE, MAX_LOAD, PREFIX_BLOCK, Router
+from infer.server.fleet.router import (
+    ADAPTER_S,
+    EXPECTED_S,
+    LATELY_S,
+    MAX_IMBALANCE,
+    MAX_LOAD,
+    PREFIX_BLOCK,
+    Router,
+)
 from tests.support.fake_client import FakeClient
 
 
@@ -107,6 +116,38 @@ def test_a_hot_prefix_does_not_overload_its_home() -> None:
         least = min(counts[id(client)] for client in clients)
         assert busiest <= max(MAX_LOAD * mean, least + MAX_IMBALANCE) + 1
     assert max(counts.values()) <= 1.3 * 50
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_prefixes_that_are_asked_for_equally_often_load_all_replicas_alike(seed: int) -> None:
+    """Two API processes route, and every answer has ended before the next prompt comes."""
+    rng, clients = Random(seed), [FakeClient() for _ in range(4)]
+    routers, counts, homes = [Router(), Router()], Counter[int](), set[tuple[int, int]]()
+    again = [number for number in range(12) for _ in range(7)]
+    asked = [*rng.sample(range(12), 12), *rng.sample(again, len(again))]
+    for number in asked:
+        prompt = prompt_of(number, 16)
+        picked = rng.choice(routers).pick(request(*prompt, 5), clients)
+        chosen = next(client for client in clients if client is picked)
+        counts[id(chosen)] += 1
+        homes.add((number, id(chosen)))
+        cache(chosen, *prompt)
+        served = chosen.snapshot.num_prompt_tokens + len(prompt) + 1
+        set_load(chosen, 0, num_prompt_tokens=served)
+    assert len(homes) == 12, "each is computed once"
+    assert max(counts.values()) <= 1.3 * len(asked) / 4, counts
+
+
+def test_tokens_that_were_served_long_ago_count_less() -> None:
+    now, clients = [0.0], [FakeClient(), FakeClient()]
+    router = Router(clock=lambda: now[0])
+    set_load(clients[0], 0, num_prompt_tokens=1000)
+    set_load(clients[1], 0)
+    assert router.pick(request(2), clients) is clients[1], "both are idle"
+    now[0] += 10 * LATELY_S
+    set_load(clients[0], 0)
+    set_load(clients[1], 0, num_prompt_tokens=10)
+    assert router.pick(request(3), clients) is clients[0], "1000 tokens then are less than 10 now"
 
 
 def test_salts_are_part_of_a_prefix() -> None:

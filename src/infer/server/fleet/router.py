@@ -8,9 +8,10 @@ The mean is used for all replicas, because they are alike and a single measureme
     cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
 So a prompt follows its prefix as long as waiting takes less time than computing it elsewhere, and a popular
-prefix ends up cached on as many replicas as needed. Replicas whose costs differ by less than CLOSE of the
-prompt's own cost take turns by load. Requests sent a moment ago count as well: their tokens wait, and their
-prefixes are expected.
+prefix ends up cached on as many replicas as needed. Where costs differ by less than CLOSE of the prompt's own
+cost, the replica with the fewest requests gets it, and of equals the one that has served the fewest tokens
+lately: a new prefix goes where others attract least. Requests sent a moment ago count as well: their tokens
+wait, and their prefixes are expected.
 
 Costs do not know how long answers will be, so a bound holds as well: a replica with more requests than
 MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas that are down get
@@ -42,16 +43,20 @@ SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, o
 TOKEN_S = 1e-4  # seconds per prompt token and per row until engines have measured theirs; the ratio matters
 ROW_S = 1e-3
 CLOSE = 0.02
+LATELY_S = 30.0  # seconds after which a served token counts half
 
 
 @dataclass(slots=True)
 class _Sent:
-    """The work that was sent to a replica since its last step."""
+    """The work that was sent to a replica since its last step, and the tokens that it has served."""
 
     step: int = -1
     count: int = 0
     num_tokens: int = 0  # tokens to compute
     at: float = 0.0
+    served: int = 0  # tokens, by all API processes
+    lately: float = 0.0  # tokens of these, the older the less
+    seen_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -106,10 +111,13 @@ class Router:
         self._expected = OrderedDict(kept)
 
     def _look_at(self, client: EngineClient) -> _Option:
-        stats = client.stats()
+        stats, now = client.stats(), self._clock()
         sent = self._sent.setdefault(id(client), _Sent())
-        if sent.step != stats.num_steps or self._clock() - sent.at > SNAPSHOT_LAG_S:
+        if sent.step != stats.num_steps or now - sent.at > SNAPSHOT_LAG_S:
             sent.step, sent.count, sent.num_tokens = stats.num_steps, 0, 0
+        served = stats.num_prompt_tokens + stats.num_output_tokens
+        sent.lately = sent.lately * 0.5 ** ((now - sent.seen_at) / LATELY_S) + served - sent.served
+        sent.served, sent.seen_at = served, now
         return _Option(client, stats, sent)
 
     def _num_known(self, keys: Sequence[int], client: EngineClient, expected_s: float = EXPECTED_S) -> int:
@@ -130,8 +138,8 @@ class Router:
         costs = [option.cost_s(num_tokens, token_s, row_s) for option in options]
         limit = min(costs) + CLOSE * num_tokens * token_s
         close = [option for option, cost in zip(options, costs, strict=True) if cost <= limit]
-        least = min(option.num_requests for option in close)
-        close = [option for option in close if option.num_requests == least]
+        least = min((option.num_requests, option.sent.lately) for option in close)
+        close = [option for option in close if (option.num_requests, option.sent.lately) == least]
         self._turn += 1  # equals take turns
         return close[self._turn % len(close)]
 
