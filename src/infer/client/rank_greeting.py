@@ -21,6 +21,7 @@ import logging
 import os
 import secrets
 import selectors
+import shlex
 import socket
 import sys
 import time
@@ -105,6 +106,14 @@ def listen(load: LoadConfig) -> socket.socket:
         ) from None
 
 
+def command_of(load: LoadConfig, node: int) -> str:
+    """The command that starts another node."""
+    plain, names = LoadConfig(), (*_EQUAL, "device", "master_addr", "master_port")
+    given = {name: getattr(load, name) for name in names if getattr(load, name) != getattr(plain, name)}
+    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["infer", "serve", *filter(None, [load.model]), *flags, "--node-rank", str(node)])
+
+
 def gather_nodes(
     server: socket.socket,
     load: LoadConfig,
@@ -133,7 +142,9 @@ def gather_nodes(
         while missing and not is_over():
             if time.monotonic() - told_at >= TELL_S:
                 told_at = time.monotonic()
-                logger.info("waiting for nodes missing=%s port=%d", sorted(missing), load.master_port)
+                where = f"{load.master_addr}:{load.master_port}"
+                commands = "; ".join(command_of(load, node) for node in sorted(missing))
+                logger.info("waiting for nodes at %s; start on the others: %s", where, commands)
             for connection in [each.fileobj for each, _ in ready.select(RETRY_S)]:
                 assert isinstance(connection, socket.socket)
                 try:

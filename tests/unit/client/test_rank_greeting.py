@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infer.cli.flags import knobs_from
+from infer.cli.main import build_parser
+from infer.cli.serve import read_models
 from infer.client import rank_greeting
 from infer.client.rank_greeting import facts_of, gather_nodes, join, listen, read_token
 from infer.client.rank_node import serve_node
@@ -65,6 +70,23 @@ def meet(
 
 def test_nodes_with_the_same_secret_and_facts_are_admitted() -> None:
     assert meet((2, SECRET, FACTS), (1, SECRET, FACTS), nnodes=3) == ([1, 2], [None, None])
+
+
+def test_node_0_says_where_it_waits_and_how_the_others_are_started(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", rank_greeting.__name__)
+    load = LoadConfig(
+        model="a model", device="cpu", tensor_parallel_size=3, nnodes=3, master_port=free_port()
+    )
+    is_over = iter([False, True]).__next__
+    assert not gather_nodes(listen(load), load, SECRET, FACTS, lambda *node: None, is_over)
+    (said,) = caplog.messages
+    where, commands = said.split("; start on the others: ")
+    assert where == f"waiting for nodes at 127.0.0.1:{load.master_port}"
+    for node, command in enumerate(commands.split("; "), 1):
+        program, *words = shlex.split(command)
+        args = build_parser().parse_args(words)
+        (engine,) = read_models(args, knobs_from(args, with_server=True))[0].values()
+        assert program == "infer" and engine.load == replace(load, node_rank=node)
 
 
 @pytest.mark.parametrize(
