@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from functools import partial
@@ -22,18 +22,15 @@ import torch
 
 from infer import __version__
 from infer.cache.block_allocator import BlockAllocator
-from infer.cache.memory import CacheSize, format_bytes
+from infer.cache.layout import KVLayout
+from infer.cache.memory import CacheSize, StepBytes, format_bytes
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.own_code import load_code
-from infer.config.resolve import ResolvedConfig
+from infer.config.resolve import ResolvedConfig, ResolvedScheduler
 from infer.config.settings import EngineConfig
 from infer.constraints.token_bytes import TokenBytes, tokenizer_json
 from infer.engine.adapters import Adapters, AdapterSlots
-from infer.engine.cache_fit import (
-    NO_DRAFT,
-    fit_to_device,
-    kv_layout,
-)
+from infer.engine.cache_fit import NO_DRAFT, fit_to_device, kv_layout
 from infer.engine.device_build import DeviceBuild, join_ranks, make_bank, probe_rank, resolve_for, shape_of
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import freeze_with, freezing
@@ -62,7 +59,6 @@ from infer.kernels.elementwise.copy_block import copy_block
 from infer.kernels.runtime.communicator import Communicator, RankGroup
 from infer.kernels.runtime.device_ranks import DeviceRanks
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
-from infer.layers.adapted import AdapterBank
 from infer.loader.find.source import ModelSource
 from infer.loader.load import LoadedModel, choose_device
 from infer.loader.quantization import PACKED
@@ -92,57 +88,21 @@ def build_engine(
     (`token_bytes_of`).
     A model may serve one engine after the other; `deterministic` of the last one built is the model's.
     """
-    config, ranks = resolve_for(settings, loaded), loaded.ranks
-    if settings.load.num_ranks > 1 and ranks is None:
-        raise ConfigError(
-            f"tensor_parallel_size={settings.load.tensor_parallel_size} and "
-            f"pipeline_parallel_size={settings.load.pipeline_parallel_size} need a model that ranks have "
-            "loaded; random weights and models that are given whole run in one process: leave them out"
-        )
-    if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
-        config = replace(config, steps_ahead=steps_ahead)
+    config = _resolve(settings, loaded, steps_ahead)
     phases = Phases() if phases is None else phases
-    if ranks is not None:
-        ranks.send(RankMessage.BIND, json.dumps(settings.knobs()).encode())
-    with phases("compile"):
-        bank = make_bank(settings, loaded)
-        communicator = None
-        if ranks is not None:
-            try:
-                communicator = ranks.communicator = join_ranks(settings, ranks.communicator, loaded)
-            except DeviceLost:
-                ranks.wait()  # it raises the error of the rank that is gone
-                raise
-        build = DeviceBuild(config, loaded, bank, communicator)
-        wait_for_linears = build.bind(None if ranks is None else ranks.pipe)
-    if ranks is not None:
-        ranks.wait()
+    build, wait_for_linears = _bind_ranks(settings, config, loaded, phases)
     with phases("load draft"):
         draft = load_draft(config, loaded)
+    layout = kv_layout(loaded.config, config)
     with phases("plan memory"):
         step = build.rehearse(wait_for_linears)
-        layout = kv_layout(loaded.config, config)
-        beside = NO_DRAFT
-        if draft is not None:
-            width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
-            beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
-        shortage = communicator.shortage if isinstance(communicator, DeviceRanks) else 0
-        size = fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
+        size = _fit(config, loaded, layout, step, draft, build.communicator)
         store = build.make_store(size)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
         prefill, max_tokens = partial(_probe_all, loaded, None), config.scheduler.max_num_batched_tokens
         cost = measure_cost(prefill, loaded.model, store, size.block_size, max_tokens)
-    served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
-    if served_len < config.max_seq_len:
-        logger.warning(
-            "the KV cache holds less than max_seq_len of one sequence: longer requests are refused "
-            "max_seq_len=%d served=%d kv_cache=%s",
-            config.max_seq_len,
-            served_len,
-            format_bytes(size.num_bytes).replace(" ", ""),
-        )
     scheduler = Scheduler(
         pool,
         config.scheduler,
@@ -151,8 +111,8 @@ def build_engine(
         max_seq_len=config.max_seq_len,
         spans=layout.spans,
     )
+    ranks, shape = loaded.ranks, shape_of(scheduler.state)
     with phases("warm up"):
-        shape = shape_of(scheduler.state)
         if ranks is not None:
             ranks.send(RankMessage.BUILD, json.dumps([astuple(size), shape, step]).encode())
         draft_device = make_draft_device(config, draft, size, layout, shape)
@@ -172,37 +132,9 @@ def build_engine(
             shape=shape,
             costs=step_costs,
         )
-    on_gpu = is_gpu(loaded.device)
-    told, ready = ranks is None, ranks is None  # whether other ranks prepare their steps, and have done so
-
-    def prepare_all() -> bool:
-        """Prepare one more piece, while other ranks prepare everything."""
-        nonlocal told, ready
-        if warm_up is None:
-            return False
-        if ranks is not None and not told:
-            ranks.send(RankMessage.PREPARE, b"")
-        told, is_more = True, warm_up.prepare()
-        if ranks is not None and not (is_more or ready):
-            ranks.wait()
-            ranks.send(RankMessage.AGREE, b"")
-            with suppress(DeviceLost):  # `check` knows the reason
-                warm_up.device.agree()
-            ranks.check()
-            ready = True
-        return is_more
-
-    target_ms, asked = settings.scheduler.itl_target_ms, settings.scheduler.prefill_tokens_while_decoding
-    if target_ms is not None and asked is None:
-        if warm_up is not None:
-            with phases("capture"):
-                while prepare_all():
-                    pass
-        time_step = partial(_probe_all, loaded, warm_up)
-        max_tokens = min(config.scheduler.max_num_batched_tokens, config.max_seq_len)
-        tokens = prompt_tokens_within(target_ms, time_step, max_tokens=max_tokens)
-        config = replace(config, scheduler=replace(config.scheduler, prefill_tokens_while_decoding=tokens))
-        scheduler.config = config.scheduler
+    pieces = _prepare_all(warm_up, ranks)
+    scheduler.config = _within_target(config, loaded, warm_up, pieces, phases)
+    config = replace(config, scheduler=scheduler.config)
     if observer is not None:
         step_costs = None if speculation is None else speculation.costs
         observer.on_start(_facts(config, loaded, size, scheduler.cost, step_costs, draft))
@@ -211,15 +143,16 @@ def build_engine(
     )
 
     def prepare() -> bool:
-        is_more = prepare_all()
-        if is_more:
+        if next(pieces, False):
             token_bytes.start()  # runs while steps are captured
-        return is_more or (speculation is not None and speculation.prepare())
+            return True
+        return speculation is not None and speculation.prepare()
 
+    on_gpu = is_gpu(loaded.device)
     engine = Engine(
         scheduler,
         device,
-        context_len=served_len,
+        context_len=_served_len(config, pool, size),
         model_len=loaded.config.context_len,
         family=loaded.config.family,
         vocab_size=loaded.config.vocab_size,
@@ -238,7 +171,7 @@ def build_engine(
         phases=phases,
         token_bytes=token_bytes,
         speculation=speculation,
-        adapters=None if bank is None else _load_adapters(settings, loaded, bank, communicator),
+        adapters=_load_adapters(settings, loaded, build),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
     engine.ranks = ranks
@@ -249,10 +182,114 @@ def build_engine(
     return engine
 
 
-def _load_adapters(
-    settings: EngineConfig, loaded: LoadedModel, bank: AdapterBank, communicator: Communicator | None
-) -> Adapters:
-    adapters = Adapters(AdapterSlots(bank, loaded, communicator), loaded.ranks)
+def _resolve(settings: EngineConfig, loaded: LoadedModel, steps_ahead: int | None) -> ResolvedConfig:
+    """Return the decisions for this model; `steps_ahead` replaces the one of steps that can overlap."""
+    if settings.load.num_ranks > 1 and loaded.ranks is None:
+        raise ConfigError(
+            f"tensor_parallel_size={settings.load.tensor_parallel_size} and "
+            f"pipeline_parallel_size={settings.load.pipeline_parallel_size} need a model that ranks have "
+            "loaded; random weights and models that are given whole run in one process: leave them out"
+        )
+    config = resolve_for(settings, loaded)
+    if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
+        config = replace(config, steps_ahead=steps_ahead)
+    return config
+
+
+def _bind_ranks(
+    settings: EngineConfig, config: ResolvedConfig, loaded: LoadedModel, phases: Phases
+) -> tuple[DeviceBuild, Callable[[], bool]]:
+    """Let all ranks choose their projections; return rank 0's parts, and what waits for its compilers."""
+    ranks, communicator = loaded.ranks, None
+    if ranks is not None:
+        ranks.send(RankMessage.BIND, json.dumps(settings.knobs()).encode())
+    with phases("compile"):
+        bank = make_bank(settings, loaded)
+        if ranks is not None:
+            try:
+                communicator = ranks.communicator = join_ranks(settings, ranks.communicator, loaded)
+            except DeviceLost:
+                ranks.wait()  # it raises the error of the rank that is gone
+                raise
+        build = DeviceBuild(config, loaded, bank, communicator)
+        wait_for_linears = build.bind(None if ranks is None else ranks.pipe)
+    if ranks is not None:
+        ranks.wait()
+    return build, wait_for_linears
+
+
+def _fit(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    layout: KVLayout,
+    step: StepBytes | None,
+    draft: LoadedModel | LoadedHead | None,
+    communicator: Communicator | None,
+) -> CacheSize:
+    """Return the size of the cache, next to what drafts and what another rank has less of."""
+    beside = NO_DRAFT
+    if draft is not None:
+        width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
+        beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
+    shortage = communicator.shortage if isinstance(communicator, DeviceRanks) else 0
+    return fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
+
+
+def _served_len(config: ResolvedConfig, pool: PagedKVCachePool, size: CacheSize) -> int:
+    """Return the tokens of the longest sequence that is served; warn if the cache holds fewer than asked."""
+    served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
+    if served_len < config.max_seq_len:
+        logger.warning(
+            "the KV cache holds less than max_seq_len of one sequence: longer requests are refused "
+            "max_seq_len=%d served=%d kv_cache=%s",
+            config.max_seq_len,
+            served_len,
+            format_bytes(size.num_bytes).replace(" ", ""),
+        )
+    return served_len
+
+
+def _prepare_all(warm_up: WarmUp | None, ranks: RankGroup | None) -> Iterator[bool]:
+    """Prepare what steps need, a piece of it for each True that is yielded, while other ranks prepare all."""
+    if warm_up is None:
+        return
+    if ranks is not None:
+        ranks.send(RankMessage.PREPARE, b"")
+    while warm_up.prepare():
+        yield True
+    if ranks is not None:
+        ranks.wait()
+        ranks.send(RankMessage.AGREE, b"")
+        with suppress(DeviceLost):  # `check` knows the reason
+            warm_up.device.agree()
+        ranks.check()
+
+
+def _within_target(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    warm_up: WarmUp | None,
+    pieces: Iterator[bool],
+    phases: Phases,
+) -> ResolvedScheduler:
+    """Return the limits of the scheduler; a target for the time of a step limits its prompt tokens."""
+    limits, asked = config.scheduler, config.settings.scheduler
+    if asked.itl_target_ms is None or asked.prefill_tokens_while_decoding is not None:
+        return limits
+    if warm_up is not None:
+        with phases("capture"):
+            for _ in pieces:
+                pass
+    time_step = partial(_probe_all, loaded, warm_up)
+    max_tokens = min(limits.max_num_batched_tokens, config.max_seq_len)
+    tokens = prompt_tokens_within(asked.itl_target_ms, time_step, max_tokens=max_tokens)
+    return replace(limits, prefill_tokens_while_decoding=tokens)
+
+
+def _load_adapters(settings: EngineConfig, loaded: LoadedModel, build: DeviceBuild) -> Adapters | None:
+    if build.bank is None:
+        return None
+    adapters = Adapters(AdapterSlots(build.bank, loaded, build.communicator), loaded.ranks)
     for name, path in settings.adapters.modules.items():
         adapters.load(name, path)
     return adapters
@@ -319,7 +356,6 @@ def make_pool(
     *,
     windows: Sequence[int | None] = (None,),
     max_chunk: int | None = None,
-    placement_seed: int | None = None,
 ) -> PagedKVCachePool:
     """Return the books of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
@@ -329,7 +365,6 @@ def make_pool(
         use_prefix_caching=cache.caches_prefixes,
         num_host_blocks=size.num_host_blocks,
         max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
-        placement_seed=placement_seed,
         windows=windows,
         max_chunk=max_chunk,
         allocator=_find_allocator(cache.block_allocator),
