@@ -29,8 +29,9 @@ from typing import Any
 
 from benchmarks.machine import facts, parse, write
 from infer import LLM, SamplingParams
+from infer.cache import layout
 from infer.execution.gpu.device import GpuDevice
-from infer.scheduling import plan, preemption
+from infer.scheduling import preemption
 from infer.speculative import adaptive, ngram
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ def prompts() -> dict[str, list[str]]:
     sources: list[Any] = [
         ngram.repeat_from,
         preemption.PreemptionCost,
-        plan.Transfer,
+        layout.Transfer,
         adaptive.Acceptance.update,
     ]
     code = [textwrap.dedent(inspect.getsource(source)) for source in sources]

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer.cache.layout import COPY, SWAP_IN, SWAP_OUT
 from infer.config.speculation import MAX_DRAFTS
 from infer.errors import EngineError
 from infer.sampling.params import sequence_seed
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from infer.scheduling.request import StepOutput
 from infer.scheduling.sequence import Sequence
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world

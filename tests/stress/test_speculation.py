@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from infer.cache.layout import COPY, SWAP_IN, SWAP_OUT
 from infer.engine.speculation import Speculation
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SQUEEZED, Traffic, make_world
 from tests.support.oracle import OracleWorld
 from tests.support.oracle_drafts import KINDS, speculation_of

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from infer.cache.layout import SWAP_IN, SWAP_OUT
 from infer.errors import RequestError
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import SWAP_IN, SWAP_OUT
 from infer.scheduling.preemption import PreemptionCost
 from tests.support.oracle import VOCAB_SIZE, OracleWorld, SaltedSlots
 from tests.support.thinned import thinned

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from infer.cache.layout import STATE
+from infer.cache.layout import COPY, STATE, SWAP_IN, SWAP_OUT
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT
 from tests.stress.test_token_oracle import EOS_IDS, SWAPPING_IS_CHEAP, Traffic
 from tests.support.oracle import OracleWorld
 from tests.support.thinned import thinned

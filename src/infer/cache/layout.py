@@ -55,6 +55,17 @@ class TransferKind(StrEnum):
     SWAP_IN = "swap_in"  # the other way round
 
 
+COPY, SWAP_OUT, SWAP_IN = TransferKind
+
+
+class Transfer(NamedTuple):
+    """Move one block; the books have moved it already."""
+
+    kind: TransferKind
+    source: int
+    destination: int
+
+
 MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
 STATE: Final = 0  # stands where a window would: the layers of the table have a state

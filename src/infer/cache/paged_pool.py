@@ -54,12 +54,14 @@ from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator, Leak, Owner
 from infer.cache.layout import (
     STATE,
     STATE_WINDOW,
-    TransferKind,
+    SWAP_IN,
+    SWAP_OUT,
+    Transfer,
     blocks_of_sequence,
     longest_sequence,
     window_blocks,
 )
-from infer.cache.prefix_tree import NO_BLOCK, ROOT, Move, PrefixNode, PrefixTree
+from infer.cache.prefix_tree import NO_BLOCK, ROOT, PrefixNode, PrefixTree
 from infer.cache.sequence_books import SequenceBooks
 from infer.errors import ConfigError, EngineError
 
@@ -289,7 +291,7 @@ class PagedKVCachePool:
         blocks = self._device.take(len(books.incoming), books.seq_id)
         for (table, index, copy), block in zip(books.incoming, blocks, strict=True):
             books.tables[table][index] = block
-            self.tree.moves.append((TransferKind.SWAP_IN, copy, block))
+            self.tree.moves.append(Transfer(SWAP_IN, copy, block))
         self._host.drop([copy for _, _, copy in books.incoming], books.seq_id)
         books.incoming = []
 
@@ -402,12 +404,12 @@ class PagedKVCachePool:
         """The number of tokens of a sequence that were found in host memory."""
         return self._sequences[seq_id].num_from_host
 
-    def take_moves(self) -> list[Move]:
+    def take_moves(self) -> list[Transfer]:
         """The blocks that were evicted to host memory or come from there since the last call, in order."""
         moves = self.moves.copy()
         if moves:
             self.moves.clear()
-            num_out = sum(kind == TransferKind.SWAP_OUT for kind, _, _ in moves)
+            num_out = sum(kind == SWAP_OUT for kind, _, _ in moves)
             self._num_out, self._num_in = self._num_out + num_out, self._num_in + len(moves) - num_out
         return moves
 

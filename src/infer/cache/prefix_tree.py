@@ -48,7 +48,7 @@ import msgspec
 import numpy as np
 
 from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
-from infer.cache.layout import TransferKind
+from infer.cache.layout import SWAP_OUT, Transfer
 from infer.errors import EngineError
 
 Label = bytes | tuple[str | None, bytes]  # the ids; for a first edge the salt and the ids
@@ -62,8 +62,6 @@ ID_TYPE: Final = "I"  # type code of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 CHAIN_BYTES: Final = 8
 EVICTION: Final = "eviction"  # owner of a host block until the tree has it
-
-Move = tuple[TransferKind, int, int]  # kind, source, destination
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[int]:
@@ -140,7 +138,7 @@ class PrefixTree:
         self.num_host_hit_tokens = 0
         self.num_evicted_blocks = 0
         self.keeps_evicted = False
-        self.moves: list[Move] = []
+        self.moves: list[Transfer] = []
         self._allocator = allocator
         self._device = _Tier(allocator, "blocks")
         self._host = _Tier(host or BlockAllocator(0, place="host"), "host")
@@ -311,7 +309,7 @@ class PrefixTree:
                 self._host.nodes[copy] = node
             host.drop(copies, EVICTION)
             node.host = (*node.host[: group.start], *copies, *node.host[group.stop :])
-            self.moves += [(TransferKind.SWAP_OUT, *pair) for pair in zip(sources, copies, strict=True)]
+            self.moves += [Transfer(SWAP_OUT, *pair) for pair in zip(sources, copies, strict=True)]
 
     def _next_victim(self, tier: _Tier) -> int | None:
         """The block that is given up next: unused for longest, and none that an idle one needs."""

@@ -15,24 +15,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from typing import overload
 
 import msgspec
 import numpy as np
 
-from infer.cache.layout import TransferKind
+from infer.cache.layout import Transfer
 from infer.scheduling.sequence import NO_ROW
 from infer.scheduling.sequence import Sequence as TokenSequence
-
-COPY, SWAP_OUT, SWAP_IN = TransferKind
-
-
-class Transfer(NamedTuple):
-    """Move one block; the books have moved it already."""
-
-    kind: TransferKind
-    source: int
-    destination: int
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -172,10 +162,6 @@ class PlanDraft:
         changes = self.table_changes
         kept = [place for place in range(0, len(changes), 3) if changes[place] % num_rows != row]
         self.table_changes = [number for place in kept for number in changes[place : place + 3]]
-
-    def transfer(self, kind: TransferKind, pairs: list[tuple[int, int]]) -> None:
-        """Move these blocks too, after all that move already."""
-        self.transfers.extend([Transfer(kind, source, destination) for source, destination in pairs])
 
     def to_plan(self, step: int, chunks: Chunks) -> StepPlan:
         """The plan of these chunks."""

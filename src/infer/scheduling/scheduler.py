@@ -35,12 +35,12 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from infer.cache.layout import STATE, TransferKind
+from infer.cache.layout import COPY, STATE, SWAP_IN, SWAP_OUT, Transfer, TransferKind
 from infer.cache.paged_pool import PagedKVCachePool, PoolUsage
 from infer.config.resolve import ResolvedScheduler
 from infer.config.speculation import MAX_DRAFTS
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, PlanDraft, StepPlan, Transfer
+from infer.scheduling.plan import PlanDraft, StepPlan
 from infer.scheduling.policies import find_policy
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.sequence import Sequence
@@ -597,8 +597,8 @@ class Scheduler:
 
     def _transfer(self, kind: TransferKind, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
         """Move blocks, after the blocks that were evicted for them or have been found in host memory."""
-        draft.transfers += [Transfer(*move) for move in self.pool.take_moves()]
-        draft.transfer(kind, pairs)
+        draft.transfers += self.pool.take_moves()
+        draft.transfers += [Transfer(kind, source, destination) for source, destination in pairs]
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
         """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""

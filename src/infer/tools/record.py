@@ -56,7 +56,7 @@ from zlib import error as zlib_error
 import msgspec
 import numpy as np
 
-from infer.cache.layout import TransferKind
+from infer.cache.layout import Transfer, TransferKind
 from infer.cache.memory import CacheSize
 from infer.constraints.description import Structured
 from infer.engine.observer import EngineObserver
@@ -67,7 +67,7 @@ from infer.execution.order import read as read_order
 from infer.execution.order import to_bytes as order_bytes
 from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
-from infer.scheduling.plan import Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.preemption import PreemptionCost
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import SequenceGroup

@@ -10,10 +10,11 @@ from msgspec.structs import astuple, replace
 
 from infer.bench.simulated import compare, simulate
 from infer.bench.traces import LOADS, TraceRequest, draw_trace, read_trace, to_workload
+from infer.cache.layout import COPY, Transfer
 from infer.config.settings import EngineConfig
 from infer.engine.run_manifest import RunFacts
 from infer.errors import ConfigError
-from infer.scheduling.plan import COPY, Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.request import Request
 from infer.tools.record import Record, Recorder
 from infer.tools.step_cost import Ranks, StepCost, fit_cost, read_cost

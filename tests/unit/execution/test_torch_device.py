@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.layout import KVLayout
+from infer.cache.layout import COPY, SWAP_IN, SWAP_OUT, KVLayout, Transfer
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.host_sampling import LOGPROB_ROWS
 from infer.execution.row_book import RowBook, RowEntry
@@ -14,7 +14,7 @@ from infer.execution.torch_device import TorchDevice
 from infer.kernels.cpu.library import library
 from infer.models.model import Model
 from infer.sampling.params import SamplingParams, sequence_seed
-from infer.scheduling.plan import COPY, SWAP_IN, SWAP_OUT, Chunk, Chunks, StepPlan, Transfer
+from infer.scheduling.plan import Chunk, Chunks, StepPlan
 from infer.scheduling.request import Request
 from infer.scheduling.sequence import Sequence, SequenceGroup
 from tests.support.kv_store import fill_store
