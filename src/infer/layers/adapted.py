@@ -31,7 +31,7 @@ from infer.kernels.linear.wgmma import WgmmaConfig
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.quant.dense import Dense
-from infer.quant.projection import Neighbours, Projection
+from infer.quant.projection import Neighbours, Projection, Wrapped
 from infer.quant.residual import NormedInput, ResidualNorm
 
 OUTER = ("embedding", "head")
@@ -161,42 +161,37 @@ def _padded(rank: int) -> int:
     return -(-rank // RANK_BLOCK) * RANK_BLOCK
 
 
-class Adapted(Projection):
+class Adapted(Wrapped):
     """A projection with the adapters of its matrix."""
 
     def __init__(self, base: Projection, stack: LowRankStack, bank: AdapterBank) -> None:
-        super().__init__(base.spec, base.tensors)
-        self.scheme, self.bias, self.batch_invariant = base.scheme, base.bias, base.batch_invariant
-        self._base, self._stack, self._bank = base, stack, bank
+        super().__init__(base)
+        self._stack, self._bank = stack, bank
         self._compiled: CompiledLinears | None = None  # kernels that may add the terms of adapters
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
         """True if the projection adds to the residual stream, in a step with adapters with them."""
         is_plain = self._bank.rows is None
-        return self._base.can_add and (is_plain or self._compiled is not None)
+        return self._inner.can_add and (is_plain or self._compiled is not None)
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Prepare the projection, and ask for kernels that multiply and add the terms of adapters."""
-        base = self._base
+        base = self._inner
         base.prepare(compiled, neighbours)
         if isinstance(base, Dense) and (matrix := base.matrix(neighbours)) is not None:
             self._compiled = compiled
             compiled.want_low_rank(matrix, self._stack)
 
-    def scratch_bytes(self, num_tokens: int) -> int:
-        """The scratch memory of a product of the projection."""
-        return self._base.scratch_bytes(num_tokens)
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b plus the terms of the adapters."""
-        rows, y = self._bank.rows, self._base.multiply(x)
+        rows, y = self._bank.rows, self._inner.multiply(x)
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 
     def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
         """Multiply, with norm and gate; a step without adapters is the projection's own."""
         if self._bank.rows is None:
-            return self._base.project(x, activation)
+            return self._inner.project(x, activation)
         return super().project(x, activation)
 
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -237,19 +232,15 @@ class Adapted(Projection):
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
         """Return True if a kernel finishes the norm of a sum, with adapters if the step has any."""
         if self._bank.rows is None:
-            return self._base.reads_sum(x, num_parts, activation)
+            return self._inner.reads_sum(x, num_parts, activation)
         return self._plan(x, activation) is not None
-
-    def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
-        """The activation of the scheme that multiplies."""
-        return self._base.activate(y, activation)
 
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
         """Multiply for a sum."""
         if self._bank.rows is None:
-            return self._base.add_to(x, residual, norm, reader, activation)
+            return self._inner.add_to(x, residual, norm, reader, activation)
         plan = self._plan(x, "")
         if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
             return self.project_rows(x, "")

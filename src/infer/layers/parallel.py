@@ -25,7 +25,7 @@ from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.dispatch import on_cpu
 from infer.layers.embedding import Embedding
 from infer.layers.linear import Projected
-from infer.quant.projection import Neighbours, Projection
+from infer.quant.projection import Neighbours, Projection, Wrapped
 from infer.quant.residual import ResidualNorm
 
 BY_ROWS = ("attention.qkv", "mlp.gate_up", "mlp.up", "shared.gate_up")
@@ -33,28 +33,19 @@ BY_COLUMNS = ("attention.out", "mlp.down", "shared.down")
 BY_VOCABULARY = ("embedding", "head")
 
 
-class Wrapped(Projection):
-    """A rank's part of a matrix, which is multiplied by another projection."""
+class RankPart(Wrapped):
+    """A rank's part of a matrix."""
 
     def __init__(self, local: Projection, communicator: Communicator) -> None:
-        super().__init__(local.spec, local.tensors)
-        self.scheme, self.bias, self.batch_invariant = local.scheme, local.bias, local.batch_invariant
-        self._local, self._communicator = local, communicator
+        super().__init__(local)
+        self._communicator = communicator
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Prepare the part; the sum of all ranks is not there yet when its product is."""
-        self._local.prepare(compiled, neighbours._replace(writes_sum=False))
-
-    def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
-        """The activation of the scheme that multiplies."""
-        return self._local.activate(y, activation)
-
-    def scratch_bytes(self, num_tokens: int) -> int:
-        """The scratch memory of a product of the part."""
-        return self._local.scratch_bytes(num_tokens)
+        self._inner.prepare(compiled, neighbours._replace(writes_sum=False))
 
 
-class RowParallel(Wrapped):
+class RowParallel(RankPart):
     """Some columns of a matrix, of the inputs that this rank has: the products of all ranks are added up.
 
     On a GPU one launch adds them up and to the residual stream, where few tokens are read by a kernel that
@@ -70,7 +61,7 @@ class RowParallel(Wrapped):
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
         """Multiply, and add the products of all ranks to the stream."""
-        y = self._local.multiply(x)
+        y = self._inner.multiply(x)
         parts = self._communicator.num_parts(*y.shape) if y.dim() == 2 else None
         if parts is None or not reader.reads_sum(x, parts, activation):
             return self.reduced(y)
@@ -78,19 +69,19 @@ class RowParallel(Wrapped):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b of the whole matrix; rank 0 alone has the bias."""
-        return self.reduced(self._local.multiply(x))
+        return self.reduced(self._inner.multiply(x))
 
     @property
     def unreduced(self) -> Projection:
         """The part of this rank, whose products are shares of a sum."""
-        return self._local
+        return self._inner
 
     def reduced(self, y: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of products with their parts."""
         return self._communicator.all_reduce(y)
 
 
-class VocabularyParallel(Wrapped):
+class VocabularyParallel(RankPart):
     """Some rows of the head: the logits of all ranks are put side by side."""
 
     def __init__(self, local: Projection, communicator: Communicator, vocab_size: int) -> None:
@@ -99,7 +90,7 @@ class VocabularyParallel(Wrapped):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary, [M, V]."""
-        return self._communicator.all_gather(self._local.multiply(x), self._vocab_size)
+        return self._communicator.all_gather(self._inner.multiply(x), self._vocab_size)
 
 
 class VocabularyShare:

@@ -300,6 +300,23 @@ class Projection:
         return by_expert(x_TD, *choices, one_expert)
 
 
+class Wrapped(Projection):
+    """A projection around another one of the same matrix, which activates and unpacks as that one does."""
+
+    def __init__(self, inner: Projection) -> None:
+        super().__init__(inner.spec, inner.tensors)
+        self.scheme, self.bias, self.batch_invariant = inner.scheme, inner.bias, inner.batch_invariant
+        self._inner = inner
+
+    def activate(self, y: torch.Tensor, activation: str) -> torch.Tensor:
+        """The activation of the projection that multiplies."""
+        return self._inner.activate(y, activation)
+
+    def scratch_bytes(self, num_tokens: int) -> int:
+        """The scratch memory of its product."""
+        return self._inner.scratch_bytes(num_tokens)
+
+
 class PendingProduct(PendingUpdate):
     """A product that has not been computed, because its result is to be added to the residual stream."""
 
