@@ -142,22 +142,27 @@ class ModelConfig:
         return self.attention_softcap is None and not self.attention_sinks and not self.layer_specs
 
     @property
-    def channel_order(self) -> tuple[int, ...] | None:
-        """The place in a file of each channel of a query or key head; None: it is the same.
+    def pair_order(self) -> tuple[int, ...]:
+        """The place in a file of each channel of a query or key head, ordered as kernels turn it.
 
-        Here channel i turns with channel i + H/2, and pairs that do not turn come last (loader/row_order.py).
-        Hybrid models have gates among the rows of their queries and order the products (models/qwen3_5.py).
+        Channel i turns with channel i + H/2, and pairs that do not turn come last.
         """
-        if self.delta is not None:
-            return None
         size = self.rotary_dim or self.head_dim
         step, half = (2, 1) if self.pairs_neighbours else (1, size // 2)
         firsts = [step * pair for pair in range(size // 2)]
         middle = (size + self.head_dim) // 2
-        order = (
+        return (
             *firsts, *range(size, middle), *(first + half for first in firsts), *range(middle, self.head_dim),
         )  # fmt: skip
-        return None if order == tuple(range(self.head_dim)) else order
+
+    @property
+    def channel_order(self) -> tuple[int, ...] | None:
+        """The order in which a file's channels are loaded (loader/row_order.py); None: as they are.
+
+        Hybrid models have gates among the rows of their queries and order the products (models/qwen3_5.py).
+        """
+        is_kept = self.delta is not None or self.pair_order == tuple(range(self.head_dim))
+        return None if is_kept else self.pair_order
 
     @property
     def scale(self) -> float:

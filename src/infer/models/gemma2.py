@@ -32,8 +32,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the config of a `Gemma2ForCausalLM`."""
     given = RawConfig(raw)
     given.refuse("use_bidirectional_attention", "only causal models can generate")
-    keys = RawConfig(_DEFAULTS | {name: value for name, value in raw.items() if value is not None})
-    keys = RawConfig({**keys.raw, "hidden_act": keys.raw["hidden_activation"]})
+    keys = given.with_defaults(**_DEFAULTS)
     shared = llama.read_shared_config(
         keys,
         family="gemma2",

@@ -31,8 +31,8 @@ from infer.layers.attention import StepContext
 from infer.models import llama, qwen3
 from infer.models.config import ModelConfig
 from infer.models.model import norm_of
-from infer.models.raw_config import RawConfig, read_two_ropes, read_window
-from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.models.raw_config import RawConfig, read_window
+from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.residual import ResidualStream
 
 _DEFAULTS = {  # the reference's: published multimodal configs leave out what equals them
@@ -53,10 +53,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     text.refuse("attn_logit_softcapping", "capped attention scores are not supported")
     text.refuse("final_logit_softcapping", "capped logits are not supported")
     text.refuse("use_bidirectional_attention", "only causal models can generate")
-    given = {name: value for name, value in text.raw.items() if value is not None}
-    if "hidden_activation" in given:  # its name for what other families call hidden_act
-        given["hidden_act"] = given["hidden_activation"]
-    keys = RawConfig(_DEFAULTS | given, text.where)
+    keys = text.with_defaults(**_DEFAULTS)
     pattern = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     shared = llama.read_shared_config(
         keys,
@@ -65,19 +62,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         slides=lambda layer: (layer + 1) % pattern != 0,
         attention_bias=False,
     )
-    context_len = keys.size("max_position_embeddings")
     local_theta = keys.number("rope_local_base_freq", default=10_000.0)
-    global_theta, local_theta, rope_scaling = read_two_ropes(
-        keys, context_len, shared.head_dim, theta=1_000_000.0, local_theta=local_theta
-    )
+    both = llama.with_two_ropes(shared, keys, theta=1_000_000.0, local_theta=local_theta)
     return replace(
-        llama.with_outer_config(shared, top),
+        llama.with_outer_config(both, top),
         norm_offset=1.0,
         embedding_scale=shared.hidden_size**0.5,
-        context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
-        rope_theta=global_theta,
-        rope_scaling=rope_scaling,
-        local_rope_theta=local_theta,
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
     )
@@ -111,20 +101,11 @@ SANDWICH_NORMS: WeightMap = {
     "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
     "model.layers.{}.post_feedforward_layernorm": Target("layers.{}.post_mlp_norm"),
 }
-_ALL: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
-TEXT_MAP: WeightMap = {key.removeprefix("model."): target for key, target in _ALL.items() if key != "lm_head"}
-
-# The text-only checkpoints' prefix, then the two that multimodal ones have had.
-_PREFIXES = ("model", "language_model.model", "model.language_model")
-_VISION = (
-    "vision_tower.*",
-    "multi_modal_projector.*",
-    "model.vision_tower.*",
-    "model.multi_modal_projector.*",
+TEXT_MAP: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
+_VISION = ("vision_tower.*", "multi_modal_projector.*")
+WEIGHT_MAP = nested(
+    TEXT_MAP,
+    ("model", "language_model.model", "model.language_model"),  # text alone, then two that had images
+    heads=("lm_head", "language_model.lm_head"),
+    ignored=(*_VISION, *(f"model.{name}" for name in _VISION)),
 )
-
-WEIGHT_MAP: WeightMap = {
-    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in TEXT_MAP.items()},
-    **{name: Target("head") for name in ("lm_head", "language_model.lm_head")},
-    **dict.fromkeys(_VISION, IGNORED),
-}

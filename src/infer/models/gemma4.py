@@ -45,7 +45,7 @@ from infer.models.mixtral import MAX_EXPERTS
 from infer.models.model import Model, layer_rotaries
 from infer.models.raw_config import MAX_HEAD_DIM, RawConfig, read_rope_scaling
 from infer.models.self_attention import SelfAttention
-from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, ResidualStream, as_tensor
 
@@ -80,7 +80,6 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"use_bidirectional_attention in {text.where} is 'all': only causal models generate"
         )
     keys = text.with_defaults(**_DEFAULTS)
-    keys = RawConfig({**keys.raw, "hidden_act": keys.raw["hidden_activation"]}, keys.where)
     types = keys.get("layer_types")
     if isinstance(types, list) and types:  # the last layer sees everything, whatever the list says
         keys = RawConfig({**keys.raw, "layer_types": [*types[:-1], "full_attention"]}, keys.where)
@@ -361,8 +360,6 @@ _TEXT: WeightMap = {
 }
 # fmt: on
 _OTHERS = ("vision_tower.*", "audio_tower.*", "embed_vision.*", "embed_audio.*")
-WEIGHT_MAP: WeightMap = {
-    **{f"{prefix}.{name}": t for prefix in ("model", "model.language_model") for name, t in _TEXT.items()},
-    "lm_head": Target("head"),
-    **{f"model.{name}": IGNORED for name in _OTHERS},
-}
+WEIGHT_MAP = nested(
+    _TEXT, ("model", "model.language_model"), ignored=tuple(f"model.{name}" for name in _OTHERS)
+)

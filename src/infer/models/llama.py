@@ -41,6 +41,7 @@ from infer.models.raw_config import (
     read_heads,
     read_rope,
     read_rotary_dim,
+    read_two_ropes,
     read_windows,
 )
 from infer.models.self_attention import SelfAttention
@@ -90,7 +91,7 @@ def read_shared_config(
         head_dim=head_dim,
         context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
         norm_eps=raw.number("rms_norm_eps", default=1e-6),
-        activation=raw.activation("hidden_act", default="silu"),
+        activation=raw.activation("hidden_activation", "hidden_act", default="silu"),
         tie_embeddings=raw.flag("tie_word_embeddings", default=False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -99,6 +100,21 @@ def read_shared_config(
         attention_out_bias=has_bias,
         layer_windows=read_windows(raw, num_layers, window, slides or (lambda layer: window is not None)),
         eos_ids=raw.token_ids("eos_token_id", vocab_size),
+    )
+
+
+def with_two_ropes(shared: ModelConfig, raw: RawConfig, *, theta: float, local_theta: float) -> ModelConfig:
+    """A config whose windowed layers turn with a base of their own; these are the defaults of both bases."""
+    context_len = raw.size("max_position_embeddings")
+    theta, local_theta, scaling = read_two_ropes(
+        raw, context_len, shared.head_dim, theta=theta, local_theta=local_theta
+    )
+    return replace(
+        shared,
+        context_len=context_len if scaling is None else scaling.stretched(context_len),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        local_rope_theta=local_theta,
     )
 
 

@@ -14,7 +14,7 @@ from infer.errors import ConfigError
 from infer.models import llama, ministral3
 from infer.models.config import ModelConfig
 from infer.models.raw_config import RawConfig, read_window
-from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.models.weight_map import nested
 
 _DEFAULTS = {  # the reference's: published configs leave out what equals them
     "vocab_size": 131_072,
@@ -46,12 +46,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(llama.with_outer_config(shared, top), family="mistral3")
 
 
-_TEXT = {key.removeprefix("model."): target for key, target in llama.WEIGHT_MAP.items() if key != "lm_head"}
-_PREFIXES = ("language_model.model", "model.language_model")  # prefixes of older files, and of newer ones
 _VISION = ("vision_tower.*", "multi_modal_projector.*")
-
-WEIGHT_MAP: WeightMap = {
-    **{f"{prefix}.{name}": target for prefix in _PREFIXES for name, target in _TEXT.items()},
-    **{name: Target("head") for name in ("language_model.lm_head", "lm_head")},
-    **dict.fromkeys((*_VISION, *(f"model.{name}" for name in _VISION)), IGNORED),
-}
+WEIGHT_MAP = nested(
+    llama.WEIGHT_MAP,
+    ("language_model.model", "model.language_model"),  # prefixes of older files, and of newer ones
+    heads=("language_model.lm_head", "lm_head"),
+    ignored=(*_VISION, *(f"model.{name}" for name in _VISION)),
+)

@@ -12,7 +12,7 @@ from typing import Any
 
 from infer.models import llama
 from infer.models.config import ModelConfig
-from infer.models.raw_config import RawConfig, read_two_ropes, read_window
+from infer.models.raw_config import RawConfig, read_window
 
 DEFAULT_THETA = 500_000.0
 
@@ -28,15 +28,5 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         slides=lambda layer: (layer + 1) % 4 != 0,
         attention_bias=False,
     )
-    context_len = keys.size("max_position_embeddings")
-    theta, local_theta, scaling = read_two_ropes(
-        keys, context_len, shared.head_dim, theta=DEFAULT_THETA, local_theta=DEFAULT_THETA
-    )
-    return replace(
-        shared,
-        projection_norm=True,
-        context_len=context_len if scaling is None else scaling.stretched(context_len),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        local_rope_theta=local_theta,
-    )
+    both = llama.with_two_ropes(shared, keys, theta=DEFAULT_THETA, local_theta=DEFAULT_THETA)
+    return replace(both, projection_norm=True)

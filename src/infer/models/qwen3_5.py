@@ -41,7 +41,7 @@ from infer.models.config import DeltaConfig, ModelConfig
 from infer.models.mixtral import Mixtral
 from infer.models.raw_config import RawConfig
 from infer.models.self_attention import SelfAttention
-from infer.models.weight_map import IGNORED, Target, WeightMap
+from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
 
@@ -110,7 +110,7 @@ class GatedAttention(SelfAttention):
         self.qkv = Linear(
             config.hidden_size, 2 * (N + G) * H, bias=False, parts={"q": 2 * N * H, "k": G * H, "v": G * H}
         )
-        turned = _turned_order(H, config.rotary_dim or H)
+        turned = config.pair_order
         first_k = 2 * N * H
         q = [2 * H * head + place for head in range(N) for place in turned]
         k = [first_k + H * head + place for head in range(G) for place in turned]
@@ -132,17 +132,6 @@ class GatedAttention(SelfAttention):
         seen_TNH = self.attend(y_TX.index_select(-1, self.qkv_order), norms, step)
         y_TD: torch.Tensor | PendingProduct = self.out(seen_TNH.flatten(-2) * step.needed(gate_TX).sigmoid())
         return y_TD
-
-
-def _turned_order(head_dim: int, rotated_dim: int) -> list[int]:
-    """The numbers of a head in the order in which the pairs that turn are pairs (i, i + H/2)."""
-    turning, resting = rotated_dim // 2, (head_dim - rotated_dim) // 2
-    places = list(range(head_dim))
-    first_rest = rotated_dim + resting
-    return [
-        *places[:turning], *places[rotated_dim:first_rest],
-        *places[turning:rotated_dim], *places[first_rest:],
-    ]  # fmt: skip
 
 
 class Qwen35(Mixtral):
@@ -167,7 +156,7 @@ class Qwen35(Mixtral):
 
 # fmt: off
 LAYER_MAP: WeightMap = {
-    **{key.removeprefix("model."): target for key, target in qwen3.WEIGHT_MAP.items() if key != "lm_head"},
+    **qwen3.WEIGHT_MAP,
     "layers.{}.linear_attn.conv1d":              Target("layers.{}.attention.conv"),
     "layers.{}.linear_attn.A_log":               Target("layers.{}.attention.decay"),
     "layers.{}.linear_attn.dt_bias":             Target("layers.{}.attention.dt_bias"),
@@ -186,13 +175,8 @@ TEXT_MAP: WeightMap = {
 
 def with_prefixes(names: WeightMap) -> WeightMap:
     """The map of a checkpoint whose text part has these names, alone or next to a part for images."""
-    prefixes = "model", "model.language_model"
-    others = {
-        "lm_head": Target("head"),
-        "model.visual.*": IGNORED,
-        "mtp.*": IGNORED,
-    }  # mtp: layers that draft
-    return {f"{prefix}.{name}": target for prefix in prefixes for name, target in names.items()} | others
+    prefixes, drafting = ("model", "model.language_model"), "mtp.*"
+    return nested(names, prefixes, ignored=("model.visual.*", drafting))
 
 
 WEIGHT_MAP = with_prefixes(TEXT_MAP)

@@ -40,7 +40,5 @@ def read_hybrid_moe_config(keys: RawConfig, *, family: str) -> ModelConfig:
     return replace(shared, experts=experts)
 
 
-EXPERT_MAP: WeightMap = {
-    name.removeprefix("model."): target for name, target in {**EXPERTS, **SHARED_EXPERT}.items()
-}
+EXPERT_MAP: WeightMap = {**EXPERTS, **SHARED_EXPERT}
 WEIGHT_MAP = with_prefixes({**TEXT_MAP, **EXPERT_MAP})

@@ -22,7 +22,7 @@ A key that ends in `.*` stands for a module and all below it, for parts of a che
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from infer.errors import CheckpointError
@@ -42,6 +42,19 @@ class Target:
 IGNORED = Target("", ignored=True)
 
 WeightMap = Mapping[str, Target]
+
+
+def nested(
+    names: WeightMap, prefixes: Iterable[str], *, heads: Iterable[str] = ("lm_head",), ignored: Iterable[str]
+) -> WeightMap:
+    """The map of a checkpoint that may have other parts: its text part has one of these prefixes for "model".
+
+    `heads`: names of the matrix to the logits; `ignored`: modules that are not read.
+    """
+    inner = {name.removeprefix("model."): target for name, target in names.items() if name != "lm_head"}
+    text = {f"{prefix}.{name}": target for prefix in prefixes for name, target in inner.items()}
+    return text | dict.fromkeys(heads, Target("head")) | dict.fromkeys(ignored, IGNORED)
+
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 _MAX_DIGITS = 9  # digits of an expert's number; a longer one is cut, and still beyond any model
