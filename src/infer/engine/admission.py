@@ -125,18 +125,18 @@ def check_pooling(request: Request) -> None:
 
 def check_width(request: Request, max_batch_size: int, budget: int) -> None:
     """Refuse more sequences than may ever run side by side, and more beams than one step can serve."""
-    params = request.params
+    params, param = request.params, "n" if request.params.best_of is None else "best_of"
     if params.use_beam_search and params.num_sequences > budget:
         raise RequestError(
             f"the request asks for {params.num_sequences} beams, which advance together, but a step computes "
             f"at most max_num_batched_tokens={budget} tokens; ask for fewer beams",
-            param="n" if params.best_of is None else "best_of",
+            param=param,
         )
     if params.num_sequences > max_batch_size:
         raise RequestError(
             f"the request asks for {params.num_sequences} sequences, but max_batch_size is {max_batch_size}; "
             "lower n or best_of",
-            param="n" if params.best_of is None else "best_of",
+            param=param,
         )
 
 

@@ -132,8 +132,7 @@ class Engine:
         self._eos_ids, self._has_head = eos_ids, has_head
         self._observer, self._is_observed = observer or EngineObserver(), observer is not None
         self._clock = clock
-        self._requests = RequestTable(scheduler, clock)
-        self._requests.observer = observer
+        self._requests = RequestTable(scheduler, clock, observer, speculation)
         self._guided = self._requests.guided
         self._empty_steps = 0
         self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
@@ -145,7 +144,6 @@ class Engine:
         self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
         self._adapters, self._rank_times = adapters, rank_times  # the latter: fields of its stats
         self.speculation = speculation
-        self._requests.speculation = speculation
         self._has_drafts = False  # the last step launched has drafts, so it is read before the next
         self._wants_drafts = False  # the next step should have drafts
         self._is_guided = False  # the last step launched is guided: its masks need all ids before it
@@ -245,7 +243,7 @@ class Engine:
         """
         if limit:
             self._stories = Stories(limit, self.scheduler, self._step_tokens, self._clock)
-            self._requests.stories = self._guided.stories = self._stories
+            self._requests.stories = self._stories
 
     def use_idle_time(self) -> float | None:
         """Do one piece of the work that no request waits for, first after `IDLE_S` idle seconds.

@@ -40,6 +40,7 @@ class Outputs(Protocol):
     """The part of the request table that guided sequences use."""
 
     num_output_tokens: int
+    stories: Stories | None
 
     def describe(
         self,
@@ -64,7 +65,6 @@ class GuidedRequests:
         self.guides: dict[int, Guide] = {}  # guides by seq_id
         self.jumps = True  # whether ids that must follow are appended without a step for each
         self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
-        self.stories: Stories | None = None
         self._requests, self._scheduler = requests, scheduler
         self._masks = MaskFiller()
         self._broken: list[Guide] = []  # guides of the step filled last that have reached a limit
@@ -102,7 +102,8 @@ class GuidedRequests:
         `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
         a mask for its next id, and one for the id after each draft of its sequence.
         """
-        begun = perf_counter() if self.stories is not None else 0.0
+        stories = self._requests.stories
+        begun = perf_counter() if stories is not None else 0.0
         if last is not None:
             self._show(*last)
         windows, numbers, positions = list[tuple[Guide, Seq[int]]](), list[int](), list[int]()
@@ -115,8 +116,8 @@ class GuidedRequests:
                 numbers += [number] * (1 + num_drafts)
                 positions += range(stop - num_drafts, stop + 1)
         self._broken = self._masks.fill(windows, memory(len(numbers)))
-        if self.stories is not None:
-            self.stories.mask_s += perf_counter() - begun
+        if stories is not None:
+            stories.mask_s += perf_counter() - begun
         return numbers, positions
 
     def _show(self, plan: StepPlan, result: StepResult) -> None:
@@ -197,8 +198,8 @@ class GuidedRequests:
                 self._requests.num_output_tokens += sum(len(output.token_ids) for output in made)
                 if seq.finish_reason is None:
                     self._scheduler.grow(seq, len(ids) - num_drawn)
-                if self.stories is not None:
-                    self.stories.jump(seq.request_id, len(ids) - num_drawn)
+                if (stories := self._requests.stories) is not None:
+                    stories.jump(seq.request_id, len(ids) - num_drawn)
                 outputs += made
                 dropped.add(number)
         return outputs

@@ -37,15 +37,9 @@ from infer.cache.prefix_tree import Branch
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import SequenceGroup
-from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_STEP, NO_TOKENS
+from infer.scheduling.watch import BATCH_FULL
 
-WAITS: Final = {  # names of the reasons why a queue stands still
-    NEXT_STEP: "step",
-    BATCH_FULL: "place",
-    NO_TOKENS: "budget",
-    CACHE_FULL: "blocks",
-    BATCH_CLOSED: "batch",
-}
+WAITS: Final = "step", "place", "budget", "blocks", "batch"  # words for pages: one for each of HOLDS
 WATCH_S: Final = 3.0  # seconds after the last look in which steps are still written down
 MIN_INTERVAL_S: Final = 0.1  # seconds between two snapshots
 MAX_SHARE: Final = 0.005  # share of the time that snapshots may take
@@ -75,8 +69,6 @@ STEP_COLUMNS: Final = (
     "in_graph",  # 1: the model ran in a captured graph
     "microseconds",  # time from the launch of the step, or from the end of the one before, to its end
 )
-
-
 NUM_COLUMNS: Final = len(STEP_COLUMNS)
 
 

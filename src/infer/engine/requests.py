@@ -46,15 +46,20 @@ ARRIVALS_PER_GROUP = 1 << 20  # room between arrival numbers, for the forks of a
 class RequestTable:
     """Makes, advances and ends the sequences of every request. One engine thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        observer: EngineObserver | None,
+        speculation: Speculation | None,
+    ) -> None:
         self._clock = clock  # clock for metrics only
+        self._observer, self._speculation = observer, speculation
         self.groups: dict[str, SequenceGroup] = {}  # groups by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
         self.queued_joint: set[str] = set()  # requests that will be among them when they begin
         self.guided = GuidedRequests(self, scheduler)
-        self.speculation: Speculation | None = None
-        self.stories: Stories | None = None
-        self.observer: EngineObserver | None = None
+        self.stories: Stories | None = None  # None: requests are not followed
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -278,16 +283,16 @@ class RequestTable:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         self.guided.drop(seq)
-        if self.speculation is not None:
-            self.speculation.finish(seq)
+        if self._speculation is not None:
+            self._speculation.finish(seq)
         self._scheduler.remove(seq)
 
     def _forget_if_done(self, group: SequenceGroup, error: str | None = None) -> None:
         request_id = group.request.request_id
         if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
             del self.groups[request_id]
-            if self.observer is not None:
-                self.observer.on_end(group)
+            if self._observer is not None:
+                self._observer.on_end(group)
             if self.stories is not None:
                 ends = [seq.finish_reason for seq in group.sequences]
                 reasons = [reason for reason in ends if reason != FinishReason.DROPPED]

@@ -36,7 +36,6 @@ from infer.sampling.sampler import SampleRow, best_ids, sample
 
 LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
-
 Judge = Callable[[Sequence[int], Sequence[int]], int]  # ids drawn, drafts next to them: how many ids are kept
 
 

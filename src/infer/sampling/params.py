@@ -147,9 +147,9 @@ class SamplingParams(metaclass=_CheckedNames):
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, 0, MAX_LOGPROBS)
-        check_num_sequences("n", self.n)
+        check_int("n", self.n, 1, MAX_SEQUENCES)
         if self.best_of is not None:
-            check_num_sequences("best_of", self.best_of)
+            check_int("best_of", self.best_of, 1, MAX_SEQUENCES)
             if self.best_of < self.n:
                 raise RequestError.about(
                     "best_of", f"is {self.best_of} but n is {self.n}; best_of must be at least n"
@@ -279,11 +279,6 @@ def _check_range(name: str, value: float, low: float, high: float, *, low_open: 
         raise RequestError.about(
             name, f"must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}"
         )
-
-
-def check_num_sequences(name: str, value: int, limit: int = MAX_SEQUENCES) -> None:
-    """Refuse an `n` or a `best_of` outside of 1 to `limit`."""
-    check_int(name, value, 1, limit)
 
 
 def check_int(name: str, value: int, low: int, high: int = MAX_INT) -> None:

@@ -29,7 +29,7 @@ the sequence runs. The cache layout decides the number of tables (cache/layout.p
 full block enters the prefix tree (`commit`) only after the step's drafts have been judged, so `retract` never
 has to take back a block that others may read, and refuses to.
 
-A sequence that does not run keeps its own column (`rest`), so its counts are read in the same way.
+A sequence that does not run keeps its own column, so its counts are read in the same way.
 """
 
 from __future__ import annotations

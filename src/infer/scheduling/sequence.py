@@ -131,11 +131,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
-    def is_finished(self) -> bool:
-        """True if it will make no more tokens, for whatever reason."""
-        return self.finish_reason is not None
-
-    @property
     def state(self) -> str:
         """The state in the specification's words, for people, the API and the UI."""
         if self.finish_reason is not None:
@@ -192,7 +187,7 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         """True if none of its sequences will make another token."""
-        return all(seq.is_finished for seq in self.sequences)
+        return all(seq.finish_reason is not None for seq in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

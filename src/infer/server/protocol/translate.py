@@ -20,7 +20,7 @@ from infer.dialects.answer import EFFORTS, AnswerFormat
 from infer.errors import RequestError
 from infer.frontend.outputs import check_streams
 from infer.frontend.prompts import PromptEncoder
-from infer.sampling.params import SamplingParams, check_num_sequences
+from infer.sampling.params import SamplingParams, check_int
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import (
     ChatRequest,
@@ -229,7 +229,7 @@ async def make_params(
         fields = {"temperature": 0.0}
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
-        check_num_sequences(name, fields.get(name, 1), state.config.max_n)
+        check_int(name, fields.get(name, 1), 1, state.config.max_n)
     if body.logit_bias is not None:
         fields["logit_bias"] = _read_bias(body.logit_bias)
     if any(getattr(body, name) is not None for name in CONSTRAINTS):  # a schema may take milliseconds
