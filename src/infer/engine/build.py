@@ -56,7 +56,7 @@ from infer.execution.rank_ring import RankMessage
 from infer.execution.torch_device import TorchDevice
 from infer.kernels.attention.dense import attend_by_cudnn
 from infer.kernels.elementwise.copy_block import copy_block
-from infer.kernels.runtime.communicator import Communicator, RankGroup
+from infer.kernels.runtime.communicator import RankGroup
 from infer.kernels.runtime.device_ranks import DeviceRanks
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 from infer.loader.find.source import ModelSource
@@ -96,7 +96,7 @@ def build_engine(
     layout = kv_layout(loaded.config, config)
     with phases("plan memory"):
         step = build.rehearse(wait_for_linears)
-        size = _fit(config, loaded, layout, step, draft, build.communicator)
+        size = _fit(build, layout, step, draft)
         store = build.make_store(size)
     pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
@@ -171,7 +171,7 @@ def build_engine(
         phases=phases,
         token_bytes=token_bytes,
         speculation=speculation,
-        adapters=_load_adapters(settings, loaded, build),
+        adapters=_load_adapters(settings, build),
         rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
     )
     engine.ranks = ranks
@@ -219,15 +219,10 @@ def _bind_ranks(
 
 
 def _fit(
-    config: ResolvedConfig,
-    loaded: LoadedModel,
-    layout: KVLayout,
-    step: StepBytes | None,
-    draft: LoadedModel | LoadedHead | None,
-    communicator: Communicator | None,
+    build: DeviceBuild, layout: KVLayout, step: StepBytes | None, draft: LoadedModel | LoadedHead | None
 ) -> CacheSize:
     """Return the size of the cache, next to what drafts and what another rank has less of."""
-    beside = NO_DRAFT
+    (config, loaded, _, communicator), beside = build, NO_DRAFT
     if draft is not None:
         width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
         beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
@@ -286,10 +281,11 @@ def _within_target(
     return replace(limits, prefill_tokens_while_decoding=tokens)
 
 
-def _load_adapters(settings: EngineConfig, loaded: LoadedModel, build: DeviceBuild) -> Adapters | None:
-    if build.bank is None:
+def _load_adapters(settings: EngineConfig, build: DeviceBuild) -> Adapters | None:
+    _, loaded, bank, communicator = build
+    if bank is None:
         return None
-    adapters = Adapters(AdapterSlots(build.bank, loaded, build.communicator), loaded.ranks)
+    adapters = Adapters(AdapterSlots(bank, loaded, communicator), loaded.ranks)
     for name, path in settings.adapters.modules.items():
         adapters.load(name, path)
     return adapters
