@@ -58,8 +58,8 @@ def test_every_request_has_the_tokens_it_has_alone(family: str, knobs: dict[str,
     kinds: dict[str, int] = {}
     aborted: set[str] = set()
     made: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    while len(kinds) < 60 or engine.has_work:
-        if len(kinds) < 60 and rng.random() < 0.5:
+    while len(kinds) < 40 or engine.has_work:
+        if len(kinds) < 40 and rng.random() < 0.5:
             name, kind = str(len(kinds)), rng.randrange(NUM_KINDS)
             engine.add(Request(request_id=name, prompt=tuple(PROMPTS[kind]), params=params_of(kind)))
             kinds[name] = kind

@@ -250,13 +250,13 @@ def test_the_squeezed_rows_meet_every_event() -> None:
     assert min(events.values()) > 20, events
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_where_blocks_lie_makes_no_difference(seed: int) -> None:
     """Blocks handed out in random order: the same traffic, the same plans, the same tokens."""
     row: dict[str, Any] = {"block_size": 2, "num_blocks": 40, "num_host_blocks": 20, "preemption": "swap"}
     worlds = [OracleWorld(eos_ids=EOS_IDS, placement_seed=placement, **row) for placement in (None, 1, 2)]
     for world in worlds:
-        Traffic(world, f"placement {seed}", num_requests=60).run()
+        Traffic(world, f"placement {seed}", num_requests=40).run()
         world.verify()
 
     first, *others = worlds

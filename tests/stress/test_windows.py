@@ -56,7 +56,7 @@ def test_they_meet_every_event() -> None:
     for windows in WINDOWS:
         for squeeze in ("recompute", "swap"):
             world = make_world(windows, squeeze)
-            Traffic(world, f"{windows} {squeeze}", num_requests=60).run()
+            Traffic(world, f"{windows} {squeeze}", num_requests=40).run()
             usage = world.pool.usage()
             events["preempted"] += world.scheduler.num_preemptions
             events["hit tokens"] += usage.num_hit_tokens

@@ -139,7 +139,7 @@ def test_so_they_are_on_random_machines(seed: int) -> None:
         assert_chosen_well(random_machine(source), source.random(), source.choice([1, 1, 2, 5, 8]))
 
 
-def served_speed(machine: Machine, rate: float, num_rows: int, num_texts: int = 24) -> float:
+def served_speed(machine: Machine, rate: float, num_rows: int, num_texts: int = 12) -> float:
     """The speed by that without drafts, of texts of 200 tokens, each in the place of one that has ended."""
     source, lengths, costs = random.Random(1), DraftLengths(machine.costs()), machine.costs()
     steps, num_tokens, left = list[list[int]](), 0, dict.fromkeys(range(num_rows), 200)

@@ -94,7 +94,7 @@ def test_a_run_with_steps_ahead_comes_out_again_bit_for_bit(
     assert report.is_whole
     assert report.num_steps == record.num_steps > 50
     assert depths - recorded == Counter(), "no call that was not made then"
-    for until in range(30, 40):  # where tokens are on their way
+    for until in range(30, 40, 3):  # where tokens are on their way
         halfway = Replay(record, partial(make_engine, **ahead))
         assert halfway.run(until=until).difference is None
         assert f"after step {until}:" in describe_state(halfway.engine)
