@@ -102,7 +102,7 @@ def generate(path: Path, **knobs: Any) -> list[list[int]]:
         return [list(output.token_ids) for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, keep=2))
 def test_chunks_batches_and_cached_prefixes_give_the_tokens_of_transformers(
     checkpoints: Any, family: str
 ) -> None:

@@ -175,8 +175,7 @@ def test_a_head_draws_with_the_noise_of_the_sequence() -> None:
     assert num_accepted > 0.45 * num_drafts > 40
 
 
-@on_both
-@pytest.mark.parametrize("is_adaptive", [True, False])
+@pytest.mark.parametrize(("is_adaptive", "on_gpu"), thinned((True, False), (False, True), keep=2))
 def test_constrained_sequences(is_adaptive: bool, on_gpu: bool) -> None:
     pytest.importorskip("llguidance")
     kinds: list[dict[str, Any]] = [

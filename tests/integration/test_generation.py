@@ -310,7 +310,7 @@ def test_beams_in_the_engine_are_those_of_the_exhaustive_search(family: str, kno
     thinned(
         FAMILIES,
         ({}, {"prefill_chunk_size": 5}, {"kv_cache_backend": "naive"}, {"block_size": 2, "num_blocks": 19}),
-        keep=2,
+        keep=4,
     ),
 )
 def test_logprobs_are_those_of_the_reference(family: str, knobs: dict[str, Any]) -> None:

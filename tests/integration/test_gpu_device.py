@@ -158,7 +158,7 @@ def make_device_engine(family: str, **knobs: Any) -> Engine:
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize(("family", "use_overlap"), thinned(FAMILIES + MORE_FAMILIES, (True, False), keep=2))
+@pytest.mark.parametrize(("family", "use_overlap"), thinned(FAMILIES + MORE_FAMILIES, (True, False), keep=3))
 def test_state_on_the_device_changes_no_token(family: str, use_overlap: bool) -> None:
     engine = make_device_engine(family, use_overlap=use_overlap)
     assert engine._steps_ahead == (CPU.steps.steps_ahead if use_overlap else 0)

@@ -66,24 +66,23 @@ def serve(engine: Engine, family: str, requests: list[tuple[list[int], SamplingP
     serve_checked(engine, models(family)[0], requests)
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {  # every second one is slow
     "as it is": {},
     "nothing cached": {"use_prefix_caching": False},
-    "whole prompts": {"use_chunked_prefill": False},
     "small chunks": {"prefill_chunk_size": 3},
+    "whole prompts": {"use_chunked_prefill": False},
     "large blocks": {"block_size": 32, "prefill_chunk_size": 100},
     "the reference of attention": {"attention_backend": "torch_ref"},
     "two backends": {"attention_backend": "sdpa", "decode_attention_backend": "torch_ref"},
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
-    engine = make_engine(family, **WAYS[way])
-    serve(engine, family)
+@pytest.mark.parametrize("way", thinned(WAYS, keep=2))
+def test_the_tokens_are_those_of_transformers(way: str) -> None:
+    engine = make_engine("qwen3_5", **WAYS[way])
+    serve(engine, "qwen3_5")
     if way in ("as it is", "small chunks"):
-        serve(engine, family)  # now with all that is cached
+        serve(engine, "qwen3_5")  # now with all that is cached
         assert engine.scheduler.usage().num_hit_tokens > 250
 
 
@@ -217,7 +216,7 @@ def test_the_plan_counts_states() -> None:
     assert device.store.num_bytes == pool.num_blocks * BLOCK_SIZE * kept.bytes_per_token // 2
 
 
-REPEATING = [((prompt * 9)[: 40 + 7 * number], greedy(60)) for number, (prompt, _) in enumerate(GROWING[:4])]
+REPEATING = [((prompt * 9)[: 40 + 7 * number], greedy(40)) for number, (prompt, _) in enumerate(GROWING[:4])]
 # adaptive speculation weighs the times of steps: these tests want drafts in every step that can have some
 GUESSES: dict[str, Any] = {"speculative_decoding": True, "adaptive_speculation": False, "num_blocks": 60}
 
@@ -274,7 +273,7 @@ def speculate(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) 
 def test_drafts_change_no_token(on_gpu: bool, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_gpu:
         monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
-    params = SamplingParams(temperature=0.8, seed=7, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
     requests = [(prompt, params if sampled else asked) for prompt, asked in REPEATING]
     for knobs in ({}, {"num_speculative_tokens": 2}, {"attention_backend": "torch_ref"}):
         if not on_gpu or "attention_backend" not in knobs:
@@ -289,11 +288,11 @@ def test_drafts_of_sequences_that_are_preempted_change_no_token(preemption: str)
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("family", "method"), thinned(FAMILIES, ("ngram", "suffix"), keep=2))
+@pytest.mark.parametrize(("family", "method"), thinned(FAMILIES, ("ngram", "suffix"), keep=3))
 def test_texts_that_repeat_themselves_are_looked_up(family: str, method: str) -> None:
     engine = make_engine(family, **GUESSES, speculative_method=method)
     for _ in range(2):  # what was cached after drafts serves the same texts again
-        serve(engine, family, REPEATING)
+        serve(engine, family, [(prompt, greedy(60)) for prompt, _ in REPEATING])
     assert engine.speculation is not None and engine.speculation.totals.num_drafts > 0
 
 

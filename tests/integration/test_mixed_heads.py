@@ -92,7 +92,7 @@ def serve(engine: Engine, kind: str, requests: list[tuple[list[int], SamplingPar
         assert logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist() == output
 
 
-@pytest.mark.parametrize(("kind", "way"), thinned(KINDS, WAYS, keep=2))
+@pytest.mark.parametrize(("kind", "way"), thinned(KINDS, WAYS, keep=3))
 def test_the_tokens_are_those_of_transformers(kind: str, way: str) -> None:
     engine = make_engine(kind, **WAYS[way])
     serve(engine, kind)

@@ -30,6 +30,7 @@ from infer.scheduling.request import Request, StepOutput
 from tests.support.books import check_books
 from tests.support.failing_allocator import FailingAllocator, FailingEngine
 from tests.support.masked import Allow, mask_steps
+from tests.support.thinned import thinned
 from tests.support.tiny import drain, greedy, make_engine, random_prompts, run_engine
 
 PROMPTS = [prompt[:9] for prompt in random_prompts(4)]
@@ -104,8 +105,7 @@ def test_whichever_allocation_fails_no_token_differs(
         assert failing.num_failed == 1, number
 
 
-@pytest.mark.parametrize("name", ["send", "logprob_table"])
-@pytest.mark.parametrize("failing", range(1, 6))
+@pytest.mark.parametrize(("failing", "name"), thinned(range(1, 6), ("send", "logprob_table"), keep=2))
 def test_logprobs_without_memory_are_made_again_and_their_step_is_not(
     monkeypatch: pytest.MonkeyPatch, name: str, failing: int
 ) -> None:
@@ -226,8 +226,7 @@ def test_states_that_find_no_memory_to_be_pooled_in_change_no_token(
     assert states == pytest.approx(embedding, abs=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5])
-@pytest.mark.parametrize("part", ["forward", "sample"])
+@pytest.mark.parametrize(("part", "num_rows"), thinned(("forward", "sample"), (1, 2, 3, 5), keep=2))
 def test_a_batch_goes_on_as_before_after_a_step_in_halves(
     monkeypatch: pytest.MonkeyPatch, part: str, num_rows: int
 ) -> None:

@@ -510,7 +510,7 @@ def with_rope(family: str, section: dict[str, Any], context_len: int) -> tuple[M
     ("family", "kind"),
     [
         case
-        for case in thinned(ROTARY_FAMILIES, rope_cases(), keep=5)
+        for case in thinned(ROTARY_FAMILIES, rope_cases(), keep=8)
         if case.values[0] not in ("phi3", "ministral3")  # which have one kind alone: cases of their own
         and not (case.values[0] in ("gemma3", "olmo3") and "truncate" in rope_cases()[case.values[1]])
     ],  # the reference of these two looks for it in another place

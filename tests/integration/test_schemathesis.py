@@ -117,7 +117,7 @@ def test_the_list_above_has_every_route(site: Site) -> None:
 
 # The check for the module `random` sees all threads, also those that an earlier test has left behind.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@pytest.mark.parametrize("num_examples", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [5, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: str(value))
 def test_no_body_makes_the_server_fail(
     site: Site, schema: Any, method: str, path: str, num_examples: int

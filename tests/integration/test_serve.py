@@ -32,7 +32,7 @@ from tests.support.server_process import (
     wait_until,
 )
 
-LENGTH = 200
+LENGTH = 150
 GREEDY = {"temperature": 0, "ignore_eos": True}
 WITHOUT_TORCH = "tests.support.faulty_server"  # a server whose engine is the oracle
 
@@ -140,7 +140,7 @@ def test_sigterm_under_load_finishes_what_runs_and_refuses_what_comes(
     checkpoint: str, oracle: LLM, tmp_path: Path
 ) -> None:
     arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "2")
-    prompts = [f"question {i}" for i in range(14)]
+    prompts = [f"question {i}" for i in range(10)]
     with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(len(prompts)) as pool:
         engines = server.children()
         answers = [pool.submit(ask, server.url, prompt, LENGTH) for prompt in prompts]

@@ -29,6 +29,7 @@ from infer.scheduling.sequence import Sequence
 from infer.tokenizer.tokenizer import Tokenizer
 from infer.tools.record import Record, Recorder
 from infer.tools.replay import replay_model
+from tests.support.thinned import thinned
 from tests.support.tiny import drain
 
 PERSON = {
@@ -114,7 +115,7 @@ def test_what_comes_out_is_what_was_asked_for(
     check_texts(usual, checkpoint)
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("knobs", thinned(KNOBS, keep=2), ids=str)
 def test_no_setting_changes_a_token(
     loaded: LoadedModel, usual: dict[tuple[int, int], list[int]], knobs: dict[str, Any]
 ) -> None:
@@ -130,7 +131,7 @@ def test_jumps_change_no_token(loaded: LoadedModel, usual: dict[tuple[int, int],
     assert run(engine) == usual
 
 
-@pytest.mark.parametrize("knobs", DEVICE_KNOBS, ids=str)
+@pytest.mark.parametrize("knobs", thinned(DEVICE_KNOBS, keep=2), ids=str)
 def test_the_device_half_of_a_gpu_gives_the_same_tokens(
     loaded: LoadedModel,
     usual: dict[tuple[int, int], list[int]],
