@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from random import Random
+from time import sleep
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from infer.engine import machine
 from infer.errors import ConfigError
 from infer.execution.gpu import device as gpu_device
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.graphs import StepGraphs, StepSize
+from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.order import StepOrder
 from infer.execution.rank_ring import RankMessage
 from infer.kernels.cpu.collectives import SharedCommunicator
@@ -179,6 +182,32 @@ def test_gpus_on_several_nodes_answer_the_same(
     path = checkpoint(root, "llama")
     monkeypatch.setattr(gpu_device, "MIN_PART", 1)
     assert answers(path, size, nnodes=size[1] if size[1] > 1 else 2, **knobs) == answers(path, 1, **knobs)
+
+
+def test_no_rank_launches_a_step_before_all_are_ready_for_its_size(
+    root: Path, gpu_nodes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that ranks share, no kernel is loaded for a rank while another one's waits for it."""
+    path, ready, early = checkpoint(root, "llama"), defaultdict[StepSize, set[int]](set), list[StepSize]()
+    loaded = list[WarmUp]()
+    ensure, forward = StepGraphs.ensure, StepGraphs.forward
+
+    def capture_slowly(graphs: StepGraphs, size: StepSize) -> bool:
+        sleep(0.02 * (len(ready[size]) == 0))  # whoever comes first
+        found = ensure(graphs, size)
+        ready[size].add(id(graphs))
+        return found
+
+    def watch(graphs: StepGraphs, size: StepSize) -> None:
+        if len(ready[size]) < 4:
+            early.append(size)
+        forward(graphs, size)
+
+    monkeypatch.setattr(WarmUp, "load", lambda warm_up: loaded.append(warm_up))
+    monkeypatch.setattr(StepGraphs, "ensure", capture_slowly)
+    monkeypatch.setattr(StepGraphs, "forward", watch)
+    answers(path, (2, 2), nnodes=2, **GPU_KNOBS[-1])
+    assert len(loaded) == 4 and len(ready) > 4 and not early, early
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,8 @@ class DeviceBuild(NamedTuple):
         device.wait_for_compilers()
         if step is not None:  # after the device's own buffers, which would lie in the arena for good
             device.arena = _make_arena(step, self.loaded.device)
+        if isinstance(self.communicator, DeviceRanks):  # not while a kernel of one waits for another
+            warm_up.load()
         return device, warm_up
 
 

@@ -134,3 +134,26 @@ def test_the_largest_step_is_rehearsed_with_few_layers(
     warm_up.compute_padding()
     assert isinstance(device.model, Model)
     assert seen == [(MAX_TOKENS, 2)] and len(device.model.layers) == 5
+
+
+def test_a_rank_runs_padding_through_what_is_not_captured(
+    warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device, store, ran = warm_up.device, warm_up.device.store, list[str]()
+
+    def watch(owner: object, name: str) -> None:
+        run = getattr(owner, name)
+
+        def note(*args: object) -> object:
+            ran.append(name)
+            return run(*args)
+
+        monkeypatch.setattr(owner, name, note)
+
+    watch(device.rows, "send_padding")
+    watch(device, "forward")
+    watch(device, "sample_rows")
+    with caplog.at_level(logging.WARNING):
+        warm_up.load()
+    assert ran == ["send_padding", "forward", "sample_rows"] and not caplog.records
+    assert all(bool((keys == 1.0).all()) for keys in store.keys), "padding is written nowhere"

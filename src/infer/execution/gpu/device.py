@@ -189,6 +189,7 @@ class GpuDevice:
         self._ranks, self._communicator = ranks, communicator
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
         self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
+        self._begun: set[StepSize] = set()  # sizes of which ranks have launched a step
         self._has_logits = pipe is None or pipe.stage == pipe.num_stages - 1
         self._samples = self._has_logits and (communicator is None or communicator.rank == 0)
         config, device, block_size = model.config, store.device, shape.block_size
@@ -582,10 +583,21 @@ class GpuDevice:
 
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
+    def _ensure(self, size: StepSize) -> bool:
+        """Capture a size if that is still to be done, and meet the other ranks before its first step.
+
+        Ranks may share a GPU. While a kernel of one waits for another, the driver may load none for that one.
+        """
+        is_captured = self.graphs.ensure(size)
+        if self._communicator is not None and size not in self._begun:
+            self._begun.add(size)
+            self._communicator.gather_bytes(bytes(1))
+        return is_captured
+
     def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
         """Launch rows that decode and nothing else, as in most steps."""
         rows, size, ids_S, has_logprobs = decoded
-        if self.graphs.ensure(size) or not are_sent:  # a capture leaves padding
+        if self._ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
             if size.has_adapters:
                 self.inputs.send_adapters(order.adapters, size.num_rows)
@@ -609,7 +621,7 @@ class GpuDevice:
     def _start_mixed(self, order: StepOrder, size: StepSize) -> Sampler:
         """Launch few given tokens together with the rows that decode."""
         inputs = self.inputs
-        self.graphs.ensure(size)
+        self._ensure(size)
         prompts = Prompts(order, first=size.num_rows)
         inputs.send_rows(order.rows[prompts.decoding], size.num_rows)
         inputs.send_prompts(prompts, size.num_tokens)
@@ -661,7 +673,7 @@ class GpuDevice:
         if has_lanes and late is not None:  # drafts are counted
             late.read(order)
             late = None
-        self.graphs.ensure(size)
+        self._ensure(size)
         lines_YS = self.inputs.blank_window(size.num_rows)
         lines_YS[:3, : len(rows)] = rows
         lines_YS[4, : len(rows)] = order.tokens if late is None else late.codes(order)

@@ -215,6 +215,13 @@ class WarmUp:
         device.follow_padding(num_rows + num_tokens)
 
     @torch.inference_mode()
+    def load(self) -> None:
+        """Run padding through steps that are not captured, so that their kernels are loaded."""
+        if self._pads:
+            for work in (self.device.rows.send_padding, self.compute_padding, self.sample_padding):
+                self._try(work)
+
+    @torch.inference_mode()
     def compute_padding(self) -> None:
         """Compute the layers of the largest step there can be, all of it padding."""
         device = self.device
