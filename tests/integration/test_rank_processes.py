@@ -275,9 +275,9 @@ def test_a_server_starts_its_engine_again_when_a_rank_is_killed(
         (rank,) = rank_pids(engine)
         os.kill(rank, signal.SIGKILL)  # while the engine is idle
         wait_for(lambda: server.children() not in ([engine], []))
-        assert "engine down reason='the engine process died: rank 1 ended with signal 9" in (
-            server.log.read_text()
-        )
+        log = server.log.read_text()
+        assert 'engine down reason="the engine process died: rank 1 ended with signal 9' in log
+        assert "Traceback" not in log
         wait_for(lambda: ask() == 200)
         (engine,) = server.children()
         (rank,) = rank_pids(engine)

@@ -6,7 +6,7 @@
 
 A thread for each process starts it and waits for its end. A rank that dies, or is stopped, or does not
 answer while the others wait for it, ends the group: all waits in shared memory end, the other processes are
-killed, and the step under way raises `DeviceLost`. Nothing outlives this process: the kernel kills ranks
+killed, and the step under way raises `RanksEnded`. Nothing outlives this process: the kernel kills ranks
 whose parent is gone, and the memory has no name.
 
 Ranks on other machines are processes of a node there (rank_node.py), which has a copy of the memory.
@@ -37,7 +37,7 @@ from infer.client.supervisor import log_level
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
 from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
-from infer.errors import DeviceLost, InferError, RanksEnded
+from infer.errors import InferError, RanksEnded
 from infer.loader.load import Communicator, Pipe
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RankProcesses:
         self._group.is_waited_for = True
         try:
             self._link.send(kind, body)
-        except DeviceLost:
+        except RanksEnded:
             self.check()
             raise
 
@@ -149,14 +149,14 @@ class RankProcesses:
         self._group.expected_since = time.monotonic()
 
     def check(self, *, is_idle: bool | None = None) -> None:
-        """Raise `DeviceLost` if a rank is gone.
+        """Raise `RanksEnded` if a rank is gone.
 
         Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
         """
         self._group.expected_since = None
         if self._link.communicator.is_aborted:
             with self._group.changed:  # wait for the reason from the thread that aborted
-                raise DeviceLost(self._group.lost or "a rank of the model is gone, or did not come to a sum")
+                raise RanksEnded(self._group.lost or "a rank of the model is gone, or did not come to a sum")
         self._num_open = int(not is_idle) if is_idle is not None else max(self._num_open - 1, 0)
         self._group.is_waited_for = self._num_open > 0
 
