@@ -189,7 +189,7 @@ def test_a_head_without_measure_is_refused_in_the_form_of_every_error(before: by
         assert peer.answer.startswith(b"HTTP/1.1 431 ") and peer.transport.is_ended
         assert peer.error == {
             "message": f"the first line, headers and trailers are larger than {MAX_HEAD_BYTES} bytes",
-            "type": "BadRequestError",
+            "type": "RequestHeaderFieldsTooLargeError",
             "param": None,
             "code": 431,
         }
@@ -390,6 +390,14 @@ def test_thousands_of_wishes_in_one_packet_are_answered() -> None:
     asyncio.run(go())
 
 
+KINDS = {
+    400: "BadRequestError",
+    431: "RequestHeaderFieldsTooLargeError",
+    501: "NotImplementedError",
+    505: "HTTPVersionNotSupportedError",
+}
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "part"),
     [
@@ -421,6 +429,7 @@ def test_a_head_that_asks_for_what_is_not_served_is_told_so(
         assert peer.answer.startswith(b"HTTP/1.1 %d " % status), peer.answer
         assert b"content-type: application/json" in peer.answer
         assert peer.error["code"] == status and part in peer.error["message"]
+        assert peer.error["type"] == KINDS[status]
         assert peer.transport.is_ended or peer.transport.is_closed
 
     talk(script)

@@ -89,7 +89,8 @@ ERROR_TYPES = {  # vLLM's names; openai's client maps by status
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowedError", 408: "RequestTimeoutError", 409: "ConflictError",
     413: "PayloadTooLargeError", 415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError",
-    500: "InternalServerError", 503: "ServiceUnavailableError", 504: "GatewayTimeoutError",
+    431: "RequestHeaderFieldsTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
+    503: "ServiceUnavailableError", 504: "GatewayTimeoutError", 505: "HTTPVersionNotSupportedError",
 }  # fmt: skip
 
 PREFIXES: Mapping[str, Api] = {"/v1/messages": "anthropic", "/api/": "ollama"}  # paths of other APIs
@@ -135,9 +136,7 @@ class ApiError(RequestFailure):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        kind = ERROR_TYPES.get(
-            self.status, "InternalServerError" if self.status >= 500 else "BadRequestError"
-        )
+        kind = ERROR_TYPES.get(self.status) or ERROR_TYPES[500 if self.status >= 500 else 400]
         code = self.code or self.status
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
