@@ -88,7 +88,7 @@ def test_models_are_loaded_within_a_budget_of_bytes(checkpoint: str, tmp_path: P
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"model_memory": "1GiB"}, "set on_demand"),
+        ({"model_memory": "1GiB"}, "or give on_demand"),
         ({"model_memory": "much", "on_demand": True}, "model_memory must be a size"),
         ({"model_memory": "1KiB", "on_demand": True}, "must be at least 1MiB, got 1KiB"),
         ({"model_memory": "1GiB", "on_demand": True, "in_process": True}, "leave out in_process"),

@@ -165,7 +165,7 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         record_cpu_step=is_ours and run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
-        overruled=_overruled(asked, scheduler, model),
+        overruled=_overruled(asked, scheduler, model, backends),
     )
 
 
@@ -430,9 +430,15 @@ def _reasons(
     return reasons
 
 
-def _overruled(config: EngineConfig, scheduler: ResolvedScheduler, model: ModelFacts) -> dict[str, str]:
+def _overruled(
+    config: EngineConfig, scheduler: ResolvedScheduler, model: ModelFacts, backends: Chosen
+) -> dict[str, str]:
     """Return what became of knobs that another knob turns off, and why."""
     cache, found = config.cache, dict[str, str]()
+    if config.run.record_cpu_step and backends[:2] != ("c", "c"):
+        found["record_cpu_step"] = "off, because attention is not computed by C kernels"
+    if config.run.use_overlap and not cache.keeps_cache:
+        found["use_overlap"] = f"off, because kv_cache_backend is {cache.kv_cache_backend}"
     if cache.use_prefix_caching and not cache.caches_prefixes:
         found["use_prefix_caching"] = f"off, because kv_cache_backend is {cache.kv_cache_backend}"
     if cache.kv_cache_backend == "contiguous" and cache.block_size != type(cache)().block_size:

@@ -498,6 +498,19 @@ def check_room_for_models(name: str, size: str) -> None:
         raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
 
 
+_EFFECTS = (  # a knob of the server, and those that have no effect without it (or with it)
+    ("without", "on_demand", {"max_loaded_models", "loaded_memory", "idle_unload", "model_memory"}),
+    ("without", "record", {"record_text", "record_bytes", "overwrite"}),
+    ("without", "cluster", {"ray_address", "max_replicas"}),
+    ("without", "max_replicas", {"target_queue_time", "scale_down_after"}),
+    ("without", "api_key", {"cache_isolation"}),
+    ("without", "replicas", {"share_device"}),
+    ("with", "uds", {"host", "port", "allowed_host"}),
+    ("with", "api_key", {"allowed_host"}),
+    ("with", "in_process", {"api_processes", "record", "restart_engine", "share_device"}),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The server's address, its clients, and the amount of work that it takes."""
@@ -635,8 +648,6 @@ class ServerConfig:
 
     def _check_model_memory(self, size: str) -> None:
         check_room_for_models("model_memory", size)
-        if not self.on_demand:
-            raise ConfigError("model_memory is for models on demand; set on_demand")
         for name in ("in_process", "record"):
             if getattr(self, name):
                 raise ConfigError(f"model_memory needs engine processes that may sleep; leave out {name}")
@@ -644,12 +655,7 @@ class ServerConfig:
             raise ConfigError("model_memory works with one API process so far; leave out api_processes")
 
     def _check_cluster(self) -> None:
-        """Refuse settings of a cluster without one, and settings that a cluster has no place for."""
-        if self.cluster == "none":
-            for name in ("ray_address", "max_replicas"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{name} is for a cluster; give --cluster ray as well, or leave it out")
-            return
+        """Refuse settings that a cluster has no place for."""
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(
                 f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas to start with"
@@ -666,40 +672,28 @@ class ServerConfig:
             if is_given:
                 raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
 
-    def _check_record(self) -> None:
-        """Refuse settings of a record without one, and a record that could not be written."""
-        if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
-            raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
-        if self.record is None:
-            for name, unset in {"record_text": False, "overwrite": False, "record_bytes": "1GiB"}.items():
-                if getattr(self, name) != unset:
-                    raise ConfigError(f"{name} is for a record; give record as well, or leave it out")
-        elif self.in_process:
-            raise ConfigError("record needs engines in processes of their own; leave out in_process")
+    def _check_effects(self) -> None:
+        """Refuse knobs that the others leave without effect."""
+        rows = knob_rows("server", ServerConfig)
+        given = {row.name for row in rows if getattr(self, row.name) != row.default}
+        for how, other, names in _EFFECTS:
+            for name in sorted(given & names) if (other in given) == (how == "with") else ():
+                change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
+                raise ConfigError(f"{name} has no effect {how} {other}; {change}")
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        self._check_record()
-        if self.cache_isolation == "key" and not self.api_key:
-            raise ConfigError(
-                "cache_isolation is key, but there are no API keys to tell clients apart by; give each "
-                "client an api_key, or leave cache_isolation out"
-            )
-        for name in ("max_loaded_models", "loaded_memory", "idle_unload"):
-            if getattr(self, name) and not self.on_demand:
-                raise ConfigError(f"{name} is for models on demand; set on_demand")
+        if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
+            raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
         if self.loaded_memory is not None:
             check_room_for_models("loaded_memory", self.loaded_memory)
         if self.model_memory is not None:
             object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
+        self._check_effects()
         if self.model_memory is not None:
             self._check_model_memory(self.model_memory)
-        self._check_cluster()
-        if self.in_process and (self.api_processes or 1) > 1:
-            raise ConfigError(
-                f"api_processes is {self.api_processes}, but with in_process the engine is a thread of the "
-                "only process; leave one of the two out"
-            )
+        if self.cluster != "none":
+            self._check_cluster()
         parse_bytes(self.max_body_size, "max_body_size")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together; give both or neither")

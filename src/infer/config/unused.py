@@ -27,12 +27,13 @@ def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKn
     """Yield what may leave a knob without effect; `decided`: values of open knobs."""
     cache, scheduler, drafts = config.cache, config.scheduler, config.speculation
     is_naive, is_static = not cache.keeps_cache, scheduler.batching_mode == "static"
-    policy = scheduler.scheduler_policy
+    policy, is_alone = scheduler.scheduler_policy, config.load.nnodes == 1
+    yield UnusedKnob("master_addr", is_alone, "nnodes is 1")
+    yield UnusedKnob("master_port", is_alone, "nnodes is 1")
     whole = "kv_cache_backend is naive, which computes prompts whole"
     yield UnusedKnob("use_chunked_prefill", is_naive, whole)
     yield UnusedKnob("prefill_chunk_size", is_naive, whole)
-    is_whole = not scheduler.use_chunked_prefill
-    yield UnusedKnob("prefill_chunk_size", is_whole, "use_chunked_prefill is off")
+    yield UnusedKnob("prefill_chunk_size", not scheduler.use_chunked_prefill, "use_chunked_prefill is off")
     never_swaps = scheduler.preemption == "recompute" and not cache.caches_prefixes
     for name in ("swap_blocks", "swap_space"):
         yield UnusedKnob(name, never_swaps, "preemption is recompute, and no prefixes are cached")

@@ -1,4 +1,7 @@
-"""A knob that the start line calls without effect has none, for every two knobs; the others are taken."""
+"""A knob that the start line calls without effect has none, for every two knobs; the others are taken.
+
+Every two knobs that `infer serve` lists are accepted, or refused with advice.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from infer.config.resolve import resolve_scheduler
-from infer.config.settings import EngineConfig, knob_table
+from infer.config.knobs import KnobRow
+from infer.config.resolve import Machine, ModelFacts, resolve, resolve_scheduler
+from infer.config.settings import EngineConfig, ServerConfig, knob_table
 from infer.config.unused import rules, unused_knobs
 from infer.errors import ConfigError
 from infer.scheduling.plan import StepPlan
@@ -139,3 +143,98 @@ def test_the_table_names_knobs() -> None:
 def test_two_sizes_of_one_cache_are_refused(size: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="and kv_cache_share both size the KV cache; give one of them"):
         EngineConfig.from_knobs(kv_cache_share=0.5, **size)
+
+
+ALL_KNOBS = knob_table(with_server=True)
+MACHINES = (
+    Machine(device="cpu", has_c_attention=True),
+    Machine(device="cuda:0", gpu_memory=80 << 30, has_gpu_kernels=True),
+)
+MODEL = ModelFacts(max_seq_len=4096, num_layer_weights=10**9, weights="int8")
+EXAMPLES: dict[str, Any] = {  # of knobs whose values are not any text or number
+    "model_alias": ("a=b",),
+    "metrics_prefix": "vllm",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318",
+    "lora_modules": ("a=b",),
+    "speculative_config": '{"method": "ngram"}',
+    "device": "auto",
+    "block_allocator": "lru",  # the only one that is not the user's own code
+    "block_size": 32,
+    "kv_cache_share": 0.5,
+    "device_memory": "0.5",
+    "synthetic_acceptance": 0.5,
+}
+
+
+def example(row: KnobRow) -> Any:
+    """Another value than a knob's default."""
+    if row.name in EXAMPLES:
+        return EXAMPLES[row.name]
+    if row.choices:
+        return next(each for each in reversed(row.choices) if each != row.default and ":" not in each)
+    if row.kind is bool:
+        return not row.default
+    if row.is_size:
+        return "2GiB"
+    if row.is_many:
+        return ("x",)
+    return "x" if row.kind is str else row.kind((row.default or 1) + 1)
+
+
+def overruled(machine: Machine = MACHINES[0], **knobs: Any) -> list[str]:
+    """The knobs that the start line mentions, of a server that accepts these."""
+    of_server = {name: value for name, value in knobs.items() if ALL_KNOBS[name].section == "server"}
+    ServerConfig(**of_server)
+    config = EngineConfig.from_knobs(**{k: v for k, v in knobs.items() if k not in of_server})
+    return list(resolve(config, machine, MODEL).overruled)
+
+
+@pytest.mark.parametrize("first", thinned(ALL_KNOBS, keep=4))
+def test_two_knobs_are_accepted_or_refused_with_advice(first: str) -> None:
+    names = list(ALL_KNOBS)
+    for second, machine in itertools.product(names[names.index(first) :], MACHINES):
+        knobs = {name: example(ALL_KNOBS[name]) for name in (first, second)}
+        try:
+            overruled(machine, **knobs)
+        except ConfigError as error:
+            assert ";" in str(error) or "must be" in str(error), (knobs, "a refusal says what to do")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "refused"),
+    [
+        ({"idle_unload": 5.0}, "idle_unload has no effect without on_demand"),
+        ({"record_bytes": "2GiB"}, "record_bytes has no effect without record"),
+        ({"max_replicas": 3, "replicas": 2}, "max_replicas has no effect without cluster"),
+        (
+            {"cluster": "ray", "target_queue_time": 2.0},
+            "target_queue_time has no effect without max_replicas",
+        ),
+        ({"scale_down_after": 9.0}, "scale_down_after has no effect without max_replicas"),
+        ({"share_device": True}, "share_device has no effect without replicas"),
+        ({"uds": "s", "port": 9000}, "port has no effect with uds; leave out port, or uds"),
+        ({"uds": "s", "host": "0.0.0.0"}, "host has no effect with uds"),
+        ({"uds": "s", "allowed_host": ("a.example",)}, "allowed_host has no effect with uds"),
+        ({"api_key": ("k",), "allowed_host": ("a.example",)}, "allowed_host has no effect with api_key"),
+        ({"in_process": True, "restart_engine": False}, "restart_engine has no effect with in_process"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_on_a_server_is_refused(knobs: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ConfigError, match=refused):
+        ServerConfig(**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"master_addr": "10.0.0.1"}, "master_addr"),
+        ({"master_port": 29502}, "master_port"),
+        ({"record_cpu_step": True, "attention_backend": "sdpa"}, "record_cpu_step"),
+        ({"use_overlap": True, "pipeline_parallel_size": 2, "kv_cache_backend": "naive"}, "use_overlap"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_on_a_run_is_named(knobs: dict[str, Any], named: str) -> None:
+    assert named in overruled(**knobs)
+    assert named not in overruled()

@@ -98,5 +98,5 @@ def test_two_keys_share_no_cached_prefix(oracle: LLM, client: InProcessClient) -
 
 
 def test_isolation_by_key_needs_keys() -> None:
-    with pytest.raises(ConfigError, match="there are no API keys to tell clients apart by"):
+    with pytest.raises(ConfigError, match="cache_isolation has no effect without api_key"):
         ServerConfig(cache_isolation="key")

@@ -254,10 +254,13 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"record_text": True}, "record_text is for a record; give record as well"),
-        ({"overwrite": True}, "overwrite is for a record"),
+        (
+            {"record_text": True},
+            "record_text has no effect without record; leave out record_text, or give record",
+        ),
+        ({"overwrite": True}, "overwrite has no effect without record"),
         ({"record": "r", "record_bytes": "4KiB"}, "record_bytes must be at least 1MiB, got 4KiB"),
-        ({"record": "r", "in_process": True}, "leave out in_process"),
+        ({"record": "r", "in_process": True}, "leave out record, or in_process"),
         ({"record": "r", "cluster": "ray"}, "record cannot be used with --cluster ray"),
     ],
 )
