@@ -90,6 +90,10 @@ class KnowingModel(Knowing):
     def note(self, plan: StepPlan) -> None:
         """See a plan: nothing to do."""
 
+    def take_missed(self) -> int:
+        """The number of missed tokens: it computes none."""
+        return 0
+
     def is_ready(self, seq: Sequence) -> bool:
         """Say that it can always draft."""
         return True

@@ -101,6 +101,7 @@ class DraftModel:
         self._turns: list[tuple[np.ndarray, PendingStep]] = []  # numbers of the sequences, and their step
         self._late: LateDrafts | None = None  # drafts of all turns at once, for the next step
         self._early: _Drafted | None = None  # drafts for the step after that
+        self._num_missed = 0  # tokens that it has caught up with since `take_missed`
         self._most_behind = 2 if target is not None else MAX_DRAFTS  # tokens of a text that turns compute
 
     def _new_host(self) -> HostHalf:
@@ -127,6 +128,11 @@ class DraftModel:
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a sequence now: always, since it catches up with any text."""
         return True
+
+    def take_missed(self) -> int:
+        """The number of tokens that it has caught up with since the last call."""
+        missed, self._num_missed = self._num_missed, 0
+        return missed
 
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Launch drafting for these sequences, as many ids as each has places for; `collect` brings them."""
@@ -277,6 +283,7 @@ class DraftModel:
                     starts[number] = stop
             if not chunks:
                 return starts
+            self._num_missed += self._max_tokens - budget
             self._run(Chunks.of(chunks, chosen)).wait()
 
     def _num_computed(self, seq: Sequence) -> int:

@@ -63,6 +63,9 @@ class Drafter(Protocol):
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a running sequence now, or only after its next step."""
 
+    def take_missed(self) -> int:
+        """The number of tokens of texts that it had missed, and has computed since the last call."""
+
 
 class Speculation:
     """Gives sequences drafts before each step that can use some. One engine thread owns it."""
@@ -226,7 +229,8 @@ class Speculation:
             if known is not None:
                 known.saved_s += saved_s
                 seq.draft_counts = DraftCounts(known.num_drafts, tuple(known.by_length), known.saved_s)
-        self._lengths.charge(before_s - self.totals.saved_s)
+        missed = 0 if self._drafter is None else self._drafter.take_missed()
+        self._lengths.charge(before_s - self.totals.saved_s + self.costs.catch_up_s(missed))
 
     def accepted_by_position(self) -> tuple[int, ...]:
         """The number of drafts kept at each position of a window that a sequence can have."""

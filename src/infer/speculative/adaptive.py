@@ -20,13 +20,14 @@ drafts must be worth delaying them. If arithmetic bounds a step, no draft is, an
     drafts     4433222                               1 refused                       1 right, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
-A rate is a mean over about the last MEMORY judged drafts. It starts at the rate of all sequences so far, and
-at PRIOR_RATE if there were none. Without drafts nothing would be learned. So now and then all sequences
-without drafts get one each, or LONG_PROBE where only longer windows can pay off, provided that drafts at
-HOPED_RATE would pay off in that step. Older results then weigh little, so a right probe soon leads to longer
-windows. Time that windows have lost is a debt: the next probe comes when the debt is PROBE_SHARE of the time
-since the last one, PROBE_STEPS to MOST_PROBE_STEPS steps later. Nothing here reads a clock: equal calls give
-equal lengths.
+A rate is a mean over about the last MEMORY judged drafts. It starts at the rate of all sequences so far,
+which weighs as much as up to MOST_KNOWN drafts of its own, and at PRIOR_RATE if there were none. Without
+drafts nothing would be learned. So now and then all sequences without drafts get one each, or LONG_PROBE
+where only longer windows can pay off, provided that drafts at HOPED_RATE would pay off in that step. Older
+results then weigh little, so a right probe soon leads to longer windows. Time that windows have lost, and a
+draft model's time for texts that it has missed, is a debt: the next probe comes when the debt is PROBE_SHARE
+of the time since the last one, PROBE_STEPS to MOST_PROBE_STEPS steps later. Nothing here reads a clock: equal
+calls give equal lengths.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from typing import Any
 MEMORY = 16  # judged drafts over which a rate is a mean
 PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
 PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
-ALL_MEMORY = 64  # the same for the mean of all sequences
+MOST_KNOWN = 8.0  # the same for the rate of all sequences, with which one begins, at most
+ALL_MEMORY = 64  # judged drafts over which that is a mean
 PROBE_STEPS = 64  # steps between two probes of sequences without drafts, at least
 MOST_PROBE_STEPS = 1024  # the same, at most
 PROBE_SHARE = 0.005  # part of the time that may be lost by probes
@@ -127,6 +129,10 @@ class StepCosts:
         if not self.is_ahead:
             return step_s + host + making
         return max(step_s + making, host) if num_drafted == num_rows else step_s + max(making, host)
+
+    def catch_up_s(self, num_tokens: int) -> float:
+        """About the seconds in which a model that drafts computes tokens of texts that it has missed."""
+        return (self.turns_s + self.draft_s + num_tokens * self.draft_row_s) if num_tokens else 0.0
 
     def is_host_slower(self, num_rows: int, longest: int) -> bool:
         """True if drafts for all rows of a step are made before the host has read the step before."""
@@ -320,7 +326,8 @@ class DraftLengths:
         return self._last_probe + int(min(max(waits, PROBE_STEPS), MOST_PROBE_STEPS))
 
     def _new(self) -> Acceptance:
-        return Acceptance(_right=self.totals.rate * PRIOR_WEIGHT)
+        known = min(self.totals._judged, MOST_KNOWN)
+        return Acceptance(_right=self.totals.rate * known, _judged=known)
 
     def _chosen(
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None, seen: float
