@@ -19,7 +19,7 @@ import json
 import re
 from bisect import bisect_left
 
-from infer.constraints.checks import LARK_TOKEN
+from infer.constraints.grammar_checks import LARK_TOKEN
 
 _MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\v\f\r\x20"}
 _CLASSES = {rf"\{name}": f"[{members}]" for name, members in _MEMBERS.items()}

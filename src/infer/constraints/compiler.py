@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from infer.constraints.ascii_classes import column_before, rewrite_grammar, rewrite_pattern
-from infer.constraints.checks import constraint_error, is_ebnf
 from infer.constraints.description import WHITESPACE, Structured
+from infer.constraints.grammar_checks import is_ebnf
+from infer.constraints.pattern_checks import constraint_error
 from infer.constraints.token_bytes import TokenBytes
 from infer.errors import RequestError
 

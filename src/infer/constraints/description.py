@@ -27,14 +27,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from infer.constraints.checks import (
-    check_grammar,
-    check_keywords,
-    check_pattern,
-    close_objects,
-    constraint_error,
-    refuse_constant,
-)
+from infer.constraints.grammar_checks import check_grammar, refuse_constant
+from infer.constraints.pattern_checks import check_pattern, constraint_error
+from infer.constraints.schema_checks import check_keywords, close_objects
 from infer.errors import RequestError, show_value
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]

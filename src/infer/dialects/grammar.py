@@ -24,8 +24,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from infer.constraints.checks import check_keywords, close_objects
 from infer.constraints.description import MAX_GRAMMAR_BYTES, WHITESPACE, Structured
+from infer.constraints.schema_checks import check_keywords, close_objects
 from infer.dialects.table import GEMMA_QUOTE, KEYED_MARKERS, Dialect
 from infer.dialects.values import schema_types
 from infer.errors import RequestError

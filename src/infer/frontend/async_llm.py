@@ -23,17 +23,11 @@ from infer.dialects.events import TextDelta
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
+from infer.frontend.embeddings import open_embeddings
+from infer.frontend.inputs import Conversation, Prompt, check_single, read_prompt
 from infer.frontend.llm import Opener, TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, check_streams
-from infer.frontend.prompts import (
-    ChatOptions,
-    Conversation,
-    Prompt,
-    RequestOptions,
-    check_single,
-    open_embeddings,
-    read_prompt,
-)
+from infer.frontend.prompts import ChatOptions, RequestOptions
 from infer.sampling.params import SamplingParams
 
 

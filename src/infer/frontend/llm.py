@@ -37,21 +37,10 @@ from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.engine.observer import EngineObserver
 from infer.errors import BatchFailed, ConfigError, EngineError, EngineStopped, RequestError
+from infer.frontend.embeddings import EmbeddingJob, open_embeddings
+from infer.frontend.inputs import Conversation, Message, Prompt, as_batch, as_conversations, read_prompt
 from infer.frontend.outputs import CompletionOutput, OutputBuilder, RequestOutput, check_streams
-from infer.frontend.prompts import (
-    ChatOptions,
-    Conversation,
-    EmbeddingJob,
-    Message,
-    Prompt,
-    RequestOptions,
-    as_batch,
-    as_conversations,
-    open_embeddings,
-    open_model,
-    read_prompt,
-    split_options,
-)
+from infer.frontend.prompts import ChatOptions, RequestOptions, open_model, split_options
 from infer.frontend.scoring import ScoredDocument, open_scores, rank
 from infer.log import progress
 from infer.sampling.params import SamplingParams

@@ -1,34 +1,26 @@
 """The text side of a model: its tokenizer, its chat template, and the requests made with them.
 
-    text, ids or messages ──► PromptEncoder ──► Request                     for generation
-    texts or ids ──► open_embeddings ──► EmbeddingJob ──► unit vectors      for embeddings
+    text, ids or messages ──► PromptEncoder ──► Request
 
 The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared by
-`LLM`, `AsyncLLM` and the server.
-
-An embedding is the final hidden state of an input, pooled: the state of the last token (the default, which
-decoder models are trained for) or the mean over all tokens. Vectors have the length 1, as in OpenAI's API, so
-that a dot product is a cosine; `normalize=False` returns the state unchanged. A model's files may say how to
-pool (loader/pooling.py); a caller's choice overrides them.
+`LLM`, `AsyncLLM` and the server; embeddings.py has the requests for embeddings.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.dialects.answer import EFFORTS, AnswerFormat, find_format, read_choice, read_tools
 from infer.dialects.table import check_parsers, find_dialect, find_think
-from infer.errors import ConfigError, ContextOverflow, RequestError, closest, spell_context, spell_limit
+from infer.errors import ConfigError, ContextOverflow, RequestError, closest
 from infer.frontend.functions import Tools, as_choice, as_schemas
+from infer.frontend.inputs import Conversation, Prompt, is_token_id, read_prompt
 from infer.loader.find.source import ModelSource, resolve_model
 from infer.loader.pooling import Scorer
 from infer.loader.text_headers import TextHeaders, read_text_headers
@@ -40,10 +32,6 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infer.loader.load import LoadedModel, ModelHeaders  # they import torch, which a server does without
-
-Message: TypeAlias = Mapping[str, Any]
-Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = str | Sequence[Message]  # a string is one message of a user
 
 
 class RequestOptions(TypedDict, total=False):
@@ -372,80 +360,6 @@ class PromptEncoder:
         return f"request-{next(self._numbers)}"
 
 
-def is_token_id(value: object) -> bool:
-    """Return True if a value is an integer of Python or numpy."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def read_prompt(prompt: object) -> str | list[int]:
-    """The prompt as a text, or as a list of plain integers."""
-    return prompt if isinstance(prompt, str) else read_token_ids(prompt)
-
-
-def read_token_ids(prompt: object) -> list[int]:
-    """A prompt of token ids as plain integers: from a sequence, or a one-dimensional array."""
-    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
-        raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt")
-    for token_id in given:
-        if not is_token_id(token_id):
-            raise RequestError(
-                f"a prompt of token ids must hold integers, got {reprlib.repr(token_id)} "
-                f"({type(token_id).__name__})",
-                param="prompt",
-            )
-    return [int(token_id) for token_id in given]
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list; a string, a list of integers or a one-dimensional array is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray):
-        raise RequestError("a prompt must be text or token ids, got bytes; decode it first", param="prompt")
-    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(given, Sequence):
-        raise RequestError(
-            f"prompts must be text, token ids or a list of either, got {type(prompts).__name__}",
-            param="prompt",
-        )
-    if given and is_token_id(given[0]):
-        return [cast("Sequence[int]", given)]
-    return list(cast("Sequence[Prompt]", given))
-
-
-def check_single(given: object) -> None:
-    """Refuse a list of prompts or conversations where one is answered; token ids or messages count as one."""
-    items = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(items, list | tuple) and items and isinstance(items[0], str | list | tuple):
-        raise RequestError(
-            f"AsyncLLM takes one prompt per call, got a list of {len(items)}; use asyncio.gather",
-            param="prompt",
-        )
-
-
-def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> list[Conversation]:
-    """The conversations as a list; a string or a list of messages is one conversation."""
-    message = '{"role": "user", "content": "..."}'
-    allowed = (
-        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
-        "or several, which is a list of such lists"
-    )
-    if isinstance(messages, str):
-        return [messages]
-    if not isinstance(messages, Sequence) or isinstance(messages, bytes | bytearray):
-        raise RequestError(f"{allowed}, got {type(messages).__name__}", param="messages")
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    for i, each in enumerate(messages):
-        if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
-            given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
-            if isinstance(each, str):  # turns of one conversation, or one text for each of several?
-                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
-            raise RequestError(f"{allowed}; {given}", param="messages")
-    return list(cast("Sequence[Sequence[Message]]", messages))
-
-
 def _check_options(options: RequestOptions) -> None:
     """Refuse unknown options and options of the wrong type."""
     for name in options:
@@ -464,88 +378,6 @@ def _check_options(options: RequestOptions) -> None:
     for name in ("cache_salt", "adapter"):
         if not isinstance(given := options.get(name, ""), str):
             raise RequestError.about(name, f"must be text, got {given!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingJob:
-    """The inputs of embeddings as token ids, and the way to pool and scale each."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    pooling: str
-    normalize: bool
-    dimensions: int | None = None  # the first numbers of a vector that are kept; None: all
-
-    def finish(self, hidden: list[float]) -> list[float]:
-        """The vector of one input, from its hidden state."""
-        if self.dimensions is not None:
-            if not 1 <= self.dimensions <= len(hidden):
-                raise RequestError.about(
-                    "dimensions",
-                    f"is {self.dimensions}, but this model's embeddings have {len(hidden)} numbers; ask for "
-                    "1 to all of them, or leave it out",
-                )
-            hidden = hidden[: self.dimensions]
-        return to_unit(hidden) if self.normalize else hidden
-
-    def requests(
-        self,
-        next_id: Callable[[], str],
-        deadline: float | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> list[Request]:
-        """A request for each input."""
-        return [
-            Request(
-                request_id=next_id(),
-                prompt=prompt,
-                pooling=self.pooling,
-                deadline=deadline,
-                cache_salt=cache_salt,
-                adapter=adapter,
-            )
-            for prompt in self.prompts
-        ]
-
-
-def open_embeddings(
-    encoder: PromptEncoder,
-    inputs: Sequence[str | list[int]],
-    *,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    dimensions: int | None = None,
-    add_special: bool = True,
-    most: int | None = None,
-    keeps_end: bool = True,
-) -> EmbeddingJob:
-    """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
-    prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most, keeps_end=keeps_end)
-    check_inputs(encoder, prompts, "input")
-    return EmbeddingJob(
-        prompts=tuple(tuple(ids) for ids in prompts),
-        pooling=encoder.pooling.mode if pooling is None else pooling,
-        normalize=encoder.pooling.normalize if normalize is None else normalize,
-        dimensions=dimensions,
-    )
-
-
-def check_inputs(encoder: PromptEncoder, prompts: Sequence[list[int]], param: str) -> None:
-    """Refuse inputs without tokens, and those longer than the context."""
-    for i, ids in enumerate(prompts):
-        if not ids:
-            raise RequestError(f"{param} {i} has no tokens; give at least one", param=param)
-        if len(ids) > encoder.context_len:
-            limit = spell_context(encoder.context_len)
-            whose = spell_limit(encoder.context_len, encoder.model_len)
-            said = f"{param} {i} has {len(ids)} tokens, but {limit}; shorten it{whose}"
-            raise ContextOverflow.in_words(said, param=param)
-
-
-def to_unit(vector: list[float]) -> list[float]:
-    """The vector scaled to the length 1; zeros stay zeros."""
-    length = math.hypot(*vector) or 1.0
-    return [value / length for value in vector]
 
 
 def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEncoder, LoadedModel]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from operator import mul
 
 from infer.errors import RequestError
-from infer.frontend.prompts import EmbeddingJob, PromptEncoder, check_inputs, to_unit
+from infer.frontend.embeddings import EmbeddingJob, check_inputs, to_unit
+from infer.frontend.prompts import PromptEncoder
 from infer.loader.pooling import JUDGE, Scorer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

@@ -11,17 +11,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from infer.constraints import checks
-from infer.constraints.checks import (
-    FORMATS,
-    TYPES,
-    UNSUPPORTED,
-    check_grammar,
-    check_keywords,
-    check_pattern,
-    close_objects,
-    is_ebnf,
-)
+from infer.constraints import pattern_checks, schema_checks
+from infer.constraints.grammar_checks import check_grammar, is_ebnf
+from infer.constraints.pattern_checks import check_pattern
+from infer.constraints.schema_checks import FORMATS, TYPES, UNSUPPORTED, check_keywords, close_objects
 from infer.errors import RequestError
 
 BYTES = LLTokenizer("byte")
@@ -283,13 +276,13 @@ def test_the_largest_that_are_taken() -> None:
 def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places of the schemas that are looked at."""
     visits: list[str] = []
-    visit = checks._SchemaCheck._visit_new
+    visit = schema_checks._SchemaCheck._visit_new
 
     def counted(self: Any, schema: Any, where: str, depth: int) -> int:
         visits.append(where)
         return visit(self, schema, where, depth)
 
-    monkeypatch.setattr(checks._SchemaCheck, "_visit_new", counted)
+    monkeypatch.setattr(schema_checks._SchemaCheck, "_visit_new", counted)
     return visits
 
 
@@ -379,7 +372,7 @@ def test_a_repetition_is_seen_however_its_number_is_written(pattern: str) -> Non
     + [("a{ 3}", 3), ("(a{ 3 , 4 }){\n2}", 8), ("a{000000000000003}", 3), ("([[])]a]b{3}){2}", 8)],
 )
 def test_repetitions_are_counted_as_if_written_out(pattern: str, size: int) -> None:
-    assert checks._written_out(pattern) == size
+    assert pattern_checks._written_out(pattern) == size
 
 
 def rules(num: int, name: str) -> str:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from infer import Structured
-from infer.constraints.checks import _KEYWORDS, UNSUPPORTED, check_keywords
 from infer.constraints.description import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
@@ -24,6 +23,7 @@ from infer.constraints.description import (
     MAX_TRIGGERS,
     Reasoning,
 )
+from infer.constraints.schema_checks import _KEYWORDS, UNSUPPORTED, check_keywords
 from infer.errors import RequestError
 from infer.sampling.params import SamplingParams
 from tests.support import words

@@ -14,8 +14,8 @@ import pytest
 
 from infer.errors import RequestError
 from infer.finish_reason import FinishReason
+from infer.frontend.embeddings import to_unit
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import to_unit
 from infer.loader.pooling import Pooling
 from infer.scheduling.request import Request, StepOutput
 from infer.server.routes import embeddings

@@ -1,6 +1,6 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
-frontend/prompts.py decides what is made of a text and what is refused, for the library and this route.
+frontend/embeddings.py decides what is made of a text and what is refused, for the library and this route.
 Here are the HTTP side and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit
 floats.
 """
@@ -21,7 +21,7 @@ from fastapi import Response
 
 from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
-from infer.frontend.prompts import EmbeddingJob, open_embeddings
+from infer.frontend.embeddings import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
 from infer.server.protocol.schemas import Body, EmbeddingRequest, ReadingBody
 from infer.server.protocol.stream import unless_disconnected

@@ -1,6 +1,6 @@
-"""Checks of a schema, a regular expression or a grammar before an engine is asked to compile it.
+"""Checks of a schema before an engine is asked to compile it.
 
-Three kinds of schema are refused here, with the keyword and a JSON pointer to it:
+Three kinds are refused here, with the keyword and a JSON pointer to it:
 
     no constraint can follow it     `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
     it means nothing                a type that JSON does not have, a bound that is not a number, `enum: []`
@@ -12,14 +12,13 @@ schema that a reference reaches is visited once, so the checks are linear in the
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
+from infer.constraints.pattern_checks import MAX_PATTERNS_SIZE, check_pattern, check_size, constraint_error
 from infer.errors import RequestError, show_value
 
 MAX_DEPTH = 100  # schemas inside of schemas, references followed
@@ -30,13 +29,6 @@ MAX_ALTERNATIVES = 1_000  # schemas of one anyOf or oneOf
 MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
 MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
-MAX_RULES = 1_000  # rules of a grammar; its compiler calls itself for a rule that a rule refers to
-MAX_EBNF_RULES = 200  # rules of a grammar in EBNF, whose translation takes more than linear time
-MAX_EBNF_LEN = 16_384  # characters
-MAX_PATTERN_LEN = 10_000  # characters
-MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
-OPTIONAL_SIZE = 40  # characters that an optional part counts for: 500 in a row take 0.1 s to compile
-MAX_PATTERNS_SIZE = 1_000_000  # characters of all the expressions of a grammar
 
 _ANY_OF = "list the cases with anyOf"
 UNSUPPORTED = {  # keyword: what to do instead
@@ -75,22 +67,7 @@ _RANGES = (
     ("minimum", "maximum"), ("minItems", "maxItems"), ("minLength", "maxLength"),
     ("minProperties", "maxProperties"),
 )  # fmt: skip
-
 _COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
-
-_LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
-_ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
-_RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # rules of a grammar; a rule begins a line
-_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_REPEAT = re.compile(r"\{\s*+([0-9]*+)\s*+(?:,\s*+([0-9]*+)\s*+)?\}")
-_BLANKS = re.compile(r"\s*")
-_HUGE = 10**12  # characters; no more are counted
-_VERBOSE = re.compile(r"\(\?[a-wyzA-Z]*x")  # (?x): blanks and comments between any two characters
-
-
-def constraint_error(message: str, param: str) -> RequestError:
-    """The error of a constraint: its message begins with the client's field, which `param` is."""
-    return RequestError(f"{param}: {message}", param=param)
 
 
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
@@ -140,180 +117,6 @@ def close_objects(schema: Any) -> bool:
         for name in each.get("required", []):
             each.setdefault("properties", {}).setdefault(name, True)
     return bool(closable)
-
-
-def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
-    """Refuse a regular expression that cannot be followed, or not in reasonable time; returns its size.
-
-    `where` is its place in a schema. Whether it is well formed is left to its compiler.
-    """
-    place = f" at {where}" if where else ""
-    if len(pattern) > MAX_PATTERN_LEN:
-        raise constraint_error(
-            f"the pattern{place} has {len(pattern)} characters; at most {MAX_PATTERN_LEN} are allowed", param
-        )
-    if found := _unsupported_in(pattern):
-        raise constraint_error(
-            f"the pattern{place} uses {found}, which is not supported; write it without", param
-        )
-    size = _written_out(pattern)
-    _check_size(size, MAX_PATTERN_SIZE, f"the pattern{place}", param)
-    return size
-
-
-def _check_size(size: int, limit: int, what: str, param: str) -> None:
-    if size > limit:
-        raise constraint_error(
-            f"the repetitions of {what}, written out, are {size} characters long (with {OPTIONAL_SIZE} for "
-            f"each part that may be left out), at most {limit} are allowed; repeat less often",
-            param,
-        )
-
-
-def is_ebnf(grammar: str) -> bool:
-    """Return True if a grammar is written as `root ::= ...` (EBNF as in GBNF), not as `start: ...` (Lark)."""
-    return _EBNF_RULE.search(grammar) is not None
-
-
-def check_grammar(grammar: str, *, param: str) -> None:
-    """Refuse a grammar of too many rules, or with a schema, `%json {...}`, or a pattern that is refused."""
-    max_rules = MAX_RULES
-    if is_ebnf(grammar):
-        max_rules = MAX_EBNF_RULES
-        if len(grammar) > MAX_EBNF_LEN:
-            raise constraint_error(
-                f"the grammar has {len(grammar)} characters, at most {MAX_EBNF_LEN} are allowed in EBNF; "
-                "write it in Lark's notation",
-                param,
-            )
-    if (num_rules := sum(1 for _ in _RULE.finditer(grammar))) > max_rules:
-        raise constraint_error(f"the grammar has {num_rules} rules, at most {max_rules} are allowed", param)
-    if not is_ebnf(grammar):
-        _check_terminals(_read_lark(grammar, param), param)
-
-
-_Token = tuple[str, str, int]  # its kind, its text, and how many characters it matches
-
-
-def _read_lark(grammar: str, param: str) -> list[_Token]:
-    """The tokens of a grammar in Lark's notation, its schemas and expressions checked."""
-    tokens: list[_Token] = []
-    i = 0
-    while found := LARK_TOKEN.match(grammar, i):
-        kind, text, size, i = str(found.lastgroup), found[0], 0, found.end()
-        if text in ("%json", "%regex"):
-            i = _json_end(grammar, i, text, param)
-        elif kind == "pattern":
-            flags = found["flags"] or ""
-            pattern = text[1 : len(text) - len(flags)]
-            size = check_pattern(f"(?{flags[1:]})" if "x" in flags else pattern, param=param)
-        elif kind == "text":
-            size = len(text) - 2
-        if kind != "blank":
-            tokens.append((kind, text, size))
-    return tokens
-
-
-def _json_end(grammar: str, start: int, directive: str, param: str) -> int:
-    """The end of the JSON after a directive; a schema is checked."""
-    try:
-        value, end = _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())  # type: ignore[union-attr]
-    except (ValueError, RecursionError):
-        raise constraint_error(f"{directive} is not followed by a JSON schema", param) from None
-    if directive == "%json":
-        check_keywords(value, param=param)
-        if isinstance(value, dict) and "x-guidance" in value:  # its options are the compiler's, and unchecked
-            raise constraint_error("x-guidance in a schema of a grammar is not supported", param)
-    return end
-
-
-def _check_terminals(tokens: list[_Token], param: str) -> None:
-    """Refuse terminals that are too long once written out: each becomes one pattern, with those it names."""
-    bodies: dict[str, list[_Token]] = {}
-    body: list[_Token] = []
-    for i, token in enumerate(tokens):
-        if token[0] == "name" and _begins_rule(tokens, i):
-            body = bodies.setdefault(token[1], [])
-        body.append(token)
-    sizes: dict[str, int] = {}
-    opened: set[str] = set()
-    stack = [name for name in bodies if _is_terminal(name) or bodies[name][1][1] == "["]
-    total = sum(size for kind, _, size in tokens if kind == "pattern")
-    _check_size(total, MAX_PATTERNS_SIZE, "all expressions", param)
-    while stack:
-        name = stack[-1]
-        if name not in opened:  # names that it names first
-            opened.add(name)
-            named = {text for kind, text, _ in bodies[name] if kind == "name" and _is_terminal(text)}
-            stack += [text for text in named if text in bodies and text not in opened]
-            continue
-        stack.pop()
-        if name in sizes:
-            continue
-        sizes[name] = _size_of(bodies[name][1:], sizes)
-        _check_size(sizes[name], MAX_PATTERN_SIZE, f"the terminal {name[:80]}", param)
-        total += sizes[name]
-        _check_size(total, MAX_PATTERNS_SIZE, "all terminals", param)
-
-
-def _is_terminal(name: str) -> bool:
-    return name.lstrip("_")[:1].isupper()
-
-
-def _begins_rule(tokens: list[_Token], i: int) -> bool:
-    """Return True if the name at `i` begins a rule, `name:`, with `.priority` or `[options]` in between."""
-    texts = (text for _, text, _ in tokens[i + 1 : i + 4])
-    if (sign := next(texts, "")) == ".":
-        next(texts, "")
-        sign = next(texts, "")
-    if sign == "[":
-        i += 2
-        while i < len(tokens) and tokens[i][1] not in ("[", "]"):
-            i += 1
-        sign = tokens[i + 1][1] if i + 1 < len(tokens) and tokens[i][1] == "]" else ""
-    return sign == ":"
-
-
-def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
-    """The most characters that a terminal matches, as `_written_out` counts them."""
-    groups, last, most, is_counted = [0], 0, 0, False
-    for kind, text, size in (*body, ("sign", "", 0)):
-        if is_counted and (kind == "number" or text in (",", ".")):  # the counts of {2,3} or ~2..3
-            most = max(most, _count(text if kind == "number" else ""))
-            continue
-        if is_counted:
-            groups[-1] = min(groups[-1] + last * (max(most, 1) - 1), _HUGE)
-            last, most, is_counted = min(last * max(most, 1), _HUGE), 0, False
-        if text in ("{", "~"):
-            is_counted = True
-        elif text in ("(", "["):
-            groups.append(0)
-        elif text in (")", "]"):
-            last = groups.pop() if len(groups) > 1 else 0
-            groups[-1] += last
-        elif kind in ("text", "pattern", "name"):
-            last = sizes.get(text, 1) if kind == "name" else size
-            groups[-1] += last
-    return min(sum(groups), _HUGE)
-
-
-def refuse_constant(name: str) -> None:
-    """Refuse NaN and Infinity, which Python's JSON parser reads and JSON does not have."""
-    raise ValueError(f"{name} is no JSON number")
-
-
-LARK_TOKEN = re.compile(  # tokens of a grammar; what has no end goes on, and the compiler refuses it
-    r"(?P<blank>(?://|\#)[^\n]*|\s+)"
-    r'|(?P<text>"(?:\\.|[^"\\\n])*+(?:"i?)?+)'
-    r"|(?P<pattern>/(?:\\.|[^/\\])++(?P<flags>/[a-z]*)?+)"
-    r"|(?P<name>[A-Za-z_][\w-]*)"
-    r"|(?P<directive>%\w+)"
-    r"|(?P<number>[0-9]+)"
-    r"|(?P<sign>.)",
-    re.DOTALL,
-)
-
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
 class _SchemaCheck:
@@ -527,7 +330,7 @@ class _SchemaCheck:
 
     def _count_pattern(self, pattern: str, where: str) -> None:
         self._patterns_size += check_pattern(pattern, param=self._param, where=where)
-        _check_size(self._patterns_size, MAX_PATTERNS_SIZE, "all patterns", self._param)
+        check_size(self._patterns_size, MAX_PATTERNS_SIZE, "all patterns", self._param)
 
     def _check_count(self, where: str, count: int, limit: int, what: str) -> None:
         if count > limit:
@@ -562,73 +365,3 @@ def _is_number(value: object) -> bool:
 def _escaped(name: str) -> str:
     """A name as a part of a JSON pointer."""
     return name[:80].replace("~", "~0").replace("/", "~1")
-
-
-def _unsupported_in(pattern: str) -> str | None:
-    """The part of a regular expression that needs text outside its match or matched earlier, or None."""
-    i = 0
-    while i < len(pattern):
-        if pattern[i] == "\\":
-            if pattern[i + 1 : i + 2] in ("b", "B"):
-                return f"the word boundary \\{pattern[i + 1]}"
-            if pattern[i + 1 : i + 2] in tuple("123456789"):
-                return f"the back-reference \\{pattern[i + 1]}"
-            i += 2
-            continue
-        if pattern.startswith(_LOOK_AROUND, i):
-            return f"look-around ({pattern[i : i + 3]}...)"
-        if _VERBOSE.match(pattern, i):
-            return "the flag x"
-        i = _class_end(pattern, i) if pattern[i] == "[" else i + 1
-    return None
-
-
-def _written_out(pattern: str) -> int:
-    """The number of characters and classes of a regular expression with its repetitions written out.
-
-    A part that may be left out (`*`, `?`, `{0,9}`) counts for more, once: the compiler merges repeated ones.
-    """
-    sizes, last, i = [0], 0, 0  # sizes of open groups; the size of the part before `i`
-    num_optional = 0
-    while i < len(pattern):
-        char, end = pattern[i], i + 1
-        if char == "(":
-            sizes.append(0)
-            last = 0
-        elif char == "{" and (found := _REPEAT.match(pattern, i)):
-            most = max(_count(found[1]), _count(found[2]), 1)
-            sizes[-1] = min(sizes[-1] + last * (most - 1), _HUGE)
-            last, end = min(last * most, _HUGE), found.end()
-            num_optional += not _count(found[1])
-        elif char not in "*+?|^$":
-            last = sizes.pop() if char == ")" and len(sizes) > 1 else 1
-            sizes[-1] += last
-            if char == "\\" and (escape := _ESCAPE.match(pattern, i)):
-                end = escape.end()
-            elif char == "[":
-                end = _class_end(pattern, i)
-        else:
-            num_optional += char in "*?" and pattern[i - 1 : i] != "("  # not (?:
-        i = end
-    return sum(sizes) + OPTIONAL_SIZE * num_optional
-
-
-def _class_end(pattern: str, start: int) -> int:
-    """The index at which a class in brackets, `[^]a-z\\]]` or `[a[bc]]`, has ended."""
-    i, depth = start, 0
-    while i < len(pattern):
-        if pattern[i] == "[":
-            depth += 1
-            i += pattern.startswith("^", i + 1)
-            i += pattern.startswith("]", i + 1)
-        elif pattern[i] == "]":
-            depth -= 1
-            if depth == 0:
-                return i + 1
-        i += 2 if pattern[i] == "\\" else 1
-    return i
-
-
-def _count(digits: str | None) -> int:
-    """The number of repetitions; a number that is far too large anyway is cut to its first digits."""
-    return int((digits or "").lstrip("0")[:12] or 0)
