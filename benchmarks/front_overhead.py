@@ -21,7 +21,7 @@ from infer.cluster.child import READY
 from infer.cluster.front import build_front
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import Upstream
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.processes.board import Board
 from infer.server.serve import HttpServer, bind, http_config, loop_factory, stop_on_signals, url_of
 from infer.server.state import ServerState

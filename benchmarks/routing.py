@@ -41,7 +41,8 @@ FIRST_ID = 1000  # smallest token id of prompts
 
 def serve(way: str, model: str | None, replicas: int, api_processes: int, num_blocks: int) -> None:
     """Run the server; its URL goes to standard output."""
-    from infer.config.settings import EngineConfig, ServerConfig
+    from infer.config.server import ServerConfig
+    from infer.config.settings import EngineConfig
     from infer.log import setup_logging
     from infer.server import serve as serving
 

@@ -29,7 +29,8 @@ from benchmarks.machine import facts, parse, write
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 

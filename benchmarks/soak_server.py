@@ -58,7 +58,7 @@ from benchmarks.memory_taker import GIB, Neighbour
 from infer.bench.report import commit, machine, versions
 from infer.bench.sse_client import BrokenAnswer, Client, Connection, Endpoint, error_message
 from infer.cache.memory import resident_bytes
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.tools.nvml import held_by
 
 Answer = Mapping[str, str | list[float]]  # every text and every list of numbers of an answer, by its place

@@ -41,7 +41,8 @@ def serve_null(model: str, streams: int, pace: int, num_processes: int) -> None:
     """The server's process: the whole application around a null engine; its URL on standard output."""
     from infer.client.process_client import ProcessClient
     from infer.client.supervisor import ProcessOptions
-    from infer.config.settings import EngineConfig, ServerConfig
+    from infer.config.server import ServerConfig
+    from infer.config.settings import EngineConfig
     from infer.log import setup_logging
     from infer.server import serve
 

@@ -26,7 +26,8 @@ from infer.bench.report import read_report
 from infer.cli.flags import LIBRARY_ONLY, SAMPLING_HELP
 from infer.cli.main import build_parser
 from infer.config.knobs import KnobRow
-from infer.config.settings import ServerConfig, engine_sections, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import engine_sections, knob_table
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 REPORTS = DOCS.parent / "benchmarks" / "reports"

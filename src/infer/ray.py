@@ -31,7 +31,8 @@ from infer.cluster.front import build_front
 from infer.cluster.placing import import_ray
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.serve import bundle_of, orders_of
-from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
 from infer.server.state import ServerState
 

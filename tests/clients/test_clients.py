@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.server.app import create_app
 from tests.clients.puppet import Asked, serve_puppet
 from tests.support.fetched import fetched_model

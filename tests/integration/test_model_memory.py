@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import ConfigError
 from tests.support.server_process import ServerProcess, start_server, wait_until
 

@@ -21,7 +21,8 @@ import pytest
 import uvicorn
 
 from infer.client.client import InProcessClient
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model

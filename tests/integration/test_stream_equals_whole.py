@@ -22,7 +22,8 @@ import httpx
 import pytest
 
 from infer.client.client import InProcessClient
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats

@@ -16,7 +16,8 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.server.app import create_app

@@ -8,7 +8,7 @@ from typing import Any, cast
 import httpx
 
 from infer.client.client import EngineClient
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.frontend.prompts import PromptEncoder
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState

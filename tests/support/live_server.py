@@ -19,7 +19,8 @@ from typing import Any
 
 import uvicorn
 
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.frontend.llm import LLM
 from infer.server.app import create_app
 

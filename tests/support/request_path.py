@@ -19,7 +19,8 @@ from unittest.mock import patch
 import httpx
 
 import infer
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.server.app import create_app
 
 PREFIX = f"{Path(infer.__file__).parent}/"

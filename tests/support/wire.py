@@ -15,7 +15,7 @@ import httpx
 from fastapi import FastAPI
 
 from infer.client.client import EngineClient
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory

@@ -23,7 +23,8 @@ from infer.cli.main import build_parser
 from infer.cli.serve import read_models
 from infer.client import supervisor
 from infer.config.knobs import parse_bytes
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.server.serve import LAST_WRITES_S, warn_if_open
 from tests.support.app import Site
 from tests.support.images import DEPLOY, ROOT, exec_form, health_command, is_sent, read_dockerfile

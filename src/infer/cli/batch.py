@@ -30,7 +30,8 @@ from infer.cli.batch_lines import URLS, BatchLine, BatchOutput, check_input, rea
 from infer.cli.interrupts import importing
 from infer.cli.readers import positive
 from infer.cli.terminal import working
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.log import progress
 

@@ -25,7 +25,8 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 from infer.cli.readers import KINDS, int_or_none, on_or_off, token_bias
 from infer.config.foreign import FOREIGN, SHORT_FLAGS, is_quantization, refuse_quantization
 from infer.config.knobs import KnobRow, given_names, own_names, parse_knob, read_config_file
-from infer.config.settings import ServerConfig, engine_sections, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import engine_sections, knob_table
 from infer.errors import ConfigError
 from infer.loader.formats.hf_config import SAMPLING_KEYS
 from infer.log import LEVELS

@@ -18,7 +18,8 @@ from typing import Any
 from infer.cli import flags
 from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
-from infer.config.settings import EngineConfig, LoadConfig, ServerConfig, knob_table, name_fault, parse_alias
+from infer.config.server import ServerConfig, name_fault, parse_alias
+from infer.config.settings import EngineConfig, LoadConfig, knob_table
 from infer.errors import ConfigError, EngineLost
 from infer.loader.find.source import check_model
 

@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import InferError
 from infer.log import setup_logging
 

@@ -19,7 +19,8 @@ from infer.cluster.front import build_front
 from infer.cluster.placing import RayPlacer, import_ray, raise_if_lost
 from infer.cluster.replicas import ReplicaSet
 from infer.cluster.scaling import Scaler
-from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig, knob_table
 from infer.server.middleware.host_check import needs_host_check
 from infer.server.processes.board import Board
 from infer.server.serve import HttpServer, bind, drain, http_config, stop_on_signals, url_of, warn_if_open

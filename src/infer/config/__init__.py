@@ -2,7 +2,8 @@
 
 resolve.py     EngineConfig + machine + model -> ResolvedConfig: nothing is left open
 unused.py      settings that have no effect because of others, for the start line
-settings.py    the sections: load, cache, scheduler, run, server
+settings.py    the sections of an engine: load, cache, scheduler, run
+server.py      the section of a server
 knobs.py       the parts of a knob: flag, YAML key, keyword, row of the docs; other spellings; --config files
 foreign.py     names of other engines' settings: what they mean here, or why they are refused
 backends.py    the backends of attention and MLP, by device

@@ -12,3 +12,4 @@ SIMULATED_STEPS = StepDefaults(batch_size=64, batched_tokens=2048, chunk_size=51
 CPU_SHARE = 0.25  # share of the free memory for the KV cache of a model on the CPU
 GPU_SHARE = 0.9  # share of a GPU's free memory, once the weights are loaded, for steps and KV cache
 SERVER_MAX_QUEUE = 512  # sequences that may wait for an engine of a server
+MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer

@@ -11,7 +11,7 @@ no environment variables that change behaviour.
     ├── run       RunConfig       the execution of steps
     ├── speculation SpeculationConfig the proposer of tokens that a step judges together (speculation.py)
     └── adapters  AdapterConfig   LoRA adapters that are loaded, and room for others (adapters.py)
-    ServerConfig                  the server's address, its clients, and the amount of work
+    ServerConfig                  the server's address, its clients, and the amount of work (server.py)
 
 Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
@@ -19,10 +19,8 @@ Knob names are unique across the sections, so they are written flat: `LLM("dir",
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from infer.config.adapters import AdapterConfig
 from infer.config.backends import OTHER_SPELLINGS, choices
@@ -43,13 +41,13 @@ from infer.config.knobs import (
 from infer.config.own_code import names_code
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
+from infer.config.server import ServerConfig
 from infer.config.speculation import SpeculationConfig
 from infer.errors import ConfigError
 
 _CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # numbers that the help texts quote
 MAX_THREADS = 1024  # far more makes the thread library crash
 MAX_RANKS = 64  # processes that share a model
-MAX_SEQUENCES = 128  # n, best_of or beams of one request; a server's max_n may allow fewer
 FAST_PRODUCTS_GAIN = "up to 1.6 times as fast for prompts and batches, hardly faster for one sequence"
 FAST_PRODUCTS_COST = "about +0.7 % (int4) to +0.8 % (int8) perplexity on the default model"
 
@@ -484,274 +482,6 @@ class EngineConfig:
         """The knobs that name code of the user's own (own_code.py)."""
         table, knobs = knob_table(), self.knobs()
         return [name for name, row in table.items() if row.takes_code and names_code(knobs[name])]
-
-
-MAX_API_PROCESSES = 64
-MIN_MODEL_MEMORY = 2**20
-MIN_RECORD_BYTES = 1 << 20
-
-
-def check_room_for_models(name: str, size: str) -> None:
-    """Refuse a size that cannot be read, or that no model fits into."""
-    if parse_bytes(size, name) < MIN_MODEL_MEMORY:
-        least = f"{MIN_MODEL_MEMORY >> 20}MiB"
-        raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
-
-
-_EFFECTS = (  # a knob of the server, and those that have no effect without it (or with it)
-    ("without", "on_demand", {"max_loaded_models", "loaded_memory", "idle_unload", "model_memory"}),
-    ("without", "record", {"record_text", "record_bytes", "overwrite"}),
-    ("without", "cluster", {"ray_address", "max_replicas"}),
-    ("without", "max_replicas", {"target_queue_time", "scale_down_after"}),
-    ("without", "api_key", {"cache_isolation"}),
-    ("without", "replicas", {"share_device"}),
-    ("with", "uds", {"host", "port", "allowed_host"}),
-    ("with", "api_key", {"allowed_host"}),
-    ("with", "in_process", {"api_processes", "record", "restart_engine", "share_device"}),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The server's address, its clients, and the amount of work that it takes."""
-
-    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = knob(8000, "TCP port; 0: any free one", least=0, most=65535)
-    uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
-    served_model_name: str | None = knob(None, "name of the model for clients; default: its own name")
-    model_alias: tuple[str, ...] = knob(
-        (),
-        "another name of a model, as ALIAS=NAME, or ALIAS of the first model; ALIAS=NAME:90,OTHER:10 shares "
-        "its requests among models by weight; may be repeated",
-    )
-    on_demand: bool = knob(False, "load models at their first request; each needs a name: --model NAME=MODEL")
-    max_loaded_models: int | None = knob(
-        None,
-        "with on_demand: models that are loaded at a time; the one used least recently makes room; default: "
-        "1, or any number within loaded_memory",
-    )
-    loaded_memory: str | None = knob(
-        None,
-        "with on_demand: memory that loaded models may take together, such as 60GiB, with their KV caches as "
-        "infer plan counts them; the one used least recently makes room; default: they are only counted",
-        is_size=True,
-    )
-    idle_unload: float = knob(
-        0.0,
-        "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only",
-        least=0,
-    )
-    model_memory: str | None = knob(
-        None,
-        "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
-        "they are back in seconds; the model that was unloaded first makes room; a number alone is GiB; "
-        "default, or 0: none is kept",
-        is_size=True,
-    )
-    api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
-    cache_isolation: str = knob(
-        "none",
-        "who shares cached prefixes: none: everyone, but for their cache_salt; key: requests with the same "
-        "API key, so that no client learns from the time of an answer what others have asked",
-        choices=("none", "key"),
-    )
-    admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
-    cors_origin: tuple[str, ...] = knob(
-        (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
-    )
-    allowed_host: tuple[str, ...] = knob(
-        (), "host name to answer for, besides this machine's, on loopback without keys; may be repeated"
-    )
-    tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl_certfile",))
-    tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
-    max_body_size: str = knob("8MiB", "largest request body", is_size=True)
-    max_prompts: int = knob(256, "prompts in one completion request (embeddings: 2048 inputs)")
-    max_n: int = knob(16, "outputs (n, best_of or beams) of one prompt", most=MAX_SEQUENCES)
-    request_timeout: float = knob(600.0, "seconds after which a request ends with an error", least=0)
-    drain_timeout: float = knob(
-        30.0,
-        "seconds that running requests get when the server stops",
-        least=0,
-        aliases=("shutdown_timeout",),
-    )
-    api_processes: int | None = knob(
-        None,
-        "processes that answer HTTP; default: one per 4 cores next to a GPU, at most 8, else 1",
-        most=MAX_API_PROCESSES,
-    )
-    replicas: int = knob(
-        1,
-        "engines that serve the model side by side, on a GPU each, or with a share of the processor's cores",
-        aliases=("data_parallel_size",),
-    )
-    cluster: str = knob(
-        "none",
-        "where replicas run: none: on this machine, in one server; ray: on the nodes of a Ray cluster, each "
-        "a server of its own, and this one forwards to them",
-        choices=("none", "ray"),
-    )
-    ray_address: str | None = knob(None, "address of the Ray cluster; default: the one that Ray finds")
-    max_replicas: int | None = knob(
-        None, "in a cluster: add replicas up to this many while requests wait; default: as many as replicas"
-    )
-    target_queue_time: float = knob(1.0, "seconds that requests may wait before max_replicas adds a replica")
-    scale_down_after: float = knob(300.0, "seconds without a queue until an added replica is ended")
-    share_device: bool = knob(
-        False,
-        "let replicas share GPUs where there are too few for all of them, and divide device_memory; "
-        "otherwise they are refused",
-    )
-    in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
-    restart_engine: bool = knob(True, "start an engine that died again")
-    stuck_timeout: float = knob(
-        120.0, "seconds without progress until an engine counts as stuck; 0: never", least=0
-    )
-    metrics_prefix: str = knob(
-        "infer",
-        "prefix of a second name for every metric, next to infer_; vllm: as in dashboards made for vLLM",
-    )
-    otlp_traces_endpoint: str | None = knob(
-        None,
-        "send OpenTelemetry traces to the collector at this URL, over HTTP; needs pip install 'infer[otel]'",
-    )
-    access_log: bool = knob(True, "log one line per request")
-    unknown_fields: str = knob(
-        "ignore",
-        "what becomes of a body's field that resembles no known one, on other routes than /v1/completions: "
-        "ignore: it is named in the header x-infer-ignored and once in the log; refuse: an error",
-        choices=("ignore", "refuse"),
-    )
-    response_store: int = knob(
-        1000,
-        "responses of /v1/responses kept in memory, to be continued with previous_response_id; 0: none",
-        least=0,
-    )
-    explain_requests: int = knob(
-        256,
-        "requests that have ended and can still be explained at /explain/ID, for each engine and each "
-        "process that answers HTTP; 0: none, nor running ones",
-        least=0,
-    )
-    record: str | None = knob(
-        None,
-        "record the arrivals and lengths of requests in this file, for 'infer simulate --trace'; FILE-1, "
-        "FILE-2 and so on for further engines",
-    )
-    record_text: bool = knob(
-        False, "with record: record the whole run, for 'infer replay'; holds the prompts and outputs"
-    )
-    record_bytes: str = knob("1GiB", "with record: disk space for the files of one engine", is_size=True)
-    overwrite: bool = knob(False, "let record replace existing files")
-    ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
-    docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
-    headless: bool = knob(False, "serve no HTTP, only ranks for node 0; implied by a node_rank above 0")
-
-    def _check_model_memory(self, size: str) -> None:
-        check_room_for_models("model_memory", size)
-        for name in ("in_process", "record"):
-            if getattr(self, name):
-                raise ConfigError(f"model_memory needs engine processes that may sleep; leave out {name}")
-        if (self.api_processes or 1) > 1:
-            raise ConfigError("model_memory works with one API process so far; leave out api_processes")
-
-    def _check_cluster(self) -> None:
-        """Refuse settings that a cluster has no place for."""
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ConfigError(
-                f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas to start with"
-            )
-        alone = {
-            "admin_key": (self.admin_key is not None, "admin routes are about one server"),
-            "in_process": (self.in_process, "replicas are processes on other machines"),
-            "record": (self.record is not None, "replicas write to disks of other machines"),
-            "share_device": (self.share_device, "Ray gives each replica a GPU of its own"),
-            "api_processes": (self.api_processes is not None, "the front is one process"),
-            "response_store": (self.response_store not in (0, 1000), "replicas share no memory of responses"),
-        }
-        for name, (is_given, why) in alone.items():
-            if is_given:
-                raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
-
-    def _check_effects(self) -> None:
-        """Refuse knobs that the others leave without effect."""
-        rows = knob_rows("server", ServerConfig)
-        given = {row.name for row in rows if getattr(self, row.name) != row.default}
-        for how, other, names in _EFFECTS:
-            for name in sorted(given & names) if (other in given) == (how == "with") else ():
-                change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
-                raise ConfigError(f"{name} has no effect {how} {other}; {change}")
-
-    def __post_init__(self) -> None:
-        check_knobs(self)
-        if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
-            raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
-        if self.loaded_memory is not None:
-            check_room_for_models("loaded_memory", self.loaded_memory)
-        if self.model_memory is not None:
-            object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
-        self._check_effects()
-        if self.model_memory is not None:
-            self._check_model_memory(self.model_memory)
-        if self.cluster != "none":
-            self._check_cluster()
-        parse_bytes(self.max_body_size, "max_body_size")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key belong together; give both or neither")
-        if fault := name_fault(self.served_model_name or ""):
-            raise ConfigError(f"served_model_name {fault}")
-        for alias in self.model_alias:
-            parse_alias(alias)
-        if any(not key for key in self.api_key) or self.admin_key == "":
-            raise ConfigError("an empty key would let every client in; give a key or none")
-        if not (self.otlp_traces_endpoint or "http://").startswith(("http://", "https://")):
-            raise ConfigError(
-                "otlp_traces_endpoint must be a URL such as http://127.0.0.1:4318, "
-                f"got {self.otlp_traces_endpoint!r}"
-            )
-        if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
-            raise ConfigError(
-                "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "
-                f"such as infer or vllm, got {self.metrics_prefix!r}"
-            )
-
-
-def name_fault(name: str) -> str | None:
-    """Return the fault of a model's name, if any: it must not write log lines or move a terminal's cursor."""
-    return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
-
-
-ModelShares: TypeAlias = dict[str, float]  # shares by the name of a model; an ordinary alias has one
-
-
-def parse_alias(text: str) -> tuple[str, ModelShares]:
-    """The alias of a `model_alias` and what it stands for; the name of the first model may be left empty."""
-    alias, equals, rest = text.partition("=")
-    fault = name_fault(text)
-    if fault is None and (not alias or (equals and not rest)):
-        fault = f"must be ALIAS=NAME, ALIAS or ALIAS=NAME:WEIGHT,NAME:WEIGHT, got {text!r}"
-    if fault is not None:
-        raise ConfigError(f"model_alias {fault}")
-    if "," not in rest:  # a name may hold a colon
-        return alias, {rest: 1.0}
-    weights: ModelShares = {}
-    for part in rest.split(","):
-        name, _, number = part.strip().rpartition(":")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not name or name in weights or (fault := weight_fault(weight)):
-            fault = fault or f"has {part!r}, but needs NAME:WEIGHT for each of different models"
-            raise ConfigError(f"model_alias {text!r} {fault}")
-        weights[name] = weight
-    return alias, weights
-
-
-def weight_fault(weight: float) -> str | None:
-    """Return what is wrong with the weight of a model in an alias, or None."""
-    if math.isfinite(weight) and weight > 0:
-        return None
-    return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"
 
 
 def engine_sections() -> dict[str, type]:

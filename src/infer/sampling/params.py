@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from infer.config.settings import MAX_SEQUENCES
+from infer.config.defaults import MAX_SEQUENCES
 from infer.config.speculation import MAX_DRAFTS
 from infer.constraints.description import Reasoning, Structured
 from infer.errors import RequestError, closest

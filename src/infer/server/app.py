@@ -22,7 +22,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from infer import __version__
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.metered_client import MeteredClient

@@ -35,7 +35,8 @@ from starlette.types import ASGIApp
 from infer.client.placement import is_on_gpu
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
 from infer.server.connection import GuardedConnection

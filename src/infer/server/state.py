@@ -30,7 +30,8 @@ from time import monotonic, perf_counter
 from typing import Any, Literal, NamedTuple
 
 from infer.client.client import EngineClient
-from infer.config.settings import EngineConfig, ModelShares, SchedulerConfig, ServerConfig
+from infer.config.server import ModelShares, ServerConfig
+from infer.config.settings import EngineConfig, SchedulerConfig
 from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request

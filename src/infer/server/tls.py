@@ -12,7 +12,7 @@ import ssl
 import time
 from pathlib import Path
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from infer.cli import flags
 from infer.cli.main import build_parser, main
 from infer.cli.serve import read_models, split_name
 from infer.client import spawn as spawning
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 
 

@@ -20,7 +20,8 @@ from infer.cluster.front import build_front, merge_pages
 from infer.cluster.placing import RayPlacer
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.upstream import ReplicaGone, Upstream
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.ray import ServeReplica
 from infer.ray import app as serve_app

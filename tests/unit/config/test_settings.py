@@ -10,10 +10,12 @@ import pytest
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser, main
 from infer.config import foreign, knobs
+from infer.config.defaults import MAX_SEQUENCES
 from infer.config.foreign import FOREIGN
 from infer.config.knobs import parse_bytes, parse_knob, read_config_file
 from infer.config.profiles.generic import GENERIC
-from infer.config.settings import MAX_SEQUENCES, EngineConfig, LoadConfig, ServerConfig, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig, LoadConfig, knob_table
 from infer.errors import ConfigError, RequestError
 from infer.sampling.params import SamplingParams
 

@@ -13,7 +13,8 @@ import torch
 
 from infer.client.client import EngineClient
 from infer.config.defaults import SERVER_MAX_QUEUE
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import (
     ConfigError,
     EngineError,

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Match, Route
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.app import build_app
 from infer.server.middleware.auth import Auth, KeyRing, is_admin, is_open, route_path
 from infer.server.state import ServerState

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from infer.client.client import InProcessClient
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import ConfigError
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState as Host
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, MAX_LINGER_BYTES, GuardedConnection
 from infer.server.serve import loop_factory

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import (
     ConfigError,
     ContextOverflow,

@@ -12,7 +12,8 @@ import pytest
 
 from infer.cli.main import main
 from infer.client.client import InProcessClient
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, RequestError
 from infer.frontend.llm import LLM

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.middleware.host_check import HostCheck, needs_host_check
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.middleware.limits import BodyLimit, Gate
 from infer.server.state import ServerState
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.engine.live import LiveRequest
 from infer.errors import EngineStopped
 from infer.frontend.prompts import PromptEncoder

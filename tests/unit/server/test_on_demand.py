@@ -15,7 +15,8 @@ import pytest
 
 from infer.client.client import EngineClient
 from infer.client.planned import Planned
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import CheckpointError, ConfigError, EngineLost, EngineStopped, NameTaken, NoRoom
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder

@@ -20,7 +20,8 @@ import zmq
 from starlette.types import Message, Receive, Scope, Send
 
 from infer.client.messages import Ready, encode
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineError, EngineLost, EngineStopped, UnknownModel
 from infer.server.app import build_app, create_app

@@ -16,7 +16,8 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, ModelSourceError
 from infer.server import serve as serving
 from infer.server.fleet.fleet import Fleet

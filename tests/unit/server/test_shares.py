@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.config.settings import ServerConfig, parse_alias
+from infer.config.server import ServerConfig, parse_alias
 from infer.errors import ConfigError, EngineStopped
 from infer.frontend.llm import LLM
 from infer.server.fleet.fleet import Fleet

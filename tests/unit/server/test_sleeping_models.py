@@ -11,7 +11,8 @@ from infer.client.client import EngineClient
 from infer.client.messages import Ready
 from infer.client.process_client import ProcessClient
 from infer.client.subscribers import CLOSED
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineError, EngineStopped
 from infer.frontend.llm import LLM

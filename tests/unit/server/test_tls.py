@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import ConfigError
 from infer.server.tls import tls_context, warn_if_expired
 

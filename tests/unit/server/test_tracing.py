@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.errors import ConfigError
 from infer.server import tracing
 from infer.server.fleet.metered_client import MeteredClient

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import SchedulerConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import SchedulerConfig
 from infer.engine.stats import EngineStats
 from infer.errors import RequestError, TemplateError, UnknownModel
 from infer.frontend.llm import LLM

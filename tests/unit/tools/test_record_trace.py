@@ -14,7 +14,8 @@ import pytest
 
 from infer.bench.simulated import simulate
 from infer.bench.traces import read_trace, to_workload
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request

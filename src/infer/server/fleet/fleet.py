@@ -40,7 +40,8 @@ from infer.client.subscribers import CLOSED, SHUTTING_DOWN
 from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.knobs import parse_bytes
-from infer.config.settings import EngineConfig, LoadConfig, ModelShares, name_fault, parse_alias, weight_fault
+from infer.config.server import ModelShares, name_fault, parse_alias, weight_fault
+from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.phases import spell_phases
 from infer.errors import (
     ConfigError,

@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 
-from infer.config.settings import ModelShares
+from infer.config.server import ModelShares
 
 _DIGEST_BYTES = 8
 

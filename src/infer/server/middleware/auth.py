@@ -28,7 +28,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.protocol.errors import ApiError
 from infer.server.state import current_record
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.config.settings import ServerConfig
+from infer.config.server import ServerConfig
 from infer.server.middleware.auth import header_of
 from infer.server.protocol.errors import ApiError
 

@@ -35,7 +35,8 @@ from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
 from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
-from infer.config.settings import EngineConfig, ModelShares, ServerConfig
+from infer.config.server import ModelShares, ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders

@@ -30,7 +30,8 @@ from typing import Any
 
 from infer.client.spawn import give_orders, spawn, spell_end
 from infer.client.supervisor import log_level
-from infer.config.settings import EngineConfig, ServerConfig
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, EngineStopped
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Answerer, Channel
