@@ -15,7 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from infer.bench.load import fast_loop, run_load
+import uvloop
+
+from infer.bench.load import run_load
 from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 
@@ -55,7 +57,7 @@ def serve(path: str, num_tokens: int) -> None:
         listening = await asyncio.start_unix_server(answer, path)
         await listening.serve_forever()
 
-    with asyncio.Runner(loop_factory=fast_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
 
 

@@ -33,7 +33,8 @@ from infer.kernels.attention.reference import attend_sdpa
 from infer.layers.bind import bind
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import ModelSource, resolve_model
-from infer.loader.load import load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import load_model
 from infer.models.model import Model
 
 ON_GPU, FAST = "gpu:", ":fast"

@@ -17,7 +17,8 @@ from infer import LLM, SamplingParams
 from infer.layers.linear import ExpertLinear, Projected
 from infer.loader import code_cache
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
 from infer.tools.quantize import SCHEME_NAMES, Recipe, quantize_checkpoint

@@ -28,7 +28,8 @@ from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.weight_plan import kept_bytes, plan_weights
 from infer.models.model import Model
 from infer.quant.packed import Packed

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.checkpoint import open_checkpoint
 from infer.loader.formats.quantized import quantized_checkpoint
-from infer.loader.load import read_headers
+from infer.loader.headers import read_headers
 from infer.tools.quantize import Recipe, config_of, quantize_checkpoint, quantize_matrix
 from scripts.make_checkpoint import Sizes, make_checkpoint
 

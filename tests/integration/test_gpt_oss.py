@@ -18,8 +18,8 @@ from infer.kernels.cpu.library import MXFP4, library
 from infer.kernels.linear.coded import E2M1, CodedForm
 from infer.layers.linear import ExpertLinear
 from infer.loader.find.source import resolve_model
-from infer.loader.headers import headers_of_config
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import headers_of_config, read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.slices import Rank
 from infer.loader.weight_plan import kept_bytes, plan_weights
 from infer.quant.gpu_schemes import GPUWeights

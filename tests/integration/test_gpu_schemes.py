@@ -34,7 +34,8 @@ from infer.loader.find.source import resolve_model
 from infer.loader.formats.quantized import short_bytes
 from infer.loader.formats.stored_module import Settings
 from infer.loader.forms import rounded_form
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import kept_bytes
 from infer.quant.gpu_schemes import GPUWeights

@@ -26,7 +26,8 @@ from infer.kernels.attention.reference import attend_naive
 from infer.layers.attention import AttentionLayer
 from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.tools.memory_plan import machine_on, plan_memory
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.tiny import SIZES, greedy, random_prompts, run_engine

@@ -19,7 +19,8 @@ from infer.errors import CheckpointError, ConfigError
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf import GGMLType, read_gguf
-from infer.loader.load import LoadedModel, choose_device, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, choose_device, load_model
 from infer.models.model import Model
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
 from tests.unit.loader.tiny_files import state, write_directory, write_gguf, write_weights

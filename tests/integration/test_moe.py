@@ -19,7 +19,8 @@ from infer.kernels.cpu.library import library
 from infer.layers.linear import ExpertLinear, Linear
 from infer.layers.moe import MixtureOfExperts
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.weight_plan import kept_bytes, num_weights, plan_weights
 from infer.quant.packed import Packed
 from scripts.make_checkpoint import make_checkpoint

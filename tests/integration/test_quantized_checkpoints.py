@@ -26,7 +26,8 @@ from infer.errors import CheckpointError, ConfigError
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Projected
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.weight_plan import kept_bytes
 from infer.quant.packed import Packed
 from infer.tools.quantize import ALL_NAMES, SCHEME_NAMES, Recipe, quantize_checkpoint

@@ -13,7 +13,7 @@ from tests.unit.test_layering import PACKAGE, imported_files
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 FILE = re.compile(r"`([\w/]+\.py)`")
 HANDED_OVER = "handed over"
-MAX_FILES = 45
+MAX_FILES = 46
 
 
 def section(heading: str) -> str:

@@ -20,7 +20,7 @@ from infer.engine.build import build_engine
 from infer.frontend.prompts import open_model
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
-from infer.loader.load import read_headers
+from infer.loader.headers import read_headers
 from infer.server.routes import messages as messages_route
 from infer.server.routes import responses as responses_route
 from scripts.make_checkpoint import make_checkpoint

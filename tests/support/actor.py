@@ -17,7 +17,7 @@ import msgspec
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow
 from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
-from infer.loader.load import read_headers
+from infer.loader.headers import read_headers
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request, StepOutput
 from scripts.make_checkpoint import make_checkpoint

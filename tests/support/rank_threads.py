@@ -16,8 +16,10 @@ from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.rank_worker import serve_rank
 from infer.errors import DeviceLost
+from infer.kernels.runtime.communicator import Communicator, Pipe
 from infer.loader.find.source import resolve_model
-from infer.loader.load import Communicator, LoadedModel, Pipe, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel
 from tests.support.rank_nodes import open_nodes
 
 

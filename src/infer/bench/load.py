@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
+import uvloop
+
 from infer.bench.metrics import RequestTrace
 from infer.bench.sse_client import Client, Clock, Endpoint
 from infer.bench.workloads import Session, Workload
@@ -228,14 +230,5 @@ def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
 def _run(
     endpoint: Endpoint, workload: Workload, on_done: Callable[[], None], starts_at: float | None = None
 ) -> LoadResult:
-    with asyncio.Runner(loop_factory=fast_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_workload(endpoint, workload, on_done=on_done, starts_at=starts_at))
-
-
-def fast_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop of libuv where it is installed, at half the cost per event."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

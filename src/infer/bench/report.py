@@ -37,7 +37,6 @@ from infer.tools.typed_json import read_json
 SCHEMA = "infer-bench"
 VERSION = 1
 SECRETS = ("--api-key",)
-OLD_FIGURES = {"floor_s": "roofline_s", "floor_share": "roofline_share"}  # names in older reports
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,11 +57,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     figures: dict[str, Figure]
     note: str = ""  # a sentence that explains the figures
     skipped: str = ""  # reason why there are no figures
-
-    def __post_init__(self) -> None:
-        for old, name in OLD_FIGURES.items():
-            if old in self.figures:
-                self.figures[name] = self.figures.pop(old)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,8 @@ import torch
 from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
-from infer.loader.load import LoadedModel, ModelHeaders, choose_device, load_model, rank_device
+from infer.loader.headers import ModelHeaders
+from infer.loader.load import LoadedModel, choose_device, load_model, rank_device
 from infer.loader.slices import ALONE, Rank
 from infer.loader.weight_plan import plan_weights
 from infer.tools.memory_plan import check_settings

@@ -359,7 +359,7 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
     with phases("import"):  # here: a test's engine has no model, and needs no torch
         from infer.client.load import load_weights
         from infer.engine.build import build_engine, token_bytes_of, wake_libraries
-        from infer.loader.load import read_headers
+        from infer.loader.headers import read_headers
 
     with phases("find"):
         source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)

@@ -53,7 +53,7 @@ def _serve(launch: RankLaunch) -> None:
         from infer.client.load import load_part, rank_of, use_threads
         from infer.engine.rank_worker import open_link, serve_rank, watch_device
         from infer.loader.find.source import resolve_model
-        from infer.loader.load import read_headers
+        from infer.loader.headers import read_headers
 
     use_threads(launch.num_threads)
     config = EngineConfig.from_knobs(**launch.knobs)

@@ -1,8 +1,7 @@
 """Checks of a grammar before it is compiled: the number of its rules, and the schemas and expressions in it.
 
-A grammar is written in Lark's notation or in EBNF as in GBNF. The compiler makes one expression of a terminal
-and of all that it names, so terminals are measured with what they name, as expressions are
-(pattern_checks.py).
+The compiler makes one expression of a terminal and of all that it names, so terminals are measured with what
+they name (pattern_checks.py).
 """
 
 from __future__ import annotations

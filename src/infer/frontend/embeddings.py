@@ -1,11 +1,8 @@
 """Embeddings: the final hidden state of an input, pooled.
 
-    texts or ids ──► open_embeddings ──► EmbeddingJob ──► requests ──► hidden states ──► finish ──► vectors
-
 The pooled state is the one of the last token (the default, which decoder models are trained for) or the mean
-over all tokens. Vectors have the length 1, as in OpenAI's API, so that a dot product is a cosine;
-`normalize=False` returns the state unchanged. A model's files may say how to pool (loader/pooling.py); a
-caller's choice overrides them.
+over all tokens. Vectors have the length 1, as in OpenAI's API, so that a dot product is a cosine. A model's
+files may say how to pool (loader/pooling.py); a caller's choice overrides them.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infer.errors import ContextOverflow, RequestError, spell_context, spell_limit
 from infer.frontend.prompts import PromptEncoder
@@ -40,23 +38,10 @@ class EmbeddingJob:
             hidden = hidden[: self.dimensions]
         return to_unit(hidden) if self.normalize else hidden
 
-    def requests(
-        self,
-        next_id: Callable[[], str],
-        deadline: float | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> list[Request]:
-        """A request for each input."""
+    def requests(self, next_id: Callable[[], str], **options: Any) -> list[Request]:
+        """A request for each input; `options` as in `RequestOptions`, without an id."""
         return [
-            Request(
-                request_id=next_id(),
-                prompt=prompt,
-                pooling=self.pooling,
-                deadline=deadline,
-                cache_salt=cache_salt,
-                adapter=adapter,
-            )
+            Request(request_id=next_id(), prompt=prompt, pooling=self.pooling, **options)
             for prompt in self.prompts
         ]
 

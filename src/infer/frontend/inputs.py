@@ -1,9 +1,7 @@
 """The forms in which a caller may give prompts and conversations, and each as the encoder takes it.
 
-    prompt          text, or token ids: a sequence of integers, or a one-dimensional array
-    conversation    a list of messages, or a text, which is one message of a user
-
-Several are a list of these, so a list of integers is one prompt, and a list of messages is one conversation.
+A prompt is text or token ids, a conversation is a list of messages or the text of one. Several are a list of
+these, so a list of integers is one prompt, and a list of messages is one conversation.
 """
 
 from __future__ import annotations
@@ -26,12 +24,9 @@ def is_token_id(value: object) -> bool:
 
 
 def read_prompt(prompt: object) -> str | list[int]:
-    """The prompt as a text, or as a list of plain integers."""
-    return prompt if isinstance(prompt, str) else read_token_ids(prompt)
-
-
-def read_token_ids(prompt: object) -> list[int]:
-    """A prompt of token ids as plain integers: from a sequence, or a one-dimensional array."""
+    """The prompt as a text, or as plain integers: from a sequence, or a one-dimensional array."""
+    if isinstance(prompt, str):
+        return prompt
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
         raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompt")

@@ -250,7 +250,7 @@ class LLM(TextModel):
             unfinished = {stream.request_id for stream in streams}
             with progress(label, total=len(streams), is_shown=show_progress) as advance:
                 while unfinished:
-                    finished = unfinished.intersection(self._step())
+                    finished = unfinished.intersection(self._step()[1])
                     unfinished -= finished
                     advance(len(finished))
         finally:
@@ -374,22 +374,13 @@ class LLM(TextModel):
     def step(self) -> list[StepOutput]:
         """Make one step of the engine by hand; returns its outputs, whose text goes to the open streams."""
         with self._in_turn():
-            outputs = self._advance()
-            self._deliver(outputs)
-            return outputs
+            return self._step()[0]
 
-    def _step(self) -> list[str]:
-        """One step of the engine; its outputs go to their streams. Returns the requests that are done."""
-        return self._deliver(self._advance())
-
-    def _advance(self) -> list[StepOutput]:
+    def _step(self) -> tuple[list[StepOutput], list[str]]:
+        """One step of the engine: its outputs, which go to their streams, and the requests that are done."""
         while self._dropped:
             self._close(self._dropped.popleft())
-        return self.engine.step()
-
-    def _deliver(self, outputs: Sequence[StepOutput]) -> list[str]:
-        """Give outputs to their streams; returns the requests that are done."""
-        finished = []
+        outputs, finished = self.engine.step(), list[str]()
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -404,7 +395,7 @@ class LLM(TextModel):
                     finished.append(output.request_id)
             if can_stop:
                 self.engine.abort(output.request_id, output.index)
-        return finished
+        return outputs, finished
 
 
 @dataclass(slots=True, eq=False)

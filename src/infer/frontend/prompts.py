@@ -31,7 +31,8 @@ from infer.tokenizer.fim import find_gap_marks
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from infer.loader.load import LoadedModel, ModelHeaders  # they import torch, which a server does without
+    from infer.loader.headers import ModelHeaders
+    from infer.loader.load import LoadedModel  # they import torch, which a server does without
 
 
 class RequestOptions(TypedDict, total=False):
@@ -89,10 +90,16 @@ class PromptEncoder:
         self.pooling = headers.pooling  # the way to make embeddings
         self._source = headers.source
         self.tokenizer = tokenizer
-        self._template = _find_template(config, family, tokenizer)
+        self._template: ChatTemplate | None = None
+        try:
+            self._template = find_template(family, tokenizer, config.chat_template)
+        except ConfigError as error:
+            if config.chat_template is not None:
+                raise
+            self._no_template = error  # raised for a conversation
         check_parsers(config.tool_call_parser, config.reasoning_parser)
         self.dialect = self.think = None  # its ways to call tools and to reason, if known
-        if isinstance(self._template, ChatTemplate):
+        if self._template is not None:
             self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
             self._template.write_calls = None if self.dialect is None else self.dialect.write_calls
             self.think = find_think(config.reasoning_parser, self._template, tokenizer)
@@ -114,29 +121,29 @@ class PromptEncoder:
     @property
     def has_chat_template(self) -> bool:
         """True if conversations can be turned into prompts."""
-        return isinstance(self._template, ChatTemplate)
+        return self._template is not None
 
     @property
     def template_in_use(self) -> str:
         """The chat template that conversations are written with, for the log; "": there is none."""
-        if not isinstance(self._template, ChatTemplate):
+        if self._template is None:
             return ""
         is_own = self._template.name == CHECKPOINT
         return f'"{CHECKPOINT}, as shipped with the model"' if is_own else self._template.name
 
     def reads_option(self, name: str) -> bool:
         """Return True if the chat template reads a keyword of `template_options`."""
-        return isinstance(self._template, ChatTemplate) and name in self._template.kwargs
+        return self._template is not None and name in self._template.kwargs
 
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template; None: there is none."""
-        return self._template.source if isinstance(self._template, ChatTemplate) else None
+        return None if self._template is None else self._template.source
 
     @property
     def template_warning(self) -> str | None:
         """The warning for a chat with a model that may not know the format; None if there is none."""
-        if self.ships_chat_template or not isinstance(self._template, ChatTemplate):
+        if self.ships_chat_template or self._template is None:
             return None
         return (
             f"{self.name} came without a chat template, as base models do; conversations are written with "
@@ -224,8 +231,8 @@ class PromptEncoder:
         most: int | None = None,
     ) -> list[int]:
         """The last `most` ids of a conversation, ready for the assistant's answer or as `opening` says."""
-        if not isinstance(self._template, ChatTemplate):
-            raise self._template
+        if self._template is None:
+            raise self._no_template
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         options = template_options or {}
@@ -383,7 +390,7 @@ def _check_options(options: RequestOptions) -> None:
 def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEncoder, LoadedModel]:
     """Find and load a model: its text side, and the weights for an engine."""
     from infer.client.load import load_weights
-    from infer.loader.load import read_headers
+    from infer.loader.headers import read_headers
 
     headers = read_headers(find_source(config.load, show_progress=show_progress), config.load.model_impl)
     encoder = make_encoder(config.load, headers)
@@ -425,13 +432,3 @@ def _load_tokenizer(config: LoadConfig, headers: TextHeaders) -> Tokenizer:
     if headers.gguf_metadata is not None:
         return Tokenizer.from_gguf(headers.gguf_metadata)
     return Tokenizer.from_directory(headers.source.path)
-
-
-def _find_template(config: LoadConfig, family: str, tokenizer: Tokenizer) -> ChatTemplate | ConfigError:
-    """The template, or the error to raise for a chat without one."""
-    try:
-        return find_template(family, tokenizer, config.chat_template)
-    except ConfigError as error:
-        if config.chat_template is not None:
-            raise
-        return error

@@ -32,8 +32,7 @@ from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
 from infer.loader.formats.quantized import published_as
-from infer.loader.headers import ModelHeaders as ModelHeaders
-from infer.loader.headers import read_headers as read_headers
+from infer.loader.headers import ModelHeaders, read_headers
 from infer.loader.placement import Move, plan_moves
 from infer.loader.quantization import AS_STORED
 from infer.loader.slices import ALONE, Rank, own_kv_heads

@@ -214,8 +214,7 @@ def current_record() -> RequestRecord | None:
 
 def mark(stage: str) -> None:
     """Note that a stage of the current HTTP request has ended, where that is kept."""
-    record = _RECORD.get()
-    if record is not None:
+    if (record := _RECORD.get()) is not None:
         record.mark(stage)
 
 

@@ -41,7 +41,7 @@ from infer.loader.find.source import ModelSource
 from infer.loader.formats.checkpoint import INDEX, SINGLE, StoredTensor, write_safetensors
 from infer.loader.formats.hf_config import read_hf_config
 from infer.loader.formats.quantized import published_as
-from infer.loader.load import ModelHeaders, read_headers
+from infer.loader.headers import ModelHeaders, read_headers
 from infer.log import progress
 from infer.models.weight_map import Target, find_target
 from infer.quant.rounding import NF4

@@ -212,7 +212,8 @@ def replay_model(
     from infer.engine.build import build_engine
     from infer.engine.speculation_build import read_draft
     from infer.loader.find.source import resolve_model
-    from infer.loader.load import load_model, read_headers
+    from infer.loader.headers import read_headers
+    from infer.loader.load import load_model
 
     facts = record.facts
     config = replay_config(facts, model, draft_model=draft_model, device=device)

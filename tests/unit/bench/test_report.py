@@ -79,13 +79,6 @@ def test_every_committed_report_is_valid() -> None:
             read_report(path)
 
 
-def test_a_report_of_before_has_its_figures_under_their_new_names(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    write_report(report(0.5, figure="roofline_share"), path)
-    path.write_text(path.read_text().replace("roofline_share", "floor_share"))
-    assert list(read_report(path).rows[0].figures) == ["roofline_share"]
-
-
 def test_the_revision_of_a_model_is_its_commit_or_the_hash_of_its_files(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"weights")

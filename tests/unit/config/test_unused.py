@@ -13,7 +13,8 @@ import pytest
 
 from infer.config.knobs import KnobRow
 from infer.config.resolve import Machine, ModelFacts, resolve, resolve_scheduler
-from infer.config.settings import EngineConfig, ServerConfig, knob_table
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig, knob_table
 from infer.config.unused import rules, unused_knobs
 from infer.errors import ConfigError
 from infer.scheduling.plan import StepPlan

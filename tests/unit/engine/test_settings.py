@@ -25,7 +25,8 @@ from infer.frontend.async_llm import AsyncLLM
 from infer.frontend.llm import LLM
 from infer.loader import load
 from infer.loader.find.source import resolve_model
-from infer.loader.load import LoadChoice, ModelHeaders, read_headers
+from infer.loader.headers import ModelHeaders, read_headers
+from infer.loader.load import LoadChoice
 from infer.loader.quantization import Rule
 from infer.loader.weight_plan import WeightPlan, num_weights, plan_weights
 from infer.models.config import ModelConfig

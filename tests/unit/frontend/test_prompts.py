@@ -15,7 +15,7 @@ from infer.config.settings import LoadConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, RequestError
 from infer.frontend.prompts import PromptEncoder, find_source, make_encoder, open_text
-from infer.loader.load import read_headers
+from infer.loader.headers import read_headers
 from infer.sampling.params import SamplingParams
 from infer.server.fleet import fleet
 from scripts.make_checkpoint import make_checkpoint

@@ -25,7 +25,8 @@ from infer.loader import quantization as quantization_module
 from infer.loader.find.source import resolve_model
 from infer.loader.formats.gguf_quants import FOUR_BITS
 from infer.loader.forms import is_four_bit
-from infer.loader.load import LoadedModel, load_model, read_headers
+from infer.loader.headers import read_headers
+from infer.loader.load import LoadedModel, load_model
 from infer.loader.quantization import Held, choose_rule
 from infer.loader.weight_plan import kept_bytes as bytes_of
 from infer.loader.weight_plan import num_weights, plan_weights, stored_matrices

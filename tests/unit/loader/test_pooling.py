@@ -10,7 +10,7 @@ import pytest
 
 from infer.errors import CheckpointError
 from infer.loader.find.source import resolve_model
-from infer.loader.load import read_headers
+from infer.loader.headers import read_headers
 from infer.loader.pooling import Pooling, read_pooling
 from scripts.make_checkpoint import make_checkpoint
 

@@ -27,7 +27,7 @@ from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.fleet.metered_client import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, MeteredClient
 from infer.server.metrics import ServerMetrics
-from infer.server.protocol.stream import merge
+from infer.server.protocol.generation import merge
 from infer.server.state import RequestRecord, recording
 from infer.tools.nvml import GpuReading
 from tests.support.app import Site

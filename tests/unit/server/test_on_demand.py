@@ -25,7 +25,7 @@ from infer.server.app import build_app
 from infer.server.fleet import on_demand
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
-from infer.server.protocol.stream import FrameWriter, LateStream
+from infer.server.protocol.stream import EventStream, FrameWriter
 from infer.server.routes import json_route
 from infer.server.routes.chat import ChatWriter
 from infer.server.routes.ollama import read_keep_alive
@@ -372,22 +372,22 @@ def test_an_idle_model_is_unloaded_and_keeps_its_name(monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[EventStream]:
     """Streams that begin as soon as their model has to be waited for."""
-    found: list[LateStream] = []
+    found: list[EventStream] = []
 
-    class Noted(LateStream):
+    class Noted(EventStream):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             found.append(self)
 
     monkeypatch.setattr(json_route, "BEGIN_S", 0.0)
-    monkeypatch.setattr(json_route, "LateStream", Noted)
+    monkeypatch.setattr(json_route, "EventStream", Noted)
     return found
 
 
 def test_a_stream_begins_while_its_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[EventStream]
 ) -> None:
     async def scene(stage: Stage) -> None:
         asked = asyncio.create_task(stage.ok("a", stream=True))
@@ -406,7 +406,7 @@ def test_a_stream_begins_while_its_model_is_loaded(
 
 
 def test_a_stream_that_has_begun_ends_with_the_error(
-    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[EventStream]
 ) -> None:
     async def scene(stage: Stage) -> None:
         stage.failures = {name: CheckpointError("broken") for name in "ab"}
@@ -431,7 +431,7 @@ def test_a_stream_that_has_begun_ends_with_the_error(
 
 
 def test_a_stream_that_has_begun_names_fields_as_they_were_sent(
-    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[LateStream]
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, begun: list[EventStream]
 ) -> None:
     async def scene(stage: Stage) -> None:
         body = {"model": "a", "messages": [{"role": "user", "content": "a"}], "stream": True}
@@ -455,7 +455,7 @@ def test_a_connection_that_closes_before_the_model_is_loaded_is_no_error() -> No
 
         opening: asyncio.Future[FrameWriter] = asyncio.get_running_loop().create_future()
         with recording(record := RequestRecord("req-1", 0.0)):
-            await LateStream(ChatWriter, opening)({"type": "http"}, receive, send)
+            await EventStream(ChatWriter, opening, {})({"type": "http"}, receive, send)
         assert record.is_gone and opening.cancelled()
 
     asyncio.run(live())

@@ -19,8 +19,8 @@ from infer.errors import EngineError
 from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.parts import Part, PartWriter, place
-from infer.server.protocol.stream import Generation, Piece
 from infer.server.routes.messages import MessagesRequest, MessageWriter
 from infer.server.routes.responses import ResponsesRequest, ResponseWriter
 

@@ -117,7 +117,7 @@ class DeviceStep(StepContext):
             return None
         if layer.is_shared or self._has_shared_rows:  # it never reads what the step writes to the cache
             return None
-        if not self._work.is_projected_faster(num_rows):
+        if not self._work.choose(num_rows, has_codes=False, decodes_only=True).is_projected:
             return None
         kv = self._kv(layer)
         return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)

@@ -109,10 +109,6 @@ class DecodeWork:
         self.is_fresh = True  # planned, and not read since
         self.num_sms = num_sms(self.tickets.device)
 
-    def is_projected_faster(self, num_rows: int) -> bool:
-        """Return True if `attend_projected` beats `norm_rope_write` and `attend_decode` for these rows."""
-        return self.choose(num_rows, has_codes=False, decodes_only=True).is_projected
-
     def choose(self, num_rows: int, *, has_codes: bool, decodes_only: bool) -> DecodeLaunch:
         """The kernel for rows that decode; see `DecodeProblem`."""
         key = num_rows, has_codes, decodes_only

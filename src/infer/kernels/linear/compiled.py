@@ -32,7 +32,7 @@ import torch
 
 from infer.config.profiles.find import Gpu
 from infer.kernels.linear import pdl, wgmma
-from infer.kernels.linear.cuda import CudaLinear, Matrix, OtherKernel, compile_variants, is_for
+from infer.kernels.linear.cuda import CudaLinear, Matrix, OtherKernel, are_pieces, compile_variants, is_for
 from infer.kernels.linear.low_rank import LowRankStack
 from infer.kernels.linear.pdl import PdlConfig
 from infer.kernels.linear.problems import LinearProblem
@@ -51,10 +51,10 @@ LinearWay = Way[LinearProblem, CudaConfig]
 class CompiledLinears:
     """The products of one model that run in CUDA C++, and how their matrices are cut."""
 
-    def __init__(self, device: torch.device, *, gpu: Gpu | None = None, enabled: bool = True) -> None:
+    def __init__(self, device: torch.device, *, gpu: Gpu | None = None) -> None:
         """`gpu`: choose for this one instead of the device's own."""
         self.device, self.gpu = device, gpu or gpu_of(device)
-        self._enabled = enabled and is_for(self.gpu)
+        self._enabled = is_for(self.gpu)
         profile = self.gpu.profile.linear
         most, most_coded = profile.wgmma_tokens, max(profile.coded_tokens, profile.fp8_tokens)
         self.pdl = pdl.make_kernel(profile)
@@ -156,4 +156,6 @@ class CompiledLinears:
         """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
         if not self._shrink.num_ready or not takes(stack):
             return None
-        return self.low_rank.find(x_MX, w, N, K, gated=gated)
+        problem = LinearProblem(len(x_MX), N, K, gated, x_MX.dtype, self.gpu, is_aligned=are_pieces(x_MX, w))
+        config = self.low_rank.covers(problem)
+        return None if isinstance(config, Declined) else config

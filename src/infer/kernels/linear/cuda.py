@@ -96,19 +96,8 @@ class CudaLinear(Generic[Config]):
             return self.declined.get(shape, self.why_not)
         return config if problem.is_aligned else _NOT_ALIGNED
 
-    def find(
-        self, x_MX: torch.Tensor, w: torch.Tensor | CodedWeights, N: int, K: int, *, gated: bool
-    ) -> Config | None:
-        """The cut of a matrix that was loaded; None: this product is not for this kernel."""
-        M = x_MX.shape[0]
-        if M not in self.tokens or not self.ready:
-            return None
-        form = w.form if isinstance(w, CodedWeights) else None
-        config = self.ready.get((self.bucket(M), N, K, gated, form))
-        return config if config and are_pieces(x_MX, w) else None
-
     def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
-        """The variants to compile for these matrices; until `load`, `find` answers as if they were ready."""
+        """The variants to compile for these matrices; until `load`, `covers` takes them to be ready."""
         chosen, variants = self._cut(matrices) or ({}, [])
         self.ready.update(chosen)
         return variants

@@ -33,8 +33,9 @@ from infer.dialects.events import (
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.schemas import AskingBody
-from infer.server.protocol.stream import FrameWriter, Generation, Piece
+from infer.server.protocol.stream import FrameWriter
 from infer.tokenizer.tokenizer import Tokenizer
 
 Kind = Literal["reasoning", "text", "call"]

@@ -1,18 +1,17 @@
-r"""A job's answer on its way to the client: outputs of engines, pieces of one token, server-sent events.
+r"""A job's answer on its way to the client: pieces of one token, server-sent events, a response.
 
-    Job ──► Request 0 ──► engine ──┐
-        └─► Request 1 ──► engine ──┴──► Generation.read() ──► Piece ──► FrameWriter ──► EventStream
+    Generation ──► Piece ──► FrameWriter ──► frames ──► EventStream ──► client
+              └──► RequestOutput ──► FrameWriter ──► the whole body
 
     data: {"id":...,"object":...,"created":...,"model":...,"choices":[{"index":0,"text":" sky",...}]}\n\n
           └──────── the same in every frame: bytes made once ────────┘
 
-A piece holds one token, even if a step made several at once. A stream begins with its first token, so a
-request that is refused or fails before is an HTTP error with a status. If the first token takes long (a
-prompt of thousands of tokens on a CPU, a full queue), the stream begins `BEGIN_S` after the engine has taken
-the request, and sends a sign of life every `PING_S`, because proxies and clients give up on a silent server.
-Once a stream has begun, a failure is a frame: `data: {"error": ...}`, then the end.
+A stream begins with its first token, so a request that is refused or fails before is an HTTP error with a
+status. If the first token takes long (a prompt of thousands of tokens on a CPU, a full queue), the stream
+begins `BEGIN_S` after the engine has taken the request, and sends a sign of life every `PING_S`, because
+proxies and clients give up on a silent server. Once a stream has begun, a failure is a frame:
+`data: {"error": ...}`, then the end.
 
-A generation is closed when its client leaves or its time is up, and closing it aborts the engine's requests.
 A client that stops reading stops the stream, not the engine: unread outputs wait as token ids, up to a limit,
 until the connection's time is up. Sending to a disconnected client takes no time at all, so a backlog is sent
 with pauses, in which the event loop learns of the disconnect.
@@ -24,25 +23,21 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
-from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
-import msgspec
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from infer.dialects.events import TextDelta
-from infer.errors import EngineError, EngineStopped, RequestError, RequestTimeout
 from infer.finish_reason import FinishReason
-from infer.frontend.outputs import OutputBuilder, RequestOutput
-from infer.scheduling.request import DraftCounts, StepOutput
+from infer.frontend.outputs import RequestOutput
 from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.generation import PAUSES, Generation, Piece
 from infer.server.protocol.schemas import AskingBody, SamplingBody
-from infer.server.protocol.timings import AnswerTimes
 from infer.server.protocol.translate import Job
 from infer.server.state import RAW_SEND, current_id, current_record
 
@@ -50,245 +45,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
-PAUSES = (*[False] * 15, True)  # True: the event loop runs after a frame was sent, or an output read
 BEGIN_S = 2.0  # seconds after which the headers of a stream go out, if its request was not refused
 PING_S = 15.0  # seconds between two signs of life before the first token
 TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
 LAST_READ_S = 30.0  # seconds beyond a job's own time limit for a client to read the rest
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class Piece(NamedTuple):
-    """One token of one output."""
-
-    prompt: int  # index of the prompt within the job
-    output: StepOutput
-    delta: TextDelta
-
-
-class Generation:
-    """The answers to one job, read from its engines; closing it aborts the requests that have not ended."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.num_output = 0
-        self.num_reasoning = 0  # output tokens that are reasoning
-        self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
-        self._clients = [job.model.pick(request) for request in job.requests]
-        self._builders = [
-            OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_fresh, form=job.form)
-            for request, text in zip(job.requests, job.prompts, strict=True)
-        ]
-        pairs = zip(self._clients, job.requests, strict=True)
-        streams = [client.generate(request) for client, request in pairs]
-        self._merged = merge(streams) if len(streams) > 1 else None
-        self._first = streams[0]
-        self._reader: asyncio.Task[Any] | None = None  # the task that waits for an output
-        self._is_late = False
-        self._timer: asyncio.TimerHandle | None = None  # one for all outputs: a timeout for each costs more
-        if job.time_limit_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(job.time_limit_s, self._end_in_time)
-        self._num_prompt = sum(len(request.prompt) for request in job.requests)
-        self._num_cached = [0] * len(job.requests)
-        self._num_open = len(job.requests)
-        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and answer, where it had any
-        self._failure: EngineError | None = None
-        self._times: AnswerTimes | None = None  # set if the client asked for them
-
-    def keep_times(self) -> None:
-        """Note when tokens come, for `metrics`."""
-        record = current_record()
-        self._times = AnswerTimes(perf_counter() if record is None else record.arrived_at)
-
-    @property
-    def is_open(self) -> bool:
-        """True if an output of a prompt is still to come."""
-        return self._num_open > 0
-
-    @property
-    def is_taken(self) -> bool:
-        """True if the engines have taken every request and refused none."""
-        pairs = zip(self._clients, self.job.requests, strict=True)
-        return all(client.has_taken(request.request_id) for client, request in pairs)
-
-    async def read(self) -> list[Piece]:
-        """Wait for the next output of an engine; returns its tokens, one piece each."""
-        if self._failure is not None:
-            raise self._failure
-        where, output = await self._next_output()
-        self.first_at = self.first_at or perf_counter()
-        builder, request_id = self._builders[where], self.job.requests[where].request_id
-        self._num_cached[where] = max(self._num_cached[where], output.num_cached)
-        if self._times is not None:
-            self._times.take(where, output, perf_counter())
-        if output.drafts is not None:
-            self._drafts[where, output.index] = output.drafts
-        pieces: list[Piece] = []
-        parts = (output,) if len(output.token_ids) < 2 else one_token_each(output)
-        for part in parts:
-            delta, can_stop = builder.take(part)
-            if can_stop:
-                self._clients[where].abort(request_id, part.index)
-            if delta is None:
-                continue
-            if delta.finish_reason is not None:
-                self._failure = _failure_of(delta)
-                if self._failure is not None:
-                    break
-                self._num_open -= builder.is_finished
-            self.num_output += len(delta.token_ids)
-            self.num_reasoning += delta.num_reasoning
-            pieces.append(Piece(where, part, delta))
-        if self._failure is not None and not pieces:
-            raise self._failure
-        return pieces
-
-    async def collect(self, note: Callable[[Piece], object] | None = None) -> list[RequestOutput]:
-        """Wait for the whole answers and return them, prompt by prompt; `note` is shown every piece."""
-        pauses = itertools.cycle(PAUSES)
-        try:
-            while self.is_open:
-                pieces = await self.read()
-                if note is not None:
-                    for piece in pieces:
-                        note(piece)
-                if next(pauses):
-                    await asyncio.sleep(0)
-        finally:
-            await self.aclose()
-        answers = [builder.build() for builder in self._builders]
-        outputs = [output for answer in answers for output in answer.outputs]
-        self.num_output = sum(len(output.token_ids) for output in outputs)
-        self.num_reasoning = sum(output.num_reasoning_tokens for output in outputs)
-        return answers
-
-    async def aclose(self) -> None:
-        """Abort every request that has not ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-        await (self._first if self._merged is None else self._merged).aclose()
-
-    def usage(self, num_output: int | None = None) -> dict[str, Any]:
-        """The number of tokens so far, in OpenAI's words."""
-        num_output = self.num_output if num_output is None else num_output
-        usage: dict[str, Any] = {
-            "prompt_tokens": self._num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": self._num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
-        }
-        if self.job.form is not None and self.job.form.think is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
-        if self._drafts:
-            num_kept = sum(drafts.num_accepted for drafts in self._drafts.values())
-            num_judged = sum(drafts.num_drafts for drafts in self._drafts.values())
-            usage.setdefault("completion_tokens_details", {}).update(
-                accepted_prediction_tokens=num_kept, rejected_prediction_tokens=num_judged - num_kept
-            )
-        return usage
-
-    def metrics(self) -> dict[str, Any]:
-        """The times of the answer, if asked for, and the counts of drafts if there is a single answer.
-
-        In vLLM's words and place.
-        """
-        found: dict[str, Any] = {}
-        if self._times is not None:
-            found = self._times.to_wire(self.num_output, sum(self._num_cached))
-            if num_drafts := sum(drafts.num_drafts for drafts in self._drafts.values()):
-                num_kept = sum(drafts.num_accepted for drafts in self._drafts.values())
-                found["draft_acceptance_rate"] = round(num_kept / num_drafts, 4)
-        if self._drafts and len(self.job.requests) * self.job.params.num_sequences == 1:
-            found["speculative_decoding"] = self._drafts[0, 0].to_wire()
-        return {"metrics": found} if found else {}
-
-    async def _next_output(self) -> tuple[int, StepOutput]:
-        if self._is_late:
-            raise self._timeout()
-        self._reader = asyncio.current_task()
-        try:
-            return (0, await anext(self._first)) if self._merged is None else await anext(self._merged)
-        except asyncio.CancelledError:
-            if self._is_late and self._reader is not None and self._reader.uncancel() == 0:
-                raise self._timeout() from None
-            raise
-        except RequestError as error:
-            raise error.of_prompt("prompt", "messages" if self.job.is_chat else "prompt") from None
-        except StopAsyncIteration:
-            raise EngineError("the engine ended a request without its last token") from None
-        finally:
-            self._reader = None
-
-    def _end_in_time(self) -> None:
-        """Wake the reader, if there is one, and let it raise: the time is up."""
-        self._is_late = True
-        if self._reader is not None:
-            self._reader.cancel()
-
-    def _timeout(self) -> RequestTimeout:
-        return RequestTimeout(
-            f"the answer was not complete after {self.job.time_limit_s:g} s; "
-            "ask for fewer tokens or allow a longer timeout"
-        )
-
-
-async def merge(
-    streams: Sequence[AsyncGenerator[StepOutput, None]],
-) -> AsyncGenerator[tuple[int, StepOutput], None]:
-    """Several streams as one, each output with the number of its stream; the first error ends all."""
-    queue: asyncio.Queue[tuple[int, StepOutput | Exception | None]] = asyncio.Queue(MERGE_AHEAD)
-
-    async def pump(where: int, stream: AsyncGenerator[StepOutput, None]) -> None:
-        async with aclosing(stream):
-            try:
-                async for output in stream:
-                    await queue.put((where, output))
-            except Exception as error:  # raised again where the merged stream is read
-                await queue.put((where, error))
-            else:
-                await queue.put((where, None))
-
-    tasks = [asyncio.create_task(pump(where, stream)) for where, stream in enumerate(streams)]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            where, message = await queue.get()
-            if message is None:
-                num_open -= 1
-            elif isinstance(message, RequestError):
-                raise message.of_prompt(f"prompt {where}", "prompt")
-            elif isinstance(message, Exception):
-                raise message
-            else:
-                yield where, message
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
-    """An output as outputs of one token each: a step may make several, and clients count a frame as one."""
-    last = len(output.token_ids) - 1
-    for i, token_id in enumerate(output.token_ids):
-        yield msgspec.structs.replace(
-            output,
-            token_ids=(token_id,),
-            logprobs=output.logprobs[i : i + 1],
-            finish_reason=output.finish_reason if i == last else None,
-            stop_reason=output.stop_reason if i == last else None,
-            prompt_logprobs=output.prompt_logprobs if i == 0 else None,
-        )
-
-
-def _failure_of(delta: TextDelta) -> EngineError | None:
-    if delta.finish_reason == FinishReason.ERROR:
-        return EngineError(delta.error or "the engine could not finish this request")
-    if delta.finish_reason == FinishReason.ABORT:
-        return EngineStopped("the request was aborted before its end")
-    return None
 
 
 class FrameWriter(ABC):
@@ -430,33 +192,38 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """A response of frames that closes its generation when the client leaves or does not read."""
+    """A response of frames that closes its generation when the client leaves or does not read.
 
-    def __init__(self, writer: FrameWriter, headers: Mapping[str, str]) -> None:
-        self.status_code, self.background, self.media_type = 200, None, writer.media_type
+    It may begin while its job is still being opened, because the model has to be loaded first: whatever goes
+    wrong then is a frame, a body that is refused included.
+    """
+
+    def __init__(
+        self, kind: type[FrameWriter], opening: asyncio.Future[FrameWriter], headers: Mapping[str, str]
+    ) -> None:
+        self.status_code, self.background, self.media_type = 200, None, kind.media_type
         self.init_headers({**STREAM_HEADERS, **headers})
-        limit_s = writer.generation.job.time_limit_s
-        self._time_limit_s = None if limit_s is None else limit_s + LAST_READ_S
-        self._generation = writer.generation
-        self._writer = writer
+        self._kind, self._opening = kind, opening
         self._has_ended = False
-        self._first = asyncio.ensure_future(self._read_frames())
+        self._first = asyncio.ensure_future(self._read_first())
 
     @classmethod
     async def start(cls, http: Request, writer: FrameWriter, headers: Mapping[str, str]) -> EventStream:
         """Wait until the stream can begin, so that a refusal is an HTTP error; returns the response."""
-        stream = cls(writer, headers)
+        opening: asyncio.Future[FrameWriter] = asyncio.get_running_loop().create_future()
+        opening.set_result(writer)
+        stream = cls(type(writer), opening, headers)
         try:
-            await unless_disconnected(http.receive, stream._until_begun())
+            await unless_disconnected(http.receive, stream._until_begun(writer.generation))
         except BaseException:
             await stream._close()
             raise
         return stream
 
-    async def _until_begun(self) -> None:
+    async def _until_begun(self, generation: Generation) -> None:
         """Wait for the first frames, or until they are late and the request has been taken."""
         await asyncio.wait((self._first,), timeout=BEGIN_S)
-        while not self._first.done() and not self._generation.is_taken:
+        while not self._first.done() and not generation.is_taken:
             await asyncio.wait((self._first,), timeout=TAKEN_POLL_S)
         if self._first.done():
             self._first.result()  # raises the error that took the place of frames
@@ -465,7 +232,7 @@ class EventStream(Response):
         """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""
         self._first.cancel()
         await asyncio.gather(self._first, return_exceptions=True)
-        await self._generation.aclose()
+        await close_opening(self._opening)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send every frame, for as long as the client is connected."""
@@ -477,19 +244,19 @@ class EventStream(Response):
     async def _send_frames(self, send: Send, send_frame: Send) -> None:
         pauses = itertools.cycle(PAUSES)
         try:
-            async with asyncio.timeout(self._time_limit_s):
+            async with asyncio.timeout(None) as limit:
                 start = {"type": "http.response.start", "status": self.status_code}
                 await send({**start, "headers": self.raw_headers})
-                frames = await self._first_frames(send_frame)
+                await self._ping_until(self._opening, send_frame)
+                limit.reschedule(self._ends_at())
+                await self._ping_until(self._first, send_frame)
+                frames = await self._frames_of(self._first)
                 while frames:
                     for frame in frames:
                         await send_frame({"type": "http.response.body", "body": frame, "more_body": True})
                         if next(pauses):
                             await asyncio.sleep(0)
-                    try:
-                        frames = await self._read_frames()
-                    except Exception as error:
-                        frames = self._fail(error)
+                    frames = await self._frames_of(self._read_frames())
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:
             if not isinstance(error, TimeoutError):  # a send found the connection closed
@@ -500,81 +267,53 @@ class EventStream(Response):
         finally:
             await self._close()
 
-    async def _first_frames(self, send_frame: Send) -> list[bytes]:
-        """Wait for the first frames, with a sign of life now and then."""
-        while not self._first.done():
-            if self._writer.ping:
-                await send_frame({"type": "http.response.body", "body": self._writer.ping, "more_body": True})
-            await asyncio.wait((self._first,), timeout=PING_S)
-        try:
-            return self._first.result()
-        except Exception as error:
-            return self._fail(error)
+    async def _ping_until(self, awaited: asyncio.Future[Any], send_frame: Send) -> None:
+        """Wait, with a sign of life now and then."""
+        while not awaited.done():
+            if self._kind.ping:
+                await send_frame({"type": "http.response.body", "body": self._kind.ping, "more_body": True})
+            await asyncio.wait((awaited,), timeout=PING_S)
 
-    def _fail(self, error: Exception) -> list[bytes]:
-        """End a stream whose status is sent: a failure can only be a frame."""
-        self._has_ended = True
-        return [self._writer.error(error)]
+    def _ends_at(self) -> float | None:
+        """The time of the event loop by which the client must have read everything; None: at any time."""
+        job = None if self._opening.exception() is not None else self._opening.result().generation.job
+        if job is None or job.time_limit_s is None:
+            return None
+        return asyncio.get_running_loop().time() + job.time_limit_s + LAST_READ_S
+
+    async def _frames_of(self, reading: Awaitable[list[bytes]]) -> list[bytes]:
+        """The frames that were read, or the end of a stream whose status is sent: a failure is a frame."""
+        try:
+            return await reading
+        except Exception as error:
+            self._has_ended = True
+            is_open = self._opening.exception() is None
+            return [self._opening.result().error(error) if is_open else self._kind.failure(error)]
+
+    async def _read_first(self) -> list[bytes]:
+        """Wait for the job, then for the first frames."""
+        if not self._opening.done():
+            await asyncio.wait((self._opening,))
+        return await self._read_frames()
 
     async def _read_frames(self) -> list[bytes]:
         """Wait for the next frames; returns none once the stream has ended."""
-        generation, writer = self._generation, self._writer
-        while not self._has_ended and generation.is_open:
+        if self._has_ended:
+            return []
+        writer = self._opening.result()
+        while writer.generation.is_open:
             frames: list[bytes] = []
-            for piece in await generation.read():
+            for piece in await writer.generation.read():
                 if writer.is_slow(piece):
                     frames += await asyncio.to_thread(writer.frames, piece)
                 else:
                     frames += writer.frames(piece)
             if frames:
                 return frames
-        if self._has_ended:
-            return []
         self._has_ended = True
         frames = writer.end()
         await writer.settle()
         return frames
-
-
-class LateStream(Response):
-    """A stream that begins while its job is still being opened: the model has to be loaded first.
-
-    Whatever goes wrong after that is a frame, a body that is refused included.
-    """
-
-    def __init__(self, kind: type[FrameWriter], opening: asyncio.Future[FrameWriter]) -> None:
-        self.status_code, self.background, self.media_type = 200, None, kind.media_type
-        self.init_headers(STREAM_HEADERS)
-        self._kind, self._opening = kind, opening
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send signs of life until the job is known, then its stream."""
-        try:
-            with suppress(ClientDisconnect):
-                await unless_disconnected(receive, self._send_all(send, scope.get(RAW_SEND, send)))
-        except OSError:  # a send found the connection closed
-            if (record := current_record()) is not None:
-                record.is_gone = True
-        finally:
-            await close_opening(self._opening)
-
-    async def _send_all(self, send: Send, send_frame: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while not self._opening.done():
-            if self._kind.ping:
-                await send_frame({"type": "http.response.body", "body": self._kind.ping, "more_body": True})
-            await asyncio.wait((self._opening,), timeout=PING_S)
-        try:
-            stream = EventStream(self._opening.result(), {})
-        except Exception as error:
-            await send({"type": "http.response.body", "body": self._kind.failure(error), "more_body": False})
-            return
-
-        async def send_rest(message: Message) -> None:
-            if message["type"] != "http.response.start":
-                await send(message)
-
-        await stream._send_frames(send_rest, send_frame)
 
 
 async def close_opening(opening: asyncio.Future[FrameWriter]) -> None:

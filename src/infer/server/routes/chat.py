@@ -21,9 +21,10 @@ from fastapi import Request, Response
 
 from infer.dialects.events import AnswerEvent, CallDelta, CallStart, ContentDelta, ReasoningDelta
 from infer.frontend.outputs import CompletionOutput, RequestOutput
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs, prompt_logprobs
 from infer.server.protocol.schemas import ChatRequest
-from infer.server.protocol.stream import ChunkWriter, Generation, Piece, job_fields
+from infer.server.protocol.stream import ChunkWriter, job_fields
 from infer.server.protocol.translate import open_chat
 from infer.server.routes.json_route import answer, make_router, server_state
 

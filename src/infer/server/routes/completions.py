@@ -19,9 +19,10 @@ from infer.errors import RequestError
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import CompletionOutput, RequestOutput
 from infer.sampling.params import RowLogprobs
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import CompletionLogprobs, join, prompt_logprobs
 from infer.server.protocol.schemas import CompletionRequest
-from infer.server.protocol.stream import ChunkWriter, FrameWriter, Generation, Piece, job_fields, named_event
+from infer.server.protocol.stream import ChunkWriter, FrameWriter, job_fields, named_event
 from infer.server.protocol.translate import Job, open_completion
 from infer.server.routes.json_route import answer, make_router, server_state
 from infer.tokenizer.detokenizer import Detokenizer

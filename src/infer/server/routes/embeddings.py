@@ -93,8 +93,7 @@ async def run_job(
     mark("tokenize")
     state = server_state(http)
     limit = time_limit(body, state)
-    options = request_options(body, state)
-    requests = job.requests(lambda: engine_id(f"embd-{uuid.uuid4().hex}"), **options)
+    requests = job.requests(lambda: engine_id(f"embd-{uuid.uuid4().hex}"), **request_options(body, state))
     try:
         async with asyncio.timeout(limit):
             return await unless_disconnected(http.receive, _embed(model, requests, finish, param))

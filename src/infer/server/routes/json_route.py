@@ -30,16 +30,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
+from infer.server.protocol.generation import Generation
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
-from infer.server.protocol.stream import (
-    BEGIN_S,
-    EventStream,
-    FrameWriter,
-    Generation,
-    LateStream,
-    close_opening,
-    unless_disconnected,
-)
+from infer.server.protocol.stream import BEGIN_S, EventStream, FrameWriter, close_opening, unless_disconnected
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat
 from infer.server.protocol.turns import spelled
@@ -221,15 +214,15 @@ async def answer(
         opening = asyncio.ensure_future(_open_writer(body, job, form))
         limit_s = BEGIN_S if body.stream else None
         try:
-            await unless_disconnected(http.receive, _wait(opening, limit_s))
+            await unless_disconnected(http.receive, asyncio.wait((opening,), timeout=limit_s))
         except BaseException:
             await close_opening(opening)
             raise
         if not opening.done():
             kind = form.func if isinstance(form, partial) else form
             assert isinstance(kind, type) and issubclass(kind, FrameWriter)
-            return LateStream(kind, opening)
-        writer = opening.result()
+            return EventStream(kind, opening, {})
+        writer = opening.result()  # raises the fault of the body, or of the model
     with spelled(body.spellings):
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
@@ -247,12 +240,6 @@ async def _open_writer(
 ) -> FrameWriter:
     with spelled(body.spellings):
         return form(Generation(await job), body)
-
-
-async def _wait(opening: asyncio.Future[FrameWriter], limit_s: float | None) -> None:
-    await asyncio.wait((opening,), timeout=limit_s)
-    if opening.done():
-        opening.result()  # raises the fault of the body, or of the model
 
 
 async def open_agent(

@@ -25,6 +25,7 @@ from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
 from infer.server.protocol.errors import ApiError, to_api_error
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
     AskingBody,
@@ -35,7 +36,7 @@ from infer.server.protocol.schemas import (
     PromptField,
     StopField,
 )
-from infer.server.protocol.stream import FrameWriter, Generation, Piece
+from infer.server.protocol.stream import FrameWriter
 from infer.server.protocol.translate import Job, fill_context, open_completion
 from infer.server.routes.json_route import answer, json_response, make_router, server_state
 from infer.server.state import ServedModel

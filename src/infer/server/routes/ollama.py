@@ -41,6 +41,7 @@ from infer.frontend.outputs import RequestOutput
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import MAX_INT
 from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter
 from infer.server.protocol.schemas import (
@@ -54,7 +55,6 @@ from infer.server.protocol.schemas import (
     Neutral,
     StopField,
 )
-from infer.server.protocol.stream import Generation, Piece
 from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
 from infer.server.routes.embeddings import list_response, make_vectors

@@ -37,6 +37,7 @@ from pydantic import PrivateAttr
 from infer.errors import ContextOverflow, RequestError, closest
 from infer.finish_reason import FinishReason
 from infer.server.protocol.errors import Path, spell_path, to_api_error
+from infer.server.protocol.generation import Generation
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
 from infer.server.protocol.schemas import (
@@ -50,7 +51,7 @@ from infer.server.protocol.schemas import (
     Neutral,
     TunedBody,
 )
-from infer.server.protocol.stream import Generation, named_event
+from infer.server.protocol.stream import named_event
 from infer.server.protocol.structured import check_has_schema
 from infer.server.protocol.translate import Job
 from infer.server.protocol.truncation import find_units
