@@ -251,8 +251,8 @@ def test_steps_are_not_followed_where_drafts_do_not_pay(
     for request in requests_of(wrong + right, seed=11):
         followed.append(0)
         assert_same(serve(engine, [request]), plain([request], "llama", on_gpu=on_gpu))
-    assert followed[0] > 8, "the first is tried"
-    assert sorted(followed[:20])[14] <= 1, "of most others the prompt alone is followed"
+    tried = [number for number, count in enumerate(followed[:20]) if count > 1]
+    assert tried == [0, 8], "of all others the prompt alone is followed"
     assert max(followed[:20]) < 16, "a trial ends before its text"
     assert all(1 < count < 12 for count in followed[-5:]), "a right trial has brought all back, with windows"
 

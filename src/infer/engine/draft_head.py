@@ -70,14 +70,19 @@ class DraftHead(DraftModel):
         if not is_plain:
             is_plain = bool((chunks.stops - chunks.starts == 1).all() and chunks.draws.all())
             begins = chunks.draws & (self._drawn[chunks.rows] != state.tenancy[chunks.rows])
-            begun = chunks.rows[begins]
-            self._drawn[begun], self._is_seen[begun] = state.tenancy[begun], True
             for number in begins.nonzero()[0].tolist():
                 if self._is_tried(chunks.sequences[number]):
                     self._num_idle = 0
-        state.is_unseen = is_plain and self._lengths is not None and self._num_idle > PATIENCE
+            begun = chunks.rows[begins]
+            self._drawn[begun], self._is_seen[begun] = state.tenancy[begun], self._follows
+        state.is_unseen = is_plain and not self._follows
         if state.is_unseen:
             self._is_seen[chunks.rows] = False
+
+    @property
+    def _follows(self) -> bool:
+        """True if it follows steps in which rows only decode."""
+        return self._lengths is None or self._num_idle <= PATIENCE
 
     def _is_tried(self, seq: Sequence) -> bool:
         """True if steps are to be followed for a sequence that begins."""
