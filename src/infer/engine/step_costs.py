@@ -5,7 +5,12 @@ yet. The engine decides by these seconds how many drafts pay (speculative/adapti
 down with a recorded run: equal queues must give equal plans. Where steps overlap, as on a GPU, some are
 launched behind each other: one takes what it adds to the time of the others, and the rest is the host's.
 Rows that decode have kernels of their own there, and are timed as well. A step is padded to the next size
-that is captured, so that 5 tokens take as long as 8; every such size is timed once.
+that is captured, so that 5 tokens take as long as 8. Of sizes that are close to each other, some are timed:
+
+    captured   1  2  4  8  12  16  24  32  40  48  56  64  80  96  112  128
+    timed      1  2  4  8  12  16  24  32      48      64      96       128
+
+A step of more than a millisecond is timed once, for a start waits for all of this.
 
 Other programs can slow a start, above all on a CPU, and windows would stay short for as long as the engine
 lives. So a server's engine that is idle measures again, one step at a time, and keeps the shortest time of
@@ -43,6 +48,7 @@ from infer.speculative.adaptive import StepCosts
 from infer.speculative.tree import WIDTH, turns_of
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
+LONG_STEP_S = 1e-3  # seconds of a step that is run once: no disturbance of a GPU is long beside it
 NUM_BEHIND = 2  # steps that are launched behind another to be timed: a device has buffers for three
 MOST_ROWS = 64  # rows of a step without drafts that is timed
 DRAFT_PROBES = 4  # drafts that are timed together
@@ -77,19 +83,18 @@ def measure_step_costs(
     for count in (1, min(16, room)) if has_trees and isinstance(device, GpuDevice) else ():
         device.run(_window(shape, vocab_size, count)).wait()  # Triton compiles, which is not counted
     plain, overlaps = list[tuple[int, float]](), gap_s > 0
-    num_runs = NUM_PROBES * (2 + NUM_BEHIND if overlaps else 1)
     graphs = device.graphs if isinstance(device, GpuDevice) else None
 
-    def window(size: int) -> tuple[float, float]:
-        return _fastest_of(partial(device.run, _window(shape, vocab_size, size)), overlaps=overlaps)
+    def window(size: int, num_probes: int) -> tuple[float, float]:
+        order = _window(shape, vocab_size, size)
+        return _fastest_of(partial(device.run, order), overlaps=overlaps, num_probes=num_probes)
 
-    pairs, alone_s = _table(
-        window, _stretches(room, None if graphs is None else graphs.padded_window), num_runs
-    )
+    padded = None if graphs is None else graphs.padded_window
+    pairs, alone_s = _table(window, _stretches(room, padded), can_be_few=overlaps)
     gap_s += alone_s - pairs[0][1]  # what the host takes for a step, and for the plan of the next
     if isinstance(device, GpuDevice) and graphs is not None and overlaps:
         sizes = _stretches(min(most_rows, MOST_ROWS), graphs.padded_rows)
-        plain, _ = _table(partial(_decode_seconds, device, shape), sizes, num_runs + 2 * NUM_PROBES)
+        plain, _ = _table(partial(_decode_seconds, device, shape), sizes, can_be_few=True)
     draft_s = draft_row_s = turns_s = 0.0
     num_rows = min(32, most_rows)
     if isinstance(drafter, GpuDevice):
@@ -195,7 +200,9 @@ def later_turn_seconds(first_s: float, all_s: float, num_turns: int) -> float:
     return (all_s - first_s) / (num_turns - 1) if num_turns > 1 and first_s < all_s else all_s / num_turns
 
 
-def _decode_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> tuple[float, float]:
+def _decode_seconds(
+    device: GpuDevice, shape: StateShape, num_rows: int, num_probes: int
+) -> tuple[float, float]:
     """Return what a step without drafts takes alone and after others, which no head follows.
 
     Rows go on from their own ids.
@@ -203,7 +210,7 @@ def _decode_seconds(device: GpuDevice, shape: StateShape, num_rows: int) -> tupl
     first, nothing = _turn(shape, num_rows, 0), {name: getattr(EMPTY, name) for name in BEGINNING}
     again = first._replace(flags=REPEATS | UNSEEN, **nothing)
     begin = lambda: device.run(first).wait()  # noqa: E731
-    return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin)
+    return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin, num_probes=num_probes)
 
 
 def _stretches(most: int, pad: Callable[[int], int] | None) -> Iterator[tuple[int, int]]:
@@ -217,17 +224,32 @@ def _stretches(most: int, pad: Callable[[int], int] | None) -> Iterator[tuple[in
 
 
 def _table(
-    seconds_of: Callable[[int], tuple[float, float]], stretches: Iterator[tuple[int, int]], num_runs: int
+    seconds_of: Callable[[int, int], tuple[float, float]],
+    stretches: Iterator[tuple[int, int]],
+    *,
+    can_be_few: bool,
 ) -> tuple[list[tuple[int, float]], float]:
-    """Return the seconds of counts, and the seconds of the first one alone; each takes `num_runs` runs."""
-    pairs, first_s, spent_s = list[tuple[int, float]](), 0.0, 0.0
-    for fewest, size in stretches:
-        alone_s, behind_s = seconds_of(size)
-        first_s, spent_s = first_s or alone_s, spent_s + num_runs * alone_s
-        if pairs and spent_s > MOST_SECONDS:  # larger counts follow the slope up to this one
-            return [*pairs, (size, behind_s)], first_s
-        pairs += [(count, behind_s) for count in {fewest, size}]
-    return pairs, first_s
+    """Return the seconds of counts, and the seconds of the first one alone.
+
+    `seconds_of`: of a size and a number of runs, which are few for long steps if they `can_be_few`.
+    """
+    counts, timed, first_s, num_probes = [*stretches], list[tuple[int, float]](), 0.0, NUM_PROBES
+    spent_s = 0.0
+    for _, size in counts:
+        is_close = bool(timed) and 3 * size < 4 * timed[-1][0] and size != counts[-1][1]
+        if is_close or (len(timed) > 1 and spent_s > MOST_SECONDS):
+            continue
+        alone_s, behind_s = seconds_of(size, num_probes)
+        spent_s += num_probes * alone_s * (2 + NUM_BEHIND if can_be_few else 1)
+        first_s = first_s or alone_s
+        num_probes = 1 if can_be_few and alone_s > LONG_STEP_S else NUM_PROBES
+        timed.append((size, behind_s))
+    costs, last, is_cut = StepCosts.measured(timed), timed[-1][0], timed[-1][0] < counts[-1][1]
+    kept = [((size, size) if is_cut and size == last else (fewest, size)) for fewest, size in counts]
+    # counts after the last that was timed follow the slope up to it
+    return [
+        (each, costs.seconds(size)) for few, size in kept if size <= last for each in {few, size}
+    ], first_s
 
 
 def _fastest(device: DeviceHalf, order: StepOrder) -> float:
@@ -236,7 +258,11 @@ def _fastest(device: DeviceHalf, order: StepOrder) -> float:
 
 
 def _fastest_of(
-    launch: Work, *, overlaps: bool, begin: Callable[[], object] = lambda: None
+    launch: Work,
+    *,
+    overlaps: bool,
+    begin: Callable[[], object] = lambda: None,
+    num_probes: int = NUM_PROBES,
 ) -> tuple[float, float]:
     """Return the shortest time of work alone, and the shortest of work launched while other work runs.
 
@@ -244,10 +270,10 @@ def _fastest_of(
     """
     begin()
     launch().wait()  # the first one compiles, captures and allocates
-    alone = min(_seconds(launch, 1, begin) for _ in range(NUM_PROBES))
+    alone = min(_seconds(launch, 1, begin) for _ in range(num_probes))
     if not overlaps:
         return alone, alone
-    all_s = min(_seconds(launch, 1 + NUM_BEHIND, begin) for _ in range(NUM_PROBES))
+    all_s = min(_seconds(launch, 1 + NUM_BEHIND, begin) for _ in range(num_probes))
     return alone, max(min((all_s - alone) / NUM_BEHIND, alone), 1e-6)
 
 

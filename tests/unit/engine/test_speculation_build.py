@@ -185,3 +185,44 @@ def test_a_first_turn_that_was_slowed_down_does_not_make_the_others_free(
     first: float, all_turns: float, count: int, later: float
 ) -> None:
     assert step_costs.later_turn_seconds(first, all_turns, count) == later
+
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+
+
+def table(step_s: float, *, can_be_few: bool = True) -> tuple[dict[int, float], list[tuple[int, int]]]:
+    """The seconds of counts, and the sizes that were timed with their runs; a token more takes 1 % longer."""
+    timed = list[tuple[int, int]]()
+
+    def seconds_of(size: int, num_probes: int) -> tuple[float, float]:
+        timed.append((size, num_probes))
+        return step_s, step_s * (1 + size / 100)
+
+    def pad(count: int) -> int:
+        return next(size for size in SIZES if size >= count)
+
+    pairs, first_s = step_costs._table(
+        seconds_of, step_costs._stretches(128, pad if can_be_few else None), can_be_few=can_be_few
+    )
+    assert first_s == step_s and len(dict(pairs)) == len(pairs)
+    return dict(pairs), timed
+
+
+@pytest.mark.parametrize(("step_s", "later"), [(0.5e-3, 3), (4e-3, 1)])
+def test_sizes_next_to_each_other_are_not_all_timed(step_s: float, later: int) -> None:
+    pairs, timed = table(step_s)
+    assert timed == [(1, 3), *((size, later) for size in (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128))]
+    firsts = {1, *(size + 1 for size in SIZES[:-1])}
+    assert pairs.keys() == {*SIZES} | firsts
+    for size in SIZES:
+        assert pairs[size] == pytest.approx(step_s * (1 + size / 100)), size
+    assert pairs[33] == pairs[40] and pairs[65] == pairs[80]
+
+
+def test_no_more_time_than_allowed_is_spent_and_the_last_size_gives_the_slope() -> None:
+    pairs, timed = table(0.1)
+    assert timed == [(1, 3), (2, 1), (4, 1), (8, 1)], "1.2, 0.4 and 0.4 s, and the one that ends it"
+    assert sorted(pairs) == [1, 2, 3, 4, 8]
+    assert table(0.3, can_be_few=False)[1] == [(1, 3), (2, 3), (4, 3)], (
+        "on a CPU, steps are not run behind others"
+    )
