@@ -27,6 +27,7 @@ from infer.config.defaults import SIMULATED_STEPS
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
+from infer.errors import ConfigError
 from infer.execution.device import StepResult
 from infer.execution.order import StepMasks, StepOrder
 from infer.scheduling.scheduler import Scheduler
@@ -54,7 +55,9 @@ class ObedientDevice(TextDevice):
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """A small engine."""
+    """A small engine; no machine has its 100th GPU."""
+    if config.load.device == "cuda:99":
+        raise ConfigError("device is cuda:99, which is not here")
     pool = PagedKVCachePool(256, 4, use_prefix_caching=config.cache.caches_prefixes)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(scheduler, ObedientDevice(scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
