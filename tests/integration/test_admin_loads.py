@@ -18,12 +18,14 @@ import pytest
 from tests.support.server_process import ServerProcess, start_server, wait_until
 
 ADMIN = {"authorization": "Bearer root"}
+WITHOUT_TORCH = "tests.support.faulty_server"  # a server whose engines are the oracle
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     logs = tmp_path_factory.mktemp("logs")
-    with start_server(logs, checkpoint, "--admin-key", "root", "--drain-timeout", "1") as running:
+    arguments = (checkpoint, "--admin-key", "root", "--drain-timeout", "1")
+    with start_server(logs, *arguments, module=WITHOUT_TORCH) as running:
         yield running
 
 
@@ -35,7 +37,7 @@ def new_child(server: ServerProcess, before: list[int]) -> int:
     wait_until(lambda: set(server.children()) - set(before))
     (child,) = set(server.children()) - set(before)
     # a child that is stopped before it runs its own program stops its parent, which waits for that
-    wait_until(lambda: b"infer.client.process" in Path(f"/proc/{child}/cmdline").read_bytes())
+    wait_until(lambda: Path(f"/proc/{child}/cmdline").read_text().endswith(f"{WITHOUT_TORCH}\0"))
     return child
 
 
