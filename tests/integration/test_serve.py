@@ -22,6 +22,7 @@ from infer.cli.main import main
 from infer.client.subscribers import SHUTTING_DOWN
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
+from tests.support.faulty_server import SLOW
 from tests.support.server_process import (
     KNOBS,
     ServerProcess,
@@ -54,7 +55,7 @@ def offline(oracle: LLM, num_tokens: int, *prompts: str) -> list[str]:
     return [answer.text for answer in oracle.generate(list(prompts), params)]
 
 
-def ask(url: str, prompt: str, num_tokens: int, key: str = "k") -> httpx.Response:
+def ask(url: str, prompt: str | list[int], num_tokens: int, key: str = "k") -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": num_tokens, **GREEDY}
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
@@ -176,8 +177,8 @@ def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
         "--api-processes",
         num_processes,
     )
-    body: dict[str, Any] = {"prompt": "a", "max_tokens": 240, "stream": True, "n": 1, **GREEDY}
-    with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
+    body: dict[str, Any] = {"prompt": [SLOW], "max_tokens": 240, "stream": True, "n": 1, **GREEDY}
+    with start_server(tmp_path, *arguments, module=WITHOUT_TORCH) as server, ThreadPoolExecutor(8) as pool:
 
         def stream() -> str:
             return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
@@ -197,10 +198,10 @@ def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
 
 def test_a_second_signal_exits_at_once(checkpoint: str, tmp_path: Path) -> None:
     arguments = (f"tiny={checkpoint}", "--num-blocks", "256", "--max-batch-size", "1")
-    with start_server(tmp_path, *arguments) as server, ThreadPoolExecutor(16) as pool:
+    with start_server(tmp_path, *arguments, module=WITHOUT_TORCH) as server, ThreadPoolExecutor(16) as pool:
         engines = server.children()
-        asked = [pool.submit(ask, server.url, f"{i}", 240) for i in range(12)]
-        body = {"prompt": "a", "max_tokens": 240, "stream": True, **GREEDY}
+        asked = [pool.submit(ask, server.url, [SLOW, i], 240) for i in range(12)]
+        body = {"prompt": [SLOW], "max_tokens": 240, "stream": True, **GREEDY}
         post = partial(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
         streams = [pool.submit(lambda: post().text) for _ in range(4)]
         wait_until(lambda: server.metrics()["infer_num_requests_waiting"] >= 12)

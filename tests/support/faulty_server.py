@@ -8,6 +8,7 @@ after a moment, at most MAX_RESTARTS times, so that a test sees the end of a ser
 
     CRASH    the engine's process is killed in the middle of a step
     STUCK    the step never ends
+    SLOW     the step takes 10 ms, as do all others of the request
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from infer.scheduling.scheduler import Scheduler
 from tests.support.oracle_text import VOCAB_SIZE, TextDevice
 
 THIS = "tests.support.faulty_server"
-CRASH, STUCK = 500, 501  # a tiny model's tokenizer has 512
+CRASH, STUCK, SLOW = 500, 501, 502  # a tiny model's tokenizer has 512
 MAX_RESTARTS = 3
 CONTEXT_LEN = 400
 
@@ -51,6 +52,8 @@ class ObedientDevice(TextDevice):
             os.kill(os.getpid(), signal.SIGKILL)
         if STUCK in orders:
             time.sleep(600)
+        if SLOW in orders:
+            time.sleep(0.01)
         return super().compute(order, masks)
 
 
