@@ -5,7 +5,7 @@
 
 Every way has the same threads in all, and an engine in a process of its own, which sleeps while another one
 decodes: so each round meets the same machine, and what is compared is the median of the rounds. The way of an
-order is measured from the call that sends it until the last of the other ranks has read it; between two of
+order is measured from the arrays that rank 0 has until the last of the other ranks has arrays; between two of
 them the ranks wait long enough to fall asleep, or just long enough to wait awake.
 """
 
@@ -104,44 +104,48 @@ def table(times: int, size: int) -> np.ndarray:
 def read_orders(handle: int, rank: int, size: int, times: int) -> None:
     """Be another rank: write down when each order was read."""
     from infer.engine.rank_worker import open_link
+    from infer.execution.order import read
 
     link = open_link(handle, rank, size)
     own = table(times, size)[rank]
     for place in range(len(own)):
-        link.receive()
+        read(memoryview(link.receive()[1]))
         own[place] = time.monotonic_ns()
 
 
 def order_of(sequences: int) -> bytes:
-    """Return an order in which this many sequences decode, as an engine made it."""
+    """Return an order in which this many sequences decode, as an engine made it and wrote it down."""
     import tempfile
 
     from infer import LLM
     from infer.engine.observer import EngineObserver
-    from infer.execution.order import StepOrder, to_bytes
+    from infer.execution.order import DECODE, StepOrder, to_bytes
     from infer.sampling.params import SamplingParams
     from scripts.make_checkpoint import make_checkpoint
 
-    orders: list[bytes] = []
+    orders: dict[int, bytes] = {}  # of rows that decode, by their number
 
     class Keeper(EngineObserver):
         def on_order(self, order: StepOrder) -> None:
-            orders.append(bytes(to_bytes(order)))
+            if (order.kinds == DECODE).all():
+                orders[order.num_rows] = bytes(to_bytes(order))
 
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint("llama", Path(folder))
         with LLM(folder, device="cpu", max_batch_size=sequences, observer=Keeper()) as llm:
             prompts = [[5 + number % 90, 6, 7] for number in range(sequences)]
             llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-    return orders[-2]  # all rows decode
+    return orders[sequences]
 
 
 def send_orders(args: argparse.Namespace) -> dict[str, Any]:
     """Return the microseconds until the last rank has an order, and how long the sender took."""
     from infer.engine.rank_worker import make_memory, open_link
+    from infer.execution.order import read, to_bytes
     from infer.execution.rank_ring import RankMessage
 
     body, size, found = order_of(args.sequences), args.readers + 1, dict[str, Any]()
+    order = read(memoryview(body))
     for name, gap_s in GAPS_S.items():
         handle, times = make_memory(size), os.memfd_create("times")
         os.truncate(times, 8 * args.orders_sent * size)
@@ -154,7 +158,7 @@ def send_orders(args: argparse.Namespace) -> dict[str, Any]:
         for place in range(args.orders_sent):
             time.sleep(gap_s)
             started = time.monotonic_ns()
-            link.send(RankMessage.ORDER, body)
+            link.send(RankMessage.ORDER, to_bytes(order))
             sends.append((started, time.monotonic_ns()))
             while not told[1:, place].all():
                 os.sched_yield()  # the next is not sent before this one has arrived

@@ -23,7 +23,7 @@ from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.execution.device import StepResult
-from infer.execution.order import StepMasks, StepOrder, num_bytes, read, write
+from infer.execution.order import StepMasks, StepOrder, read, to_bytes
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 
@@ -85,7 +85,9 @@ class SecondDevice:
 
     def run(self, order: StepOrder) -> None:
         """Tell it an order."""
-        assert write(order, self._buffer[slot(order.step)]) == num_bytes(order) <= SLOT_BYTES
+        body, start = to_bytes(order), slot(order.step).start
+        assert len(body) <= SLOT_BYTES
+        self._buffer[start : start + len(body)] = body
         self._pipe.send(("order", order.step))
 
     def sample(self, step: int, masks: StepMasks) -> None:

@@ -35,7 +35,7 @@ Everything else in an order is a *difference* of the state that the device keeps
     transfers               blocks to move before anything else: kind, source, destination
 
 So an order for rows that simply continue is small: 256 decoding rows take 5 KB, of which a GPU reads nothing
-(`REPEATS`). `write` puts an order into one buffer, and `read` returns views of it. In this form an order
+(`REPEATS`). `to_bytes` puts an order into one buffer, and `read` returns views of it. In this form an order
 travels to another process, and is recorded.
 
 Shapes:  N rows of the step, T tokens of rows that do not decode, K block tables, U known tokens, D blocks,
@@ -45,9 +45,9 @@ X transfers, A arrivals, E extras, B tokens with a parent: T or none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from operator import attrgetter
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -190,7 +190,16 @@ _ARRAYS: Final = (
 )  # fmt: skip
 _COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
 _LENGTHS: Final = "NTKMUDXALFEB"  # the header has these, in this order
-_SIZES: Final = {dtype: np.dtype(dtype).itemsize for _, dtype, _ in _ARRAYS}
+_PLACES: Final = _LENGTHS + "31"  # of the lengths of an array; a list has a second one, which is 1
+
+
+def _kind(dtype: str, shape: str) -> tuple[np.dtype[Any], int, int, int, int]:
+    first, second = map(_PLACES.index, shape.ljust(2, "1"))
+    return np.dtype(dtype), np.dtype(dtype).itemsize, first, second, len(shape)
+
+
+_KINDS: Final = [_kind(dtype, shape) for _, dtype, shape in _ARRAYS]
+_arrays_of: Final = attrgetter(*(name for name, _, _ in _ARRAYS))
 _HEADER: Final = Struct(f"<4sIqI{len(_LENGTHS)}I")
 _MAGIC: Final = b"STEP"
 VERSION: Final = 2
@@ -203,25 +212,17 @@ def _empty(dtype: str, shape: str) -> np.ndarray:
 EMPTY: Final = StepOrder(step=0, flags=0, **{name: _empty(dtype, shape) for name, dtype, shape in _ARRAYS})
 
 
-def num_bytes(order: StepOrder) -> int:
-    """The bytes that an order takes in a buffer."""
-    sizes: list[int] = [_SIZES[dtype] * getattr(order, name).size for name, dtype, _ in _ARRAYS]
-    return _HEADER.size + sum(sizes)
-
-
-def write(order: StepOrder, buffer: memoryview) -> int:
-    """Write an order to the start of a buffer, each array once; returns the bytes written."""
-    lengths: dict[str, int] = {}
-    end = _HEADER.size
-    for name, dtype, shape in _ARRAYS:
-        array: np.ndarray = getattr(order, name)
-        lengths.update(zip(shape, array.shape, strict=True))
-        start, end = end, end + _SIZES[dtype] * array.size
+def to_bytes(order: StepOrder) -> bytes:
+    """The order in a buffer of its own."""
+    numbers, parts = [0] * len(_PLACES), list[Any]([b""])
+    for array, (dtype, _, first, second, num_lengths) in zip(_arrays_of(order), _KINDS, strict=True):
+        numbers[first] = len(array)
+        if num_lengths == 2:
+            numbers[second] = array.shape[1]
         if array.size:
-            np.frombuffer(buffer[start:end], dtype=dtype).reshape(array.shape)[...] = array
-    numbers = [lengths[length] for length in _LENGTHS]
-    _HEADER.pack_into(buffer, 0, _MAGIC, VERSION, order.step, order.flags, *numbers)
-    return end
+            parts.append(np.ascontiguousarray(array, dtype))
+    parts[0] = _HEADER.pack(_MAGIC, VERSION, order.step, order.flags, *numbers[: len(_LENGTHS)])
+    return b"".join(parts)
 
 
 def read(buffer: memoryview) -> StepOrder:
@@ -231,24 +232,18 @@ def read(buffer: memoryview) -> StepOrder:
     magic, version, step, flags, *numbers = _HEADER.unpack_from(buffer)
     if magic != _MAGIC or version != VERSION:
         raise ValueError(f"not an order of version {VERSION}: it begins with {magic!r}, version {version}")
-    lengths = dict(zip(_LENGTHS, numbers, strict=True))
+    numbers += 3, 1
     arrays: dict[str, np.ndarray] = {}
-    end = _HEADER.size
-    for name, dtype, letters in _ARRAYS:
-        shape = [int(length) if length.isdigit() else lengths[length] for length in letters]
-        size = _SIZES[dtype] * prod(shape)
-        start, end = end, end + size
-        if end > len(buffer):
-            raise ValueError(f"the order needs at least {end} bytes, got {len(buffer)}")
-        arrays[name] = np.frombuffer(buffer[start:end], dtype=dtype).reshape(shape)
+    start = _HEADER.size
+    for (name, _, _), (dtype, num_bytes, first, second, num_lengths) in zip(_ARRAYS, _KINDS, strict=True):
+        size = numbers[first] * numbers[second]
+        if start + num_bytes * size > len(buffer):
+            needed = start + num_bytes * size
+            raise ValueError(f"the order needs at least {needed} bytes, got {len(buffer)}")
+        found = np.frombuffer(buffer, dtype, size, start) if size else np.empty(0, dtype)
+        arrays[name] = found if num_lengths == 1 else found.reshape(numbers[first], numbers[second])
+        start += num_bytes * size
     return StepOrder(step=step, flags=flags, **arrays)
-
-
-def to_bytes(order: StepOrder) -> bytearray:
-    """The order in a buffer of its own."""
-    buffer = bytearray(num_bytes(order))
-    write(order, memoryview(buffer))
-    return buffer
 
 
 class StepMasks(NamedTuple):

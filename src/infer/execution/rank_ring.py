@@ -111,6 +111,7 @@ class RankLink:
         self._words = address_of(memory, self._start)
         self._region = address_of(memory)
         self._number = 0  # number of the last piece that was sent, or taken
+        self._room = 0  # pieces that have a free slot, as rank 0 has seen it last
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
         """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last ones."""
@@ -118,8 +119,7 @@ class RankLink:
         for first in range(0, max(len(view), 1), _ROOM):
             piece = view[first : first + _ROOM]
             number = (self._number + 1) % _WRAP
-            for rank in range(1, self.size):
-                self._wait(self._word(rank), (number - NUM_SLOTS) % _WRAP)
+            self._room = (self._room or self._wait_for_room(number)) - 1
             start = self._slot(number)
             _PIECE.pack_into(self.memory, start, kind, len(piece), int(first + _ROOM >= len(view)))
             self.memory[start + _PIECE.size : start + _PIECE.size + len(piece)] = piece
@@ -142,6 +142,14 @@ class RankLink:
     def lines(self) -> list[RankLine]:
         """The state of each rank."""
         return [read_line(self.memory, rank) for rank in range(self.size)]
+
+    def _wait_for_room(self, number: int) -> int:
+        """Wait until every rank has taken what is in the slot of a piece; returns the pieces with room."""
+        before, words = (number - NUM_SLOTS) % _WRAP, [self._word(rank) for rank in range(1, self.size)]
+        for word in words:
+            self._wait(word, before)
+        rooms: list[int] = [(self.library.word_get(word) - before) % _WRAP for word in words]
+        return 1 + min(rooms)
 
     def _wait(self, word: int, number: int) -> None:
         if not self.library.word_wait(word, number, self._region, self._rank, _MESSAGE):

@@ -58,6 +58,24 @@ def test_messages_arrive_whole_and_in_order() -> None:
     assert received == [sent, sent]
 
 
+def test_ranks_are_asked_for_room_once_in_a_round_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, asked, ask = open_links(3), list[int](), RankLink._wait_for_room
+
+    def note(link: RankLink, number: int) -> int:
+        asked.append(number)
+        return ask(link, number)
+
+    monkeypatch.setattr(RankLink, "_wait_for_room", note)
+    for rank, link in enumerate(links):  # numbers wrap around in the middle
+        link._number = (1 << 32) - 40
+        link.library.word_set(link._word(rank), link._number)
+    for turn in range(4 * NUM_SLOTS):
+        links[0].send(1, bytes([turn]))
+        for link in links[1:]:
+            assert link.receive() == (1, bytearray([turn]))
+    assert len(asked) == 4
+
+
 @pytest.mark.parametrize("shape", [(1, 5), (7, 33), (3, CAPACITY // 2)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_have_the_bits_of_adding_in_the_order_of_ranks(size: int, shape: tuple[int, int]) -> None:
