@@ -303,8 +303,9 @@ def check_knobs(section: Any) -> None:
         if row.choices:
             if value not in row.choices and not (row.takes_code and names_code(value)):
                 also = " (or code of your own, as module:Name or file.py:Name)" if row.takes_code else ""
-                taken = ", ".join(row.choices)
-                raise ConfigError(f"{row.name} must be one of {taken}{also}, got {value!r}")
+                taken = ", ".join(choice for choice in row.choices if choice not in row.same_as)
+                others = f"; other names of these: {', '.join(row.same_as)}" if row.same_as else ""
+                raise ConfigError(f"{row.name} must be one of {taken}{also}, got {value!r}{others}")
             object.__setattr__(section, row.name, row.same_as.get(value, value))
         elif row.kind in _NUMBERS and value is not None:
             kind, positive = _NUMBERS[row.kind]

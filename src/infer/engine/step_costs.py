@@ -5,7 +5,7 @@ yet. The engine decides by these seconds how many drafts pay (speculative/adapti
 down with a recorded run: equal queues must give equal plans. Where steps overlap, as on a GPU, some are
 launched behind each other: one takes what it adds to the time of the others, and the rest is the host's.
 Rows that decode have kernels of their own there, and are timed as well. A step is padded to the next size
-that is captured, so that 5 tokens take as long as 8. Of sizes that are close to each other, some are timed:
+that is captured, so that 5 tokens take as long as 8. Not all sizes that are close to each other are timed:
 
     captured   1  2  4  8  12  16  24  32  40  48  56  64  80  96  112  128
     timed      1  2  4  8  12  16  24  32      48      64      96       128
@@ -48,7 +48,7 @@ from infer.speculative.adaptive import StepCosts
 from infer.speculative.tree import WIDTH, turns_of
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
-LONG_STEP_S = 1e-3  # seconds of a step that is run once: no disturbance of a GPU is long beside it
+LONG_STEP_S = 1e-3  # seconds of a step that is run once: disturbances on a GPU are short
 NUM_BEHIND = 2  # steps that are launched behind another to be timed: a device has buffers for three
 MOST_ROWS = 64  # rows of a step without drafts that is timed
 DRAFT_PROBES = 4  # drafts that are timed together

@@ -127,6 +127,11 @@ def test_a_method_in_place_of_a_model_is_a_method() -> None:
         ({"speculative_config": {"x": 1}}, "unknown key 'x'; it may have method, model, num_speculative"),
         ({"speculative_config": {"num_speculative_tokens": "5"}}, "num_speculative_tokens must be int"),
         ({"speculative_config": {"num_speculative_tokens": 99}}, "must be at most 16, got 99"),
+        (
+            {"speculative_method": "foo"},
+            "must be one of auto, ngram, suffix, draft_model, eagle3, tree .*, got 'foo'; "
+            "other names of these: ngram_gpu, NGRAM, STANDALONE, EAGLE3$",
+        ),
         ({"speculative_config": {"method": "medusa"}}, "must be one of auto, ngram, .* got 'medusa'"),
         ({"speculative_config": {"draft_tensor_parallel_size": 2}}, "asks for draft_tensor_parallel_size=2"),
         ({"speculative_config": {"disable_by_batch_size": 8}}, "use adaptive_speculation"),
