@@ -53,9 +53,7 @@ class LoadedAdapter(NamedTuple):
 class AdapterSlots:
     """The slots of a model, or of the part of it that one rank has, and what fills them."""
 
-    def __init__(
-        self, bank: AdapterBank, loaded: LoadedModel, communicator: Communicator | None = None
-    ) -> None:
+    def __init__(self, bank: AdapterBank, loaded: LoadedModel, communicator: Communicator | None) -> None:
         self.bank, self._model, self._dtype = bank, loaded.model, loaded.dtype
         self._weight_map = get_family(loaded.config.family).weight_map
         self._network, self._communicator, self._rank = network_of(loaded), communicator, ALONE
@@ -108,7 +106,7 @@ class AdapterSlots:
 class Adapters:
     """The adapters of one model. The engine's thread owns it."""
 
-    def __init__(self, slots: AdapterSlots, ranks: RankGroup | None = None) -> None:
+    def __init__(self, slots: AdapterSlots, ranks: RankGroup | None) -> None:
         """`ranks` are the other ranks, which fill the same slots with their parts."""
         self._slots, self._bank, self._ranks = slots, slots.bank, ranks
         self.loaded: dict[str, LoadedAdapter] = {}

@@ -32,7 +32,7 @@ def admit(
     context_len: int,
     vocab_size: int,
     eos_ids: tuple[int, ...],
-    num_compiling: int = 0,
+    num_compiling: int,
 ) -> tuple[SequenceGroup, array[int]]:
     """Check a request against model, cache and queue; return what it may have, and its prompt's ids.
 

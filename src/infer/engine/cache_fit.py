@@ -61,10 +61,10 @@ def fit_to_device(
     config: ResolvedConfig,
     loaded: LoadedModel | LoadChoice,
     *,
-    weight_bytes: int = 0,
+    weight_bytes: int,
     step: StepBytes | None = None,
     scratch: Scratch = NO_SCRATCH,
-    draft: DraftBytes = NO_DRAFT,
+    draft: DraftBytes,
 ) -> CacheSize:
     """Return the size of the cache here and now; a cache that does not fit is refused.
 
@@ -91,7 +91,7 @@ def fit_to_memory(
     loaded: LoadedModel | LoadChoice,
     memory: DeviceMemory,
     step: StepBytes,
-    draft: DraftBytes = NO_DRAFT,
+    draft: DraftBytes,
 ) -> CacheSize:
     """Return the size of the cache in this memory, from which the weights have been taken off already."""
     cache = config.settings.cache

@@ -116,7 +116,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class LiveView:
     """The ring of steps and the last snapshot of one engine; the engine's thread owns it."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.is_on = False
         self.clock = clock
         self._scheduler = scheduler

@@ -67,11 +67,11 @@ def measure_step_costs(
     vocab_size: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
-    gap_s: float = 0.0,
-    row_gap_s: float = 0.0,
-    drafter: DeviceHalf | None = None,
-    draft_start: int = 0,
-    has_trees: bool = False,
+    gap_s: float,
+    row_gap_s: float,
+    drafter: DeviceHalf | None,
+    draft_start: int,
+    has_trees: bool,
 ) -> StepCosts:
     """Return what steps of a device take; the gaps are the host's where it overlaps other steps.
 

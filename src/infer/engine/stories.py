@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from time import perf_counter
 from typing import Final
 
 import msgspec
@@ -161,7 +160,7 @@ class Stories:
         limit: int,
         scheduler: Scheduler,
         step_tokens: Histogram,
-        clock: Callable[[], float] = perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self._limit = limit
         self._scheduler, self._step_tokens, self._clock = scheduler, step_tokens, clock

@@ -158,7 +158,7 @@ class CpuSteps:
         max_batch_size: int,
         *,
         record: bool,
-        captured_layers: Sequence[int] = (),
+        captured_layers: Sequence[int],
     ) -> None:
         """`captured_layers`: their inputs are kept (`layer_inputs`), for a head that drafts."""
         self._library, self._model, self._store, self._rows = library, model, store, rows

@@ -35,7 +35,7 @@ RunStep = Callable[[StepOrder, StepMasks], StepResult]
 class SmallerSteps:
     """Runs what is left of an order whose step found no memory, in halves; says so in the log once."""
 
-    def __init__(self, run: RunStep, *, can_repeat: bool = True) -> None:
+    def __init__(self, run: RunStep, *, can_repeat: bool) -> None:
         self._run = run  # a half that does not fit either comes back here
         self._can_repeat = can_repeat  # whether what a step has written may be written again
         self._has_spoken = False

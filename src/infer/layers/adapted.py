@@ -55,12 +55,12 @@ class AdapterBank:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        whole: nn.Module | None = None,
+        whole: nn.Module,
     ) -> None:
         """Take the memory for all of a model's matrices that can be adapted.
 
-        `whole` is the network of all ranks, if this model is the part of one: embedding and head have whole
-        adapters on every rank.
+        `whole` is the network of all ranks, which may be this model: embedding and head have whole adapters
+        on every rank.
         """
         self.num_slots, self.rank = room.num_slots, room.rank
         self.rows: RowSlots | None = None  # None: no row of the step has an adapter
@@ -133,24 +133,21 @@ class OuterAdapters:
         return torch.addmm(logits_SV, h_SC, self._head.b.T)
 
 
-def bank_bytes(
-    model: nn.Module, room: AdapterRoom, dtype: torch.dtype, whole: nn.Module | None = None
-) -> int:
+def bank_bytes(model: nn.Module, room: AdapterRoom, dtype: torch.dtype, whole: nn.Module) -> int:
     """The bytes of a bank; the model may be one without weights."""
     per_rank = sum(len(rows) * size + sum(rows) for _, rows, size in _matrices(model, room.outer, whole))
     return room.num_slots * _padded(room.rank) * per_rank * dtype.itemsize
 
 
 def _matrices(
-    model: nn.Module, outer: Collection[str], whole: nn.Module | None
+    model: nn.Module, outer: Collection[str], whole: nn.Module
 ) -> Iterator[tuple[str, list[int], int]]:
     """The matrices that can be adapted, the rows of their parts, their columns.
 
     These are the layers' matrices, except experts and routers, and the `outer` ones that are asked for.
     """
     for name, layer in model.named_modules():
-        if whole is not None and name in outer:
-            layer = whole.get_submodule(name)
+        layer = whole.get_submodule(name) if name in outer else layer
         if isinstance(layer, Embedding) and name in outer:
             yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # columns are ids
         elif isinstance(layer, Linear) and not layer.always_dense and name.startswith(("layers.", *outer)):

@@ -94,9 +94,7 @@ def bind(
     return wait
 
 
-def ask_for_kernels(
-    model: nn.Module, compiled: CompiledLinears, *, is_alone: bool = True
-) -> dict[str, Neighbours]:
+def ask_for_kernels(model: nn.Module, compiled: CompiledLinears, *, is_alone: bool) -> dict[str, Neighbours]:
     """Let every projection ask for the kernels in CUDA C++ that it could use; returns what stands around it.
 
     `is_alone`: the model is not the part of one rank, whose experts have no kernels of few tokens.

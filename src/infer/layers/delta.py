@@ -43,7 +43,7 @@ class DeltaAttention(nn.Module):
         *,
         eps: float,
         parts: Mapping[str, int],
-        order: Sequence[int] | None = None,
+        order: Sequence[int] | None,
     ) -> None:
         super().__init__()
         self.layer, self.delta, self.eps = layer, delta, eps

@@ -153,7 +153,7 @@ class ExpertLinear(Projected):
         out_features: int,
         parts: Mapping[str, int] | None = None,
         *,
-        bias: bool = False,
+        bias: bool,
     ) -> None:
         super().__init__(in_features, out_features, parts, num_experts=num_experts)
         self.num_experts = num_experts  # number of matrices

@@ -191,7 +191,7 @@ class Eagle3(nn.Module):
 
     token_ids_W: torch.Tensor
 
-    def __init__(self, config: EagleConfig, *, layer: int = 0) -> None:
+    def __init__(self, config: EagleConfig, *, layer: int) -> None:
         super().__init__()
         self.config = config
         block, width, num_states = config.block, config.target_hidden_size, len(config.captured_layers)

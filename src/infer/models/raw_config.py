@@ -148,7 +148,7 @@ def read_heads(raw: RawConfig) -> tuple[int, int]:
     return num_heads, num_kv_heads
 
 
-def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int | None = None) -> int:
+def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int | None) -> int:
     """The size of a head: given, or the family's own, or an equal share of the hidden size."""
     share = max(hidden_size // num_heads, 1)
     head_dim = raw.size("head_dim", default=default or share, at_most=MAX_HEAD_DIM)

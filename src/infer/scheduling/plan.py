@@ -48,14 +48,14 @@ class Chunks(Sequence[Chunk]):
         num_samples: np.ndarray,
         rows: np.ndarray,
         *,
-        sequences: list[TokenSequence] | None = None,
+        sequences: list[TokenSequence],
         places: np.ndarray | slice = slice(0),
         version: int = 0,
     ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
         self.ends = stops  # ends of the tokens that were not refused
         self.rows = rows  # rows of the block tables
-        self.sequences: list[TokenSequence] = [] if sequences is None else sequences  # one for each chunk
+        self.sequences = sequences  # one for each chunk
         self.places, self.version = places, version  # columns of the batch state, as of a version of it
         self.draws: np.ndarray = num_samples > 0
         self.is_repeated = False  # True: chunks of an earlier plan, which decodes a token of each column
