@@ -41,7 +41,7 @@ from infer.errors import DeviceLost
 from infer.execution.cpu_step import CpuSteps, attention_library
 from infer.execution.device import Pending, PendingStep, StateShape, StepResult, SyncDevice, no_rows
 from infer.execution.embedding import pool_hidden
-from infer.execution.halves import SmallerSteps, parts_of, run_parts
+from infer.execution.halves import MAX_PARTS, SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge
 from infer.execution.layout import HostRows, PagedStep, needed_tokens
@@ -65,7 +65,6 @@ from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
-MAX_PARTS: Final = 8  # parts of a step: their ids are under way together (rank_ring.py, gpu_way.py)
 SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
 
 

@@ -12,7 +12,7 @@ import torch
 
 from infer.engine.machine import device_facts
 from infer.errors import ConfigError, DeviceLost
-from infer.execution.torch_device import MAX_PARTS
+from infer.execution.halves import MAX_PARTS
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.runtime import nccl
 from infer.kernels.runtime.device_ranks import check_alike, wait_for_all

@@ -37,11 +37,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -56,13 +55,13 @@ from infer.execution.gpu.graphs import StepGraphs, StepSize, captured_tokens, mo
 from infer.execution.gpu.lanes import fill_lanes
 from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.rare_orders import rare_orders
-from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback
+from infer.execution.gpu.readback import Asked, Drawn, PendingIds, PendingTensor, Readback, drawn_by
 from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
-from infer.execution.gpu.step_inputs import DeviceInputs, Prompts
+from infer.execution.gpu.step_inputs import DeviceInputs, Prompts, mark_ends
 from infer.execution.gpu.tree_turns import TreeTurn, best_ids, tree_turns
-from infer.execution.halves import SmallerSteps, parts_of, run_parts
+from infer.execution.halves import MAX_PARTS, SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge, PromptTable
 from infer.execution.layout import needed_tokens
@@ -81,12 +80,11 @@ from infer.execution.order import (
     to_bytes,
 )
 from infer.execution.rank_ring import RankMessage, whole_group
-from infer.execution.torch_device import MAX_PARTS
 from infer.execution.trees import DraftTree, branched_rows, main_line, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
-from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, build_prefill_chunks, tokens_per_tile
+from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, tokens_per_tile
 from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
 from infer.kernels.elementwise.tree_nodes import next_nodes
@@ -683,7 +681,7 @@ class GpuDevice:
         for number, each in backs.items():
             lengths[number] = 1 + main_line(each[1:])
         decided = self._decided(lengths)
-        _mark(lines_YS[-1], decided, counts, ends)
+        mark_ends(lines_YS[-1], decided, counts, ends)
         lines_YS[1], lines_YS[1, : len(rows)] = 0, lens
         lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
         if has_lanes:
@@ -695,7 +693,7 @@ class GpuDevice:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         self.graphs.forward(size)
         # made when the ids are there, for drafts may be late
-        windows = partial(_windows_of, order, ends - 1, decided, backs)
+        windows = partial(drawn_by, order, ends - 1, decided, backs)
 
         def sample(masks: StepMasks) -> Pending:
             if not self._has_logits:
@@ -739,7 +737,7 @@ class GpuDevice:
             lines_YS[5, :num_tokens] = FIRST_CODE - turns
             num_sampled = lengths.tolist()
             decided = self._decided(num_sampled)
-            _mark(lines_YS[-1], decided, lengths, ends)
+            mark_ends(lines_YS[-1], decided, lengths, ends)
             self.inputs.send_window(size.num_rows)
             self.graphs.forward(size)
             self.graphs.sample(size)
@@ -757,7 +755,7 @@ class GpuDevice:
         if not is_same or order.flags & AWAITS_MASKS or size.has_adapters:
             return None
         self.graphs.is_replaying = True
-        pending = early.ids.scatter(partial(_windows_of, order, order.counts.cumsum() - 1, early.decided))
+        pending = early.ids.scatter(partial(drawn_by, order, order.counts.cumsum() - 1, early.decided))
 
         def sample(masks: StepMasks) -> Pending:
             self.has_judged = True
@@ -1129,7 +1127,7 @@ class GpuDevice:
         packed = np.stack([lasts, rows, order.stops.repeat(sampled) - back, advanced])
         last_S, rows_S, positions_S, advanced_S = send(torch.from_numpy(packed), self.device).unbind()
         logits_SV = self.model.logits(hidden_CD[last_S] if places is None else hidden_CD)
-        windows = partial(_windows_of, order, ends - 1)
+        windows = partial(drawn_by, order, ends - 1)
 
         @torch.inference_mode()
         def sample(masks: StepMasks) -> Pending:
@@ -1206,73 +1204,17 @@ class GpuDevice:
         rows_S = inputs.rows_S[: prompts.first]
         self.gather(rows_S)
         batches, chunks = self.dense.split(prompts.chunks) if self.dense else ([], prompts.chunks)
-        tiles: PrefillChunks | None = None
         if len(prompts.numbers):
             inputs.table_XT[:, prompts.first : prompts.end].copy_(
                 send(torch.from_numpy(prompts.table_XP), self.device)
             )
-        if chunks:
-            tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=inputs.tile_len)
-            whole_C4 = np.array(chunks, dtype=np.int32)
-            if self.model.config.delta is None or not prompts.num_drafts.any():
-                both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), self.device)
-                tiles = PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
-            else:
-                tiles = self._with_drafts(tiles_W4, whole_C4, prompts)
+        has_states = self.model.config.delta is not None
+        tiles = prompts.tiles(chunks, inputs.tile_len, self.device, has_states=has_states) if chunks else None
         places_C = None if places is None else send(torch.tensor(places), self.device)
         has_adapters = bool(slots.any())
         return self.forward(
             self.model, prompts.end, rows_S, tiles, batches, places_C, has_adapters=has_adapters
         )
-
-    def _with_drafts(self, tiles_W4: np.ndarray, whole_C4: np.ndarray, prompts: Prompts) -> PrefillChunks:
-        """The chunks of a step whose last tokens are drafts, which no state goes through for good."""
-        counts = prompts.num_drafts
-        drafts_C4 = whole_C4.copy()
-        whole_C4[:, 1] -= counts
-        drafts_C4[:, 0] += whole_C4[:, 1]
-        drafts_C4[:, 1] = counts
-        drafts_C4[:, 3] += whole_C4[:, 1]
-        packed = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4, drafts_C4])), self.device)
-        num_tiles, num_chunks = len(tiles_W4), len(whole_C4)
-        return PrefillChunks(
-            packed[:num_tiles],
-            tuple(prompts.chunks),
-            whole_C4=packed[num_tiles : num_tiles + num_chunks],
-            num_drafts=tuple(counts.tolist()),
-            drafts_C4=packed[num_tiles + num_chunks :],
-        )
-
-
-def _mark(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
-    """Say in a line of a window where rows go on, whose number of ids is decided."""
-    for number, num_kept in decided.items():
-        first, end = int(ends[number] - counts[number]), int(ends[number])
-        line_S[first:end] = 0
-        line_S[first + num_kept - 1] = 1
-
-
-def _windows_of(
-    order: StepOrder,
-    last_places: np.ndarray,
-    decided: Mapping[int, int] = MappingProxyType({}),
-    backs: Mapping[int, list[int]] = MappingProxyType({}),
-) -> list[Drawn]:
-    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
-
-    `decided`: how many ids some rows keep; `backs`: distances in rows whose drafts have branches.
-    """
-    columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
-    tokens: list[int] = []
-    found = []
-    for number, (last, count, end) in enumerate(zip(*columns, strict=True)):
-        if count > 1:  # the order has no row that decodes
-            tokens = tokens or order.tokens.tolist()
-            drafts = tokens[end - count + 1 : end]
-            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number), backs.get(number)))
-        elif count:
-            found.append(Drawn(number, last))
-    return found
 
 
 def _wait_for_parts(

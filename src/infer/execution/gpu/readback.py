@@ -16,9 +16,11 @@ Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from infer.errors import DeviceLost, EngineError
@@ -26,6 +28,7 @@ from infer.execution.device import StepResult
 from infer.execution.embedding import Pooled
 from infer.execution.gpu.sending import fetch, send
 from infer.execution.host_sampling import Judge, PromptTable, kept_nodes, num_kept, read_prompts
+from infer.execution.order import StepOrder
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
@@ -61,6 +64,29 @@ class Drawn(NamedTuple):
     drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
     num_kept: int | None = None  # ids that are kept, where that is decided; None: as judged
     backs: Sequence[int] | None = None  # distances of tokens from their parents, if the drafts have branches
+
+
+def drawn_by(
+    order: StepOrder,
+    last_places: np.ndarray,
+    decided: Mapping[int, int] = MappingProxyType({}),
+    backs: Mapping[int, list[int]] = MappingProxyType({}),
+) -> list[Drawn]:
+    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
+
+    `decided`: how many ids some rows keep; `backs`: distances in rows whose drafts have branches.
+    """
+    columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
+    tokens: list[int] = []
+    found = []
+    for number, (last, count, end) in enumerate(zip(*columns, strict=True)):
+        if count > 1:  # the order has no row that decodes
+            tokens = tokens or order.tokens.tolist()
+            drafts = tokens[end - count + 1 : end]
+            found.append(Drawn(number, last + 1 - count, drafts, decided.get(number), backs.get(number)))
+        elif count:
+            found.append(Drawn(number, last))
+    return found
 
 
 class PendingIds:

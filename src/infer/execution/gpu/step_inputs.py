@@ -69,6 +69,31 @@ class Prompts:
         places[~self.is_given] = np.arange(len(self.decoding))
         return places
 
+    def tiles(
+        self, chunks: Sequence[PrefillChunk], tile_len: int, device: torch.device, *, has_states: bool
+    ) -> PrefillChunks:
+        """The work of prefill attention for some of their chunks; no state goes through drafts for good."""
+        tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=tile_len)
+        whole_C4 = np.array(chunks, dtype=np.int32)
+        if not (has_states and self.num_drafts.any()):
+            both = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4])), device)
+            return PrefillChunks.from_arrays(both[: len(tiles_W4)], chunks, both[len(tiles_W4) :])
+        counts = self.num_drafts
+        drafts_C4 = whole_C4.copy()
+        whole_C4[:, 1] -= counts
+        drafts_C4[:, 0] += whole_C4[:, 1]
+        drafts_C4[:, 1] = counts
+        drafts_C4[:, 3] += whole_C4[:, 1]
+        packed = send(torch.from_numpy(np.concatenate([tiles_W4, whole_C4, drafts_C4])), device)
+        num_tiles, num_chunks = len(tiles_W4), len(whole_C4)
+        return PrefillChunks(
+            packed[:num_tiles],
+            tuple(self.chunks),
+            whole_C4=packed[num_tiles : num_tiles + num_chunks],
+            num_drafts=tuple(counts.tolist()),
+            drafts_C4=packed[num_tiles + num_chunks :],
+        )
+
 
 class DeviceInputs:
     """The buffers of one device half."""
@@ -213,3 +238,11 @@ class DeviceInputs:
         samples_3C[0] = 0
         samples_3C[:, where] = places, rows, positions
         self.samples_3C[:, :size].copy_(send(torch.from_numpy(samples_3C), self.device))
+
+
+def mark_ends(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
+    """Say in a line of a window where rows go on, whose number of ids is decided."""
+    for number, num_kept in decided.items():
+        first, end = int(ends[number] - counts[number]), int(ends[number])
+        line_S[first:end] = 0
+        line_S[first + num_kept - 1] = 1
