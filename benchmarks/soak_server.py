@@ -57,7 +57,7 @@ import orjson
 from benchmarks.memory_taker import GIB, Neighbour
 from infer.bench.report import commit, machine, versions
 from infer.bench.sse_client import BrokenAnswer, Client, Connection, Endpoint, error_message
-from infer.cache.memory import resident_bytes
+from infer.cache.host_bytes import resident_bytes
 from infer.config.server import ServerConfig
 from infer.tools.nvml import held_by
 

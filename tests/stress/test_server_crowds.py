@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.cache.memory import resident_bytes
+from infer.cache.host_bytes import resident_bytes
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
 

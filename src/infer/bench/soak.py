@@ -33,7 +33,7 @@ from infer.bench.metrics import RequestTrace, Slo, percentile, summarise
 from infer.bench.report import Report, make_report, make_row
 from infer.bench.serve import Plan, ask_server, choose_ids
 from infer.bench.sse_client import BrokenAnswer, Client, Endpoint, EventReader, fetch
-from infer.cache.memory import resident_bytes
+from infer.cache.host_bytes import resident_bytes
 from infer.errors import ConfigError
 from infer.tools.nvml import held_by
 

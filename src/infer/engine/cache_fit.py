@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.cache.host_bytes import free_host_bytes
 from infer.cache.kv_store import crossing_bytes
 from infer.cache.layout import STATE, KVLayout, StateSize
 from infer.cache.memory import (
@@ -25,7 +26,6 @@ from infer.cache.memory import (
     check_host_blocks,
     fit_cache,
     format_bytes,
-    free_host_bytes,
     graph_pool_bytes,
     kv_bytes_per_token,
     workspace_share,

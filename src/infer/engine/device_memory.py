@@ -22,7 +22,8 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, format_bytes, free_host_bytes, host_memory
+from infer.cache.host_bytes import free_host_bytes, host_memory
+from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, format_bytes
 from infer.config.defaults import GPU_SHARE
 from infer.config.knobs import parse_memory
 from infer.errors import ConfigError, NoRoom

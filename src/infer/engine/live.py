@@ -32,7 +32,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from infer.cache.memory import free_host_bytes, host_memory
+from infer.cache.host_bytes import free_host_bytes, host_memory
 from infer.cache.prefix_tree import Branch
 from infer.scheduling.plan import StepPlan
 from infer.scheduling.scheduler import Scheduler

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from infer.cache.memory import format_bytes, free_host_bytes
+from infer.cache.host_bytes import free_host_bytes
+from infer.cache.memory import format_bytes
 from infer.config.knobs import parse_bytes
 from infer.errors import ConfigError
 from infer.tools import nvml

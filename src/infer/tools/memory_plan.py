@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from infer.cache.host_bytes import free_host_bytes
 from infer.cache.layout import STATE, KVLayout, blocks_of_sequence, longest_sequence
 from infer.cache.memory import (
     GPU_RUNTIME_BYTES,
@@ -32,7 +33,6 @@ from infer.cache.memory import (
     DeviceMemory,
     StepBytes,
     check_host_blocks,
-    free_host_bytes,
     kv_bytes_per_token,
 )
 from infer.cache.memory import format_bytes as format_bytes

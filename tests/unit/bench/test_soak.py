@@ -11,7 +11,7 @@ import pytest
 from infer.bench.metrics import RequestTrace, Slo
 from infer.bench.soak import Soak, drift_of, judge, server_pids
 from infer.bench.sse_client import Endpoint
-from infer.cache.memory import resident_bytes
+from infer.cache.host_bytes import resident_bytes
 
 GIB = float(2**30)
 

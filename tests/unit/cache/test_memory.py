@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infer.cache.host_bytes import free_host_bytes
 from infer.cache.memory import (
     CacheSize,
     DeviceMemory,
@@ -15,7 +16,6 @@ from infer.cache.memory import (
     check_host_blocks,
     fit_cache,
     format_bytes,
-    free_host_bytes,
     kv_bytes_per_token,
     pinned_bytes,
     size_cache,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.cache import memory
+from infer.cache import host_bytes, memory
 from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
@@ -526,7 +526,7 @@ def test_stages_of_gpus_have_room_for_the_cache_beside_the_largest(infer: Infer,
 def test_a_plan_for_ranks_of_a_cpu_shows_what_each_has(
     infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "resident_bytes", lambda *_: 50 << 20)  # not what other tests left here
+    monkeypatch.setattr(host_bytes, "resident_bytes", lambda *_: 50 << 20)  # not what other tests left here
     make_checkpoint("llama", tmp_path / "llama", sizes=Sizes(num_layers=3), seed=1)
     arguments = ("plan", str(tmp_path / "llama"), "--device", "cpu", "--device-memory", "1GiB")
     alone = json.loads(infer(*arguments, "--json").out)
