@@ -143,13 +143,13 @@ def test_the_device_half_of_a_gpu_gives_the_same_tokens(
     engine = make_engine(loaded, **knobs)
     assert isinstance(engine._device, GpuDevice)
     grown: list[int] = []
-    grow = engine.scheduler.grow
+    grow = engine.scheduler.state.grow
 
     def grow_and_note(seq: Sequence, count: int) -> None:
         grown.append(count)
         grow(seq, count)
 
-    monkeypatch.setattr(engine.scheduler, "grow", grow_and_note)
+    monkeypatch.setattr(engine.scheduler.state, "grow", grow_and_note)
     monkeypatch.setattr(engine._guided, "is_worth_it", lambda *_: True)
     assert run(engine) == usual
     assert len(grown) > 5 and max(grown) > 1

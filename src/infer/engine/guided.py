@@ -197,7 +197,7 @@ class GuidedRequests:
                 made = self._follow(seq, guide, ids, (None,) * len(ids))
                 self._requests.num_output_tokens += sum(len(output.token_ids) for output in made)
                 if seq.finish_reason is None:
-                    self._scheduler.grow(seq, len(ids) - num_drawn)
+                    self._scheduler.state.grow(seq, len(ids) - num_drawn)
                 if (stories := self._requests.stories) is not None:
                     stories.jump(seq.request_id, len(ids) - num_drawn)
                 outputs += made

@@ -1,8 +1,8 @@
 """An engine's reports to observers: everything that decides its plans and its ids, in the order it happened.
 
 An engine's clock is its step. Requests, aborts and resets are reported with the step they came after, so an
-observer that writes all of this down can have it happen again: that is what the recorder (record.py) and
-the replay (replay.py) are made of.
+observer that writes all of this down can have it happen again: that is what the recorder (tools/record.py)
+and the replay (tools/replay.py) are made of.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from infer.sampling.params import RowLogprobs
 logger = logging.getLogger(__name__)
 
 MIN_PIECE = 16  # tokens; a product of fewer takes hardly less time
-MAX_PARTS = 8  # parts of a step: their ids are under way together (rank_ring.py, gpu_way.py)
+MAX_PARTS = 8  # parts of a step: their ids are under way together (rank_ring.py, kernels/runtime/gpu_way.py)
 
 RunStep = Callable[[StepOrder, StepMasks], StepResult]
 

@@ -282,10 +282,6 @@ class Scheduler:
         """Let a running sequence that is one token behind compute drafts next, MAX_DRAFTS at most."""
         self.state.propose(seq, drafts[: self._max_drafts])
 
-    def grow(self, seq: Sequence, count: int) -> None:
-        """Give a running sequence `count` more tokens that came from no step."""
-        self.state.grow(seq, count)
-
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
         """Take back the drafts that a step has refused: all of a chunk but those followed by an id.
 

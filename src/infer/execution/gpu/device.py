@@ -177,10 +177,9 @@ class GpuDevice:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `has_trees`: drafts may be trees; `tree_of` has
-        the ones that it makes. `adapters` are the model's. `communicator` joins
-        the ranks that share the model; `ranks` get each order from rank 0. With a
-        `pipe` the layers are in stages.
+        block tables; a head follows its steps, too. `has_trees`: drafts may be trees; `tree_of` has the ones
+        that it makes. `adapters` are the model's. `communicator` joins the ranks that share the model;
+        `ranks` get each order from rank 0. With a `pipe` the layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees or tree_of is not None
         self._tree_of = tree_of
