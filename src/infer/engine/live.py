@@ -208,7 +208,7 @@ class LiveView:
             _describe(group, scheduler, *num_held, is_first=group is first)
             for group, num_held in zip(listed.values(), _tally(held, len(listed)), strict=True)
         ]
-        room = MAX_WAITING - min(len(turns), MAX_WAITING)
+        room = MAX_WAITING - len(turns)
         requests += [_compiling(group) for group in compiling[:room]]
         num_listed = sum(id(seq.group) in listed for seq in running) + len(turns) + min(len(compiling), room)
         branches, host_bytes = self._look_slowly(now)

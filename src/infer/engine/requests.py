@@ -213,10 +213,9 @@ class RequestTable:
         """
         group, last = seq.group, seq.tokens[-1]
         token_ids = ids[: ids.index(last) + 1] if last in seq.stop_ids else ids
-        if last in seq.stop_ids:
-            seq.stop_reason = last if last in group.request.params.stop_token_ids else None
-            self._finish(seq, FinishReason.STOP)
-        elif has_ended:
+        if last in group.request.params.stop_token_ids:
+            seq.stop_reason = last
+        if has_ended or last in seq.stop_ids:
             self._finish(seq, FinishReason.STOP)
         elif len(seq.tokens) >= seq.max_total:
             self._finish(seq, FinishReason.LENGTH)

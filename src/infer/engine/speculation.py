@@ -270,11 +270,9 @@ class Speculation:
                 limit = self._limits[seq.seq_id] = self._limit(seq)
                 self._lengths.begin(seq.seq_id)
             limit = min(limit, min(seq.max_total - 1, self._max_len) - seq.num_tokens)
-            if limit > 0 and seq.num_samples == 1 and seq.num_output > 0 and self._is_ready(seq):
+            has_use = limit > 0 and seq.num_samples == 1 and seq.num_output > 0
+            if has_use and (self._drafter is None or self._drafter.is_ready(seq)):
                 yield seq, self._wish(seq, limit)
-
-    def _is_ready(self, seq: Sequence) -> bool:
-        return self._drafter is None or self._drafter.is_ready(seq)
 
     def _limit(self, seq: Sequence) -> int:
         """The most drafts of a sequence; 0: it never gets any."""

@@ -594,7 +594,8 @@ class GpuDevice:
     def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
         """Launch rows that decode and nothing else, as in most steps."""
         rows, size, ids_S, has_logprobs = decoded
-        if self._ensure(size) or not are_sent:  # a capture leaves padding
+        ensure = self.graphs.ensure if self._communicator is None else self._ensure  # a call less, mostly
+        if ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
             if size.has_adapters:
                 self.inputs.send_adapters(order.adapters, size.num_rows)
