@@ -182,8 +182,7 @@ class GpuDevice:
         `ranks` get each order from rank 0. With a `pipe` the layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees or tree_of is not None
-        self._tree_of = tree_of
-        self._ranks, self._communicator = ranks, communicator
+        self._ranks, self._communicator, self._tree_of = ranks, communicator, tree_of
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
         self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
         self._begun: set[StepSize] = set()  # sizes of which ranks have launched a step
