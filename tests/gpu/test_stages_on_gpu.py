@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,46 @@ def test_what_is_passed_on_arrives_whatever_comes_first(
     num_stages: int, dtype: torch.dtype, env: dict[str, str]
 ) -> None:
     assert run_ranks(pass_all, num_stages, env, dtype, num_stages=num_stages) == [[]] * num_stages
+
+
+def step_all(ranks: GpuCommunicator, link: RankLink, rank: int) -> list[str]:
+    """Steps of two stages of two ranks: sums, rows, columns and ids, also captured and three at once."""
+    wrong, num_columns, share = list[str](), 300, 160
+    is_last, own = ranks.stage == ranks.num_stages - 1, share if ranks.rank == 0 else num_columns - share
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if not is_last:
+            y = ranks.all_reduce(ranks.all_reduce(x * 1.0) * 0.5)
+            ranks.pass_on(y)
+            return y
+        y = ranks.all_reduce(ranks.take(len(x), x.shape[1], torch.float32) * 0.5)
+        return ranks.all_gather(y[:, :1] + torch.zeros((len(x), own), device="cuda"), num_columns)
+
+    for num_rows in (1, 2, 4, 8, 16, 32, 64, 128):
+        x = torch.zeros((num_rows, 128), device="cuda")
+        mine = torch.arange(num_rows, device="cuda") + (0 if rank == 0 else 1000)
+        ids = mine.clone()
+        time.sleep(0.05 * ((rank * 7 + num_rows) % 4))
+        with ranks.alone():
+            graph, y = capture(partial(step, x))
+        for seed in range(12):
+            x.fill_(float(seed + 1))
+            for _ in range(1 if seed % 2 else 3):
+                ids.copy_(mine)
+                if seed % 3:
+                    graph.replay()
+                else:
+                    y.copy_(step(x))
+                ranks.first(ids)
+            if ids.tolist() != list(range(num_rows)):
+                wrong.append(f"ids {num_rows} {seed}")
+            if is_last and not torch.equal(y, torch.full_like(y, 2.0 * (seed + 1))):
+                wrong.append(f"columns {num_rows} {seed}")
+    return wrong
+
+
+def test_two_stages_of_two_ranks_exchange_what_a_step_has(env: dict[str, str]) -> None:
+    assert run_ranks(step_all, 4, env, torch.float32, num_stages=2) == [[]] * 4
 
 
 def take_from_nobody(ranks: GpuCommunicator, link: RankLink, rank: int) -> Any:
