@@ -23,7 +23,7 @@ def check_room_for_models(name: str, size: str) -> None:
         raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
 
 
-_EFFECTS = (  # a knob of the server, and those that have no effect without it (or with it)
+_EFFECTS = (  # a knob of the server, and the knobs that have no effect without it (or with it)
     ("without", "on_demand", {"max_loaded_models", "loaded_memory", "idle_unload", "model_memory"}),
     ("without", "record", {"record_text", "record_bytes", "overwrite"}),
     ("without", "cluster", {"ray_address", "max_replicas"}),

@@ -190,7 +190,7 @@ _ARRAYS: Final = (
 )  # fmt: skip
 _COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
 _LENGTHS: Final = "NTKMUDXALFEB"  # the header has these, in this order
-_PLACES: Final = _LENGTHS + "31"  # of the lengths of an array; a list has a second one, which is 1
+_PLACES: Final = _LENGTHS + "31"  # lengths of an array by their place; a list has a second one, which is 1
 
 
 def _kind(dtype: str, shape: str) -> tuple[np.dtype[Any], int, int, int, int]:
