@@ -149,7 +149,7 @@ def test_an_engine_that_runs_out_of_memory_ends_its_requests_and_is_replaced(
             assert not is_alive(engine)
         wait_until(lambda: num_files(server.process.pid) <= files, 30)
         log = server.log.read_text()
-        assert log.count("engine down") == 3 and "signal 9 (Killed)" in log and "Traceback" not in log
+        assert log.count("engine down reason=") == 3 and "signal 9 (Killed)" in log and "Traceback" not in log
         assert server.stop() == 0
 
 
