@@ -41,6 +41,7 @@ from infer.config.speculation import MAX_DRAFTS
 from infer.engine.host_half import HostHalf
 from infer.execution.device import DeviceHalf, PendingStep
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.draft_device import DraftDevice
 from infer.execution.gpu.late_drafts import LateDrafts
 from infer.execution.gpu.readback import PendingTensor
 from infer.execution.order import StepOrder
@@ -96,7 +97,7 @@ class DraftModel:
         self._rows = [NOTHING] * len(state.tenancy)
         self._changes: list[int] = []  # blocks that tables have got since the last order
         self._step = self._judging = 0  # the last order, and the step of the last plan
-        self._context_len = device.model.config.context_len if isinstance(device, GpuDevice) else 0
+        self._context_len = device.model.config.context_len if isinstance(device, DraftDevice) else 0
         self._sequences: Seq[Sequence] = ()  # it drafts for these, turn by turn:
         self._turns: list[tuple[np.ndarray, PendingStep]] = []  # numbers of the sequences, and their step
         self._late: LateDrafts | None = None  # drafts of all turns at once, for the next step
@@ -140,7 +141,7 @@ class DraftModel:
         if self._target is None:
             self._run_turns(sequences)
             return
-        assert isinstance(self._device, GpuDevice)
+        assert isinstance(self._device, DraftDevice)
         counts, stays = [len(seq.drafts) for seq in sequences], self._stays(sequences)
         early = self._early
         if early is None or self.fitted(sequences, counts) != counts or not set(stays) <= set(early.stays):
@@ -202,7 +203,7 @@ class DraftModel:
 
     def _draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> _Drafted:
         """Launch the turns for sequences whose rows the device knows."""
-        assert isinstance(self._device, GpuDevice)
+        assert isinstance(self._device, DraftDevice)
         rows, are_trees = np.array([(seq.row, self._is_tree(seq)) for seq in sequences]).T
         ids_KS = self._device.draft(rows, np.array(counts), are_trees)
         return _Drafted(self._stays(sequences), counts, ids_KS)
@@ -220,7 +221,7 @@ class DraftModel:
         """The number of tokens of a text that turns may compute."""
         return min(seq.num_reserved, self._context_len)
 
-    def _enter(self, device: GpuDevice, sequences: Seq[Sequence]) -> None:
+    def _enter(self, device: DraftDevice, sequences: Seq[Sequence]) -> None:
         """Let a GPU have the state of these sequences' rows, from which turns begin."""
         self._catch_up(sequences)
         known = np.array([len(seq.tokens) for seq in sequences])

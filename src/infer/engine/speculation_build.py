@@ -33,6 +33,7 @@ from infer.engine.step_costs import measure_again, measure_step_costs
 from infer.errors import ConfigError, ModelSourceError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.draft_device import DraftDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.head_model import HeadModel
 from infer.execution.host_sampling import SyntheticJudge
@@ -264,7 +265,7 @@ def make_speculation(
     scheduler: Scheduler,
     device: TorchDevice | GpuDevice,
     *,
-    draft_device: TorchDevice | GpuDevice | None,
+    draft_device: TorchDevice | DraftDevice | None,
     size: CacheSize,
     shape: StateShape,
     costs: StepCosts | None = None,
@@ -282,7 +283,7 @@ def make_speculation(
     again: Iterable[tuple[StepCosts, float | None]] = ()
     is_head = draft_device is not None and isinstance(draft_device.model, HeadModel)
     if draft_device is not None:
-        if isinstance(draft_device, GpuDevice):
+        if isinstance(draft_device, DraftDevice):
             prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
             draft_device.wait_for_compilers()
     else:
@@ -361,7 +362,7 @@ def make_draft_device(
     size: CacheSize,
     layout: KVLayout,
     shape: StateShape,
-) -> TorchDevice | GpuDevice | None:
+) -> TorchDevice | DraftDevice | None:
     """Return the device half of what drafts, whose layers are all kept by the first table; None: none does.
 
     What moves a block of the model moves the head's, so it has as many blocks in host memory.
@@ -397,7 +398,7 @@ def make_draft_device(
             return TorchHead(network, store, shape, **choices)
         return TorchDevice(network, store, shape, **choices)
     attention = config.backends.attention
-    return GpuDevice(
+    return DraftDevice(
         network,
         store,
         shape,

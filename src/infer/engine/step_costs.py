@@ -31,6 +31,7 @@ import numpy as np
 from infer.config.speculation import WINDOW_TOKENS
 from infer.execution.device import DeviceHalf, PendingStep, StateShape
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.draft_device import DraftDevice
 from infer.execution.gpu.readback import PendingTensor
 from infer.execution.order import (
     DECODE,
@@ -97,7 +98,7 @@ def measure_step_costs(
         plain, _ = _table(partial(_decode_seconds, device, shape), sizes, can_be_few=True)
     draft_s = draft_row_s = turns_s = 0.0
     num_rows = min(32, most_rows)
-    if isinstance(drafter, GpuDevice):
+    if isinstance(drafter, DraftDevice):
         most = min(DRAFT_PROBES, len(drafter.drafts_KS))
         num_turns = turns_of(most) if has_trees else most
         (first, _), (all_s, launch_s), (many, _) = (
@@ -125,7 +126,7 @@ def measure_step_costs(
         draft_row_s=draft_row_s,
         turns_s=turns_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
-        is_ahead=isinstance(drafter, GpuDevice),
+        is_ahead=isinstance(drafter, DraftDevice),
     )
 
 
@@ -180,7 +181,7 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
 
 
 def _turn_seconds(
-    device: GpuDevice, shape: StateShape, num_rows: int, num_drafts: int, *, are_trees: bool
+    device: DraftDevice, shape: StateShape, num_rows: int, num_drafts: int, *, are_trees: bool
 ) -> tuple[float, float]:
     """Return what all turns of a window take a device, and what it takes the host to launch them."""
     device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # the token before has a place

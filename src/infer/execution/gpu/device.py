@@ -8,8 +8,6 @@
              an order that awaits masks is sampled when these are there                       (masks.py)
              a step for which there is no memory is run in halves                             (halves.py)
              a head that drafts sees what was computed and drawn, unless it need not    (head_model.py)
-    draft    all turns of a model or head that drafts, as one graph: each goes on from the ids of the last;
-             turns of a tree compute the nodes at a depth                                  (tree_turns.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next steps before it waits for this one:
@@ -60,7 +58,6 @@ from infer.execution.gpu.rows import DeviceRows, padded_tokens
 from infer.execution.gpu.sending import send
 from infer.execution.gpu.step import DeviceStep, FollowedStep, choose_backend, compile_backend
 from infer.execution.gpu.step_inputs import DeviceInputs, Prompts, mark_ends
-from infer.execution.gpu.tree_turns import TreeTurn, best_ids, tree_turns
 from infer.execution.halves import MAX_PARTS, SmallerSteps, parts_of, run_parts
 from infer.execution.head_model import HeadModel, drawn_places, following_tokens, kept_ids, with_drawn
 from infer.execution.host_sampling import HostSampler, Judge, PromptTable
@@ -80,15 +77,13 @@ from infer.execution.order import (
     to_bytes,
 )
 from infer.execution.rank_ring import RankMessage, whole_group
-from infer.execution.trees import DraftTree, branched_rows, main_line, nodes_of
+from infer.execution.trees import branched_rows, main_line, nodes_of
 from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode_work import DecodeWork
 from infer.kernels.attention.dense import Batch, DenseAttention
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks, tokens_per_tile
-from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.kernels.elementwise.step_state import advance_rows, gather_step
-from infer.kernels.elementwise.tree_nodes import next_nodes
-from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows, next_turn
+from infer.kernels.elementwise.windows import FIRST_CODE, DraftedRows, judge_windows
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.communicator import Pipe, RankGroup
 from infer.kernels.runtime.device_ranks import DeviceRanks
@@ -97,7 +92,6 @@ from infer.kernels.runtime.profiles import device_profile
 from infer.kernels.sampling.sample_rows import SampleScratch, compile_sample_rows, sample_rows
 from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs
-from infer.models.eagle3 import Guess
 from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
@@ -168,7 +162,6 @@ class GpuDevice:
         num_drafts: int = 0,
         drafter: GpuDevice | None = None,
         has_trees: bool = False,
-        tree_of: Callable[[int], DraftTree] | None = None,
         adapters: AdapterBank | None = None,
         ranks: RankGroup | None = None,
         communicator: DeviceRanks | None = None,
@@ -177,12 +170,12 @@ class GpuDevice:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
         `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `has_trees`: drafts may be trees; `tree_of` has the ones
-        that it makes. `adapters` are the model's. `communicator` joins the ranks that share the model;
-        `ranks` get each order from rank 0. With a `pipe` the layers are in stages.
+        block tables; a head follows its steps, too. `has_trees`: drafts may be trees. `adapters` are the
+        model's. `communicator` joins the ranks that share the model; `ranks` get each order from rank 0.
+        With a `pipe` the layers are in stages.
         """
-        self._adapters, self._has_trees = adapters, has_trees or tree_of is not None
-        self._ranks, self._communicator, self._tree_of = ranks, communicator, tree_of
+        self._adapters, self._has_trees = adapters, has_trees
+        self._ranks, self._communicator = ranks, communicator
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
         self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
         self._begun: set[StepSize] = set()  # sizes of which ranks have launched a step
@@ -198,7 +191,6 @@ class GpuDevice:
         is_head = isinstance(model, HeadModel)
         self.drafter = drafter
         self.head = drafter if drafter is not None and isinstance(drafter.model, HeadModel) else None
-        self._behind = int(is_head)  # positions by which a row is behind its token
         self._layer_inputs = LayerInputs(())  # inputs of a step that its head has not seen
         self.rows: DeviceRows = DeviceRows(
             shape.num_rows,
@@ -212,9 +204,8 @@ class GpuDevice:
         self._sampler = HostSampler(model, self.rows.book, send)
         # the first turn of a model that drafts computes two tokens of each row, others a window's
         max_rows = max_batch_size * (1 + (num_drafts > 0 and not is_head))
-        max_rows = max(max_rows, WINDOW_TOKENS if tree_of else window_tokens)
+        max_rows = max(max_rows, WINDOW_TOKENS if num_drafts and has_trees else window_tokens)
         self.drafts_KS = torch.zeros((num_drafts, max_batch_size), dtype=torch.int64, device=device)
-        self._places = torch.arange(max_batch_size, device=device)
         self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
         backends = attention_backend, decode_attention_backend
         chosen = choose_backend(backends, config, store, block_size)
@@ -291,7 +282,7 @@ class GpuDevice:
             window_tokens=self.window_tokens,
             has_adapters=adapters is not None,
             num_drafts=num_drafts,
-            drafts_trees=tree_of is not None,
+            drafts_trees=bool(num_drafts) and has_trees,
             profile=profile,
         )
         self.graphs.is_agreed = communicator is None
@@ -469,7 +460,7 @@ class GpuDevice:
 
     def _mask_memory(self, count: int) -> np.ndarray:
         """Pinned memory for masks; waits for the steps before, whose samplers fetch the same lines."""
-        with _losing_device("before masks were filled"):
+        with losing_device("before masks were filled"):
             self._readback.arrive()
         return self.rows.masks.take(count)
 
@@ -726,7 +717,7 @@ class GpuDevice:
         is_alone = self._adapters is None and self._ranks is None and not self.rows.masks.has_any
         if size is None or not (is_plain and is_alone):
             return
-        with _losing_device(DRAFTING), suppress(torch.OutOfMemoryError):
+        with losing_device(DRAFTING), suppress(torch.OutOfMemoryError):
             self.graphs.ensure(size)
             lines_YS, ends = self.inputs.blank_window(size.num_rows), lengths.cumsum()
             turns = np.arange(num_tokens) - (ends - lengths).repeat(lengths)
@@ -766,8 +757,6 @@ class GpuDevice:
     def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
         """The kernels of a step of this size up to its logits: everything is read from the device."""
         inputs, num_rows = self.inputs, size.num_rows
-        if size.num_drafts:
-            return self._compute_turns(model, size)
         if size.has_windows:
             state = (self.drafter or self).rows
             drafted = DraftedRows(
@@ -788,6 +777,11 @@ class GpuDevice:
         places_C = inputs.samples_3C[0, : num_rows + self.profile.max_chunks]
         return self.logits(model, self.forward(model, num_tokens, rows_S, tiles, (), places_C))
 
+    @property
+    def _drafts_D(self) -> torch.Tensor:
+        """The drafts that windows have codes for."""
+        return self.inputs.following_T if self.drafter is None else self.drafter.drafts_KS.flatten()
+
     def logits(self, model: Network, hidden_SD: torch.Tensor) -> torch.Tensor:
         """The logits [S, V]; hidden states, which nothing reads, where later stages have them."""
         return model.logits(hidden_SD) if self._has_logits else hidden_SD
@@ -796,12 +790,6 @@ class GpuDevice:
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
         """The kernels after them: the rows of the step are sampled, and advanced on the device."""
         inputs, num_rows = self.inputs, size.num_rows
-        if size.has_trees:
-            self._end_tree_turn(logits_SV, self._tree_turns(size)[-1], num_rows)
-            return
-        if size.num_drafts:
-            self._end_turn(logits_SV, size.num_drafts - 1)
-            return
         if size.num_tokens:
             num_samples = num_rows + self.profile.max_chunks
             _, rows_C, positions_C = inputs.samples_3C[:, :num_samples].unbind()
@@ -955,144 +943,6 @@ class GpuDevice:
         step.rows = rows_S
         return step
 
-    # -- drafts ---------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def enter(self, order: StepOrder, previous: np.ndarray) -> None:
-        """Take over the rows of an order in which all decode, and the tokens before theirs; nothing runs."""
-        with _losing_device(DRAFTING):
-            self.rows.apply(order)
-            rows_2K = send(torch.from_numpy(np.stack([order.rows, previous]).astype(np.int64)), self.device)
-            self.rows.previous_R[rows_2K[0]] = rows_2K[1]
-
-    @torch.inference_mode()
-    def draft(self, rows: np.ndarray, counts: np.ndarray, are_trees: np.ndarray) -> PendingTensor:
-        """Launch the turns that make as many drafts of each row as it has count, in a chain or a tree.
-
-        Rows go on from their state, which stays. Returns the ids, a column for each row; they are also in
-        `drafts_KS` until the next call. Rows with different counts, or chains next to trees, take several
-        launches.
-        """
-        with _losing_device(DRAFTING):
-            parts = list[tuple[torch.Tensor, torch.Tensor]]()
-            kinds = [*zip(counts.tolist(), are_trees.tolist(), strict=True)]
-            for kind in sorted({*kinds}):
-                group = np.array([number for number, each in enumerate(kinds) if each == kind])
-                ids_KS = self._draft(rows[group], kind[0], is_tree=bool(kind[1]))
-                if len(group) < len(rows):
-                    parts.append((send(torch.from_numpy(group), self.device), ids_KS.clone()))
-            for group_G, ids_KG in parts:
-                self.drafts_KS[: len(ids_KG)].index_copy_(1, group_G, ids_KG)
-            return self._readback.fetch_drafts(self.drafts_KS)
-
-    def _draft(
-        self, rows: np.ndarray, num_drafts: int, *, is_tree: bool, is_last_try: bool = False
-    ) -> torch.Tensor:
-        """Launch the turns of some rows; where there is no memory, one half after the other.
-
-        The turns of a single row are tried twice.
-        """
-        size = self.graphs.draft_size_for(len(rows), num_drafts, is_tree=is_tree)
-        ids_KS = self.drafts_KS[:num_drafts]
-        try:
-            self.graphs.ensure(size)
-            self.inputs.send_rows(rows, size.num_rows)
-            self.graphs.forward(size)
-            self.graphs.sample(size)
-        except torch.OutOfMemoryError:
-            if is_last_try:
-                raise
-            if len(rows) == 1:
-                return self._draft(rows, num_drafts, is_tree=is_tree, is_last_try=True)
-            half = len(rows) // 2
-            second_KS = self._draft(rows[half:], num_drafts, is_tree=is_tree).clone()
-            self._draft(rows[:half], num_drafts, is_tree=is_tree)
-            ids_KS[:, half : len(rows)] = second_KS
-        return ids_KS[:, : len(rows)]
-
-    @property
-    def _drafts_D(self) -> torch.Tensor:
-        """The drafts that windows have codes for."""
-        return self.inputs.following_T if self.drafter is None else self.drafter.drafts_KS.flatten()
-
-    def _compute_turns(self, model: Network, size: StepSize) -> torch.Tensor:
-        """All turns of rows that draft, up to the logits of the last."""
-        rows_S = self.inputs.rows_S[: size.num_rows]
-        if self._has_trees:  # the tokens of a text see all before them
-            self.inputs.tree_2S[:, : 2 * len(rows_S)] = NO_TREE
-        hidden_SD, states_SD = self._first_turn(model, rows_S)
-        logits_SV = model.logits(hidden_SD)
-        for grown in self._tree_turns(size)[:-1]:
-            self._end_tree_turn(logits_SV, grown, len(rows_S))
-            rows_M = rows_S.repeat(grown.num_next)
-            logits_SV = model.logits(self.forward(model, len(rows_M), rows_M, None, has_windows=True))
-        if size.has_trees:
-            return logits_SV
-        for turn in range(1, size.num_drafts):
-            self._end_turn(logits_SV, turn - 1)
-            if isinstance(model, HeadModel):
-                hidden_SD, states_SD = self._guess(model, rows_S, states_SD)
-            else:
-                hidden_SD = self.forward(model, len(rows_S), rows_S, None)
-            logits_SV = model.logits(hidden_SD)
-        return logits_SV
-
-    def _first_turn(self, model: Network, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The first turn, from the state of rows: hidden states, and the ones for a head's next turn.
-
-        A head has seen all tokens but the last. A model may lack the one before as well, where the last
-        window was kept as a whole, so it computes both.
-        """
-        state, num_rows, size = self.rows, len(rows_S), self._block_size
-        tables_RB, before_R = state.tables_KRB[0], state.position_R - 1
-        last, previous = self.inputs.turn(0, num_rows), self.inputs.turn(num_rows, 2 * num_rows)
-        if isinstance(model, HeadModel):
-            gather_step(rows_S, state.last_token_R, before_R, tables_RB, block_size=size, out=last)
-            return self._guess(model, rows_S, None)
-        gather_step(rows_S, state.last_token_R, state.position_R, tables_RB, block_size=size, out=last)
-        gather_step(rows_S, state.previous_R, before_R, tables_RB, block_size=size, out=previous)
-        both_S, places_C = torch.cat([rows_S, rows_S]), self._places[:num_rows]
-        return self.forward(model, 2 * num_rows, both_S, None, (), places_C, has_windows=True), None
-
-    def _guess(self, model: HeadModel, rows_S: torch.Tensor, states_SD: torch.Tensor | None) -> Guess:
-        """A turn of a head over the inputs that are there."""
-        return model.guess(
-            self.inputs.table_XT[0, : len(rows_S)], self._context(len(rows_S), rows_S), states_SD
-        )
-
-    def _end_turn(self, logits_SV: torch.Tensor, turn: int) -> None:
-        """Sample a turn, and make its ids the tokens of the next."""
-        state, num_rows = self.rows, len(logits_SV)
-        rows_S, inputs = self.inputs.rows_S[:num_rows], self.inputs.turn(0, num_rows)
-        positions_S = inputs.positions_S + (1 + self._behind)
-        ids_S = sample_rows(logits_SV, state.sampling, rows_S, positions_S, self._scratch)
-        drafts_S, size = self.drafts_KS[turn, :num_rows], self._block_size
-        next_turn(rows_S, ids_S, state.tables_KRB[0], inputs, drafts_S, block_size=size)
-
-    def _tree_turns(self, size: StepSize) -> Sequence[TreeTurn]:
-        """The turns of trees; none for chains."""
-        tree_of = self._tree_of if size.has_trees else None
-        return () if tree_of is None else tree_turns(tree_of(size.num_drafts), self.device)
-
-    def _end_tree_turn(self, logits_MV: torch.Tensor, turn: TreeTurn, num_rows: int) -> None:
-        """Sample a turn of trees, and make its ids the nodes of the next."""
-        state, inputs, num_next = self.rows, self.inputs, turn.num_next * num_rows
-        rows_S, positions_M = inputs.rows_S[:num_rows], inputs.table_XT[1, : len(logits_MV)] + 1
-        rows_M = rows_S.repeat(len(logits_MV) // num_rows)
-        best_WM = best_ids(logits_MV, state.sampling, rows_M, positions_M, self._scratch, turn.num_best)
-        next_nodes(
-            rows_S,
-            best_WM,
-            turn.links_3C,
-            state.position_R,
-            state.tables_KRB[0],
-            inputs.turn(0, num_next),
-            inputs.tree_2S[:, :num_next],
-            self.drafts_KS,
-            block_size=self._block_size,
-            depth=turn.depth,
-        )
-
     # -- any other step -----------------------------------------------------------------------------
 
     def _start_ragged(self, order: StepOrder) -> Sampler:
@@ -1225,7 +1075,7 @@ def _wait_for_parts(
 
 
 @contextmanager
-def _losing_device(where: str) -> Iterator[None]:
+def losing_device(where: str) -> Iterator[None]:
     """Raise `DeviceLost` where the device fails."""
     try:
         yield
