@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infer.execution.gpu import device
+from infer.execution.gpu import draft_device
 from tests.gpu.test_speculation_on_gpu import (
     ALWAYS,
     PROMPTS,
@@ -45,14 +45,14 @@ def test_texts_are_those_without_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model drafts for itself. In another order its guesses are right along side lines, which are moved."""
-    best_ids = cast(Any, device).best_ids
+    best_ids = cast(Any, draft_device).best_ids
 
     def drawn(*args: Any) -> torch.Tensor:
         best_WM: torch.Tensor = best_ids(*args)
         return torch.stack([best_WM[1], best_WM[0], best_WM[2]]) if len(best_WM) == 3 else best_WM
 
     if is_shuffled:
-        monkeypatch.setattr(device, "best_ids", drawn)
+        monkeypatch.setattr(draft_device, "best_ids", drawn)
     directory, params = checkpoints("qwen3"), params_of()
     with make_llm(directory, dtype="float32", **more) as llm:
         expected = numbers(llm, params)

@@ -17,7 +17,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.errors import ConfigError
 from infer.execution import host_sampling
-from infer.execution.gpu import device as gpu_device
+from infer.execution.gpu import draft_device
 from infer.sampling import sampler
 from infer.speculative.adaptive import Acceptance
 from infer.speculative.tree import tree_of
@@ -67,7 +67,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 def shuffled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The best ids of a draft model come in any order; the list has the tokens that each step has moved."""
     rng, moved, best_ids = random.Random(1), list[int](), sampler.best_ids
-    drawn_ids, move_slots = cast(Any, gpu_device).best_ids, KVStore.move_slots
+    drawn_ids, move_slots = cast(Any, draft_device).best_ids, KVStore.move_slots
 
     def best(logits_SV: torch.Tensor, rows: Any, count: int) -> list[list[int]]:
         return [rng.sample(each, count) for each in best_ids(logits_SV, rows, count)]
@@ -82,7 +82,7 @@ def shuffled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         move_slots(store, moves_2M)
 
     monkeypatch.setattr(host_sampling, "best_ids", best)
-    monkeypatch.setattr(gpu_device, "best_ids", drawn)
+    monkeypatch.setattr(draft_device, "best_ids", drawn)
     monkeypatch.setattr(KVStore, "move_slots", move)
     yield moved
 
@@ -130,7 +130,7 @@ def test_rows_whose_tokens_are_counted_or_masked_get_chains(on_gpu: bool, shuffl
 
 @pytest.mark.parametrize(("lie", "on_gpu"), thinned(("wrong", "random", "twice"), GPU, keep=2))
 def test_lies_change_nothing(lie: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, best_ids, drawn_ids = random.Random(2), sampler.best_ids, cast(Any, gpu_device).best_ids
+    rng, best_ids, drawn_ids = random.Random(2), sampler.best_ids, cast(Any, draft_device).best_ids
 
     def best(logits_SV: torch.Tensor, rows: Any, count: int) -> list[list[int]]:
         found = best_ids(logits_SV, rows, count)
@@ -144,7 +144,7 @@ def test_lies_change_nothing(lie: str, on_gpu: bool, monkeypatch: pytest.MonkeyP
         return lies[lie] if lie in lies else best_WM[1].repeat(args[-1], 1)
 
     monkeypatch.setattr(host_sampling, "best_ids", best)
-    monkeypatch.setattr(gpu_device, "best_ids", drawn)
+    monkeypatch.setattr(draft_device, "best_ids", drawn)
     requests = requests_of(MIX, seed=6)
     is_adaptive = lie == "wrong"
     engine = engine_of(on_gpu=on_gpu, **trees_of(8) | {"adaptive_speculation": is_adaptive})
