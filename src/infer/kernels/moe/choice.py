@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from infer.kernels.moe.coded_cuda import MAX_ROWS, GroupedLinear
 from infer.kernels.moe.few import FewExperts
-from infer.kernels.moe.many import MIN_ROWS, ManyRows, is_for_many
+from infer.kernels.moe.many import MIN_ROWS, ManyRows
 from infer.kernels.runtime.choice import Declined, Way
 
 
@@ -44,7 +44,8 @@ def _covers_many(problem: ExpertsProblem) -> str | Declined:
         return Declined("without a bias, unless rows must not depend on each other")
     if problem.is_coded and isinstance(unpacked := _covers_unpacked(problem), Declined):
         return unpacked
-    if not is_for_many(problem.num_tokens * problem.num_choices, problem.num_experts, problem.many):
+    is_many = problem.num_tokens * problem.num_choices >= MIN_ROWS * problem.num_experts
+    if not is_many or not all(kernel is not None and kernel.num_ready for kernel in problem.many):
         what = f"{MIN_ROWS} rows to each expert and sizes that it can cut"
         return Declined(f"needs a whole Hopper, bfloat16, {what}")
     return "many"

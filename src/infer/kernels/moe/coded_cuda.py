@@ -5,7 +5,7 @@ registers and are unpacked there, once for all rows of the block. Triton's kerne
 for other GPUs. Down loads its weights while gate and up are computed.
 
 It is for experts with few rows. With more than 32 on average, unpacking all of them once and multiplying as
-if they were not coded is faster: that is `coded_expert_rows`'s decision.
+if they were not coded is faster (choice.py).
 
 Shapes:  R rows, N outputs (of the gate half when gated), K inputs.
 """

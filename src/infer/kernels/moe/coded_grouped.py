@@ -81,19 +81,11 @@ def coded_expert_rows(
     if not T:
         return x_TD.new_empty(shape)
     has_bands = all(stack.num_rows % BAND == 0 for stack in (gate_up, down))
-    way = choose(
-        EXPERT_WAYS,
-        ExpertsProblem(
-            T,
-            num_choices,
-            num_experts,
-            True,
-            invariant=invariant,
-            has_bands=has_bands,
-            grouped=compiled,
-            many=many,
-        ),
-    )
+    problem = ExpertsProblem(
+        T, num_choices, num_experts, is_coded=True, invariant=invariant, has_bands=has_bands,
+        grouped=compiled, many=many,
+    )  # fmt: skip
+    way = choose(EXPERT_WAYS, problem)
     if way in ("many", "unpacked"):
 
         def stack(weights: CodedWeights) -> Stack:
@@ -101,7 +93,7 @@ def coded_expert_rows(
 
         return rows_in_order(
             x_TD, experts_TC, weights_TC, stack(gate_up), stack(down), num_experts, gate_up.num_rows // 2,
-            activation=activation, many=many,
+            activation=activation, many=many if way == "many" else None,
         )  # fmt: skip
     first, second = compiled
     if way == "cuda":

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from infer.kernels.elementwise.gated_activation import find_activation, gated_activation_reference
+from infer.kernels.moe.choice import EXPERT_WAYS, ExpertsProblem
 from infer.kernels.moe.grouped_kernels import (
     count_kernel,
     grouped_kernel,
@@ -36,7 +37,8 @@ from infer.kernels.moe.grouped_kernels import (
     route_kernel,
     sum_kernel,
 )
-from infer.kernels.moe.many import BLOCK_ROWS, ManyRows, is_for_many
+from infer.kernels.moe.many import BLOCK_ROWS, ManyRows
+from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
 Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
@@ -145,26 +147,28 @@ def expert_rows(
     `many`: the kernels of both matrices for many rows of an expert, where they were compiled.
     """
     find_activation(activation)
-    D, num_experts, size = x_TD.shape[1], len(gate_up_EFD), down_EDF.shape[2]
+    (T, D), num_experts, size = x_TD.shape, len(gate_up_EFD), down_EDF.shape[2]
     assert gate_up_EFD.shape == (num_experts, 2 * size, D) and down_EDF.shape == (num_experts, D, size)
     assert gate_up_EFD.is_contiguous() and down_EDF.is_contiguous(), "experts must be contiguous"
     assert experts_TC.is_contiguous() and weights_TC.is_contiguous() and x_TD.stride(1) == 1
+    problem = ExpertsProblem(T, experts_TC.shape[1], num_experts, False, invariant=invariant, many=many)
+    chosen = many if choose(EXPERT_WAYS, problem) == "many" else None
     return rows_in_order(
         x_TD, experts_TC, weights_TC, lambda: gate_up_EFD, lambda: down_EDF, num_experts, size,
-        activation=activation, invariant=invariant, many=many,
+        activation=activation, invariant=invariant, many=chosen,
     )  # fmt: skip
 
 
 def rows_in_order(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
-    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
+    num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth | None,
 ) -> torch.Tensor:  # fmt: skip
     """`expert_rows` with matrices that are made one stack at a time, such as unpacked codes."""
     (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
     num_rows = T * num_choices
     if not T:
         return x_TD.new_empty((T, num_choices, D))
-    if not invariant and is_for_many(num_rows, num_experts, many):
+    if many is not None:
         first, second = many
         assert first is not None and second is not None
         order = order_rows(experts_TC, num_experts, BLOCK_ROWS)

@@ -16,7 +16,6 @@ half when gated), K inputs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -90,8 +89,3 @@ class ManyRows(OtherKernel):
             ("STAGES", _STAGES),
         )
         return Variant(SOURCE, wgmma.ARCH, defines, "grouped_wgmma", NUM_THREADS, _TYPES, SHARED_BYTES)
-
-
-def is_for_many(num_rows: int, num_experts: int, kernels: Sequence[ManyRows | None]) -> bool:
-    """Return True if this many rows go through these kernels, and all of them were compiled."""
-    return num_rows >= MIN_ROWS * num_experts and all(kernel and kernel.num_ready for kernel in kernels)
