@@ -146,6 +146,7 @@ ABLATIONS = (
         name="codes",
         knobs={"quantization": "int4"},
         without={"quantization": "none"},
+        above="Its before has plain weights; the rows above have the weights as they were loaded.",
         best=Look("b1_256_256", "output_tokens_per_s"),
         risk=Look("b128_256_256", "output_tokens_per_s"),
         why="a step reads every weight, and they are a quarter of the bytes",
