@@ -344,8 +344,8 @@ def test_ranks_on_several_nodes_answer_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
-def test_every_family_answers_the_same_in_stages(family: str, root: Path) -> None:
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES if family.name != "gemma4"])
+def test_every_family_that_can_be_cut_answers_the_same_in_stages(family: str, root: Path) -> None:
     path = checkpoint(root, family)
     alone = answers(path, 1)
     for size in STAGES if family in CUT_FAMILIES else STAGES[:2]:
