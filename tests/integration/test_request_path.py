@@ -88,7 +88,10 @@ FORMAT = {
 }
 OTHER_REQUESTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {  # fields of the body, knobs
     "constrained": ({"response_format": FORMAT, "ignore_eos": False, "max_tokens": 40}, {}),
-    "speculated": ({"temperature": 0, "max_tokens": 32}, {"speculative_method": "ngram", "adaptive_speculation": False}),
+    "speculated": (
+        {"temperature": 0, "max_tokens": 32},
+        {"speculative_method": "ngram", "adaptive_speculation": False},
+    ),
     "over two ranks": ({}, {"tensor_parallel_size": 2}),
 }
 
