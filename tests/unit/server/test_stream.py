@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from infer.finish_reason import FinishReason
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from infer.server.protocol import stream as stream_module
+from infer.server.protocol.stream import EventStream
 from tests.support.wire import ScriptedClient, Wire, make_state, outputs_of, read_events, read_frames
 
 PATH = "/v1/completions"
@@ -396,3 +398,26 @@ def test_a_refusal_by_the_engine_comes_before_the_stream(oracle: LLM) -> None:
 
     wire, _ = scripted(oracle, script)
     assert wire.refused(PATH, BODIES[PATH] | {"stream": True}, 422)["param"] == "prompt"
+
+
+def test_a_stream_that_has_ended_is_closed_though_its_client_leaves_at_once() -> None:
+    """The server says that the client is gone when the last frame is sent, which cancels what still runs."""
+    closed: list[bool] = []
+
+    async def aclose() -> None:
+        closed.append(True)
+
+    async def end() -> None:
+        writer: Any = SimpleNamespace(generation=SimpleNamespace(aclose=aclose))
+        opening: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        opening.set_result(writer)
+        stream: Any = object.__new__(EventStream)
+        stream._opening, stream._first = opening, asyncio.get_running_loop().create_future()
+        stream._first.set_result([])
+        closing = asyncio.ensure_future(stream._close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+
+    asyncio.run(end())
+    assert closed == [True]

@@ -231,7 +231,10 @@ class EventStream(Response):
     async def _close(self) -> None:
         """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""
         self._first.cancel()
-        await asyncio.gather(self._first, return_exceptions=True)
+        if not self._first.done():
+            await asyncio.wait((self._first,))
+        if not self._first.cancelled():
+            self._first.exception()
         await close_opening(self._opening)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -317,11 +320,15 @@ class EventStream(Response):
 
 
 async def close_opening(opening: asyncio.Future[FrameWriter]) -> None:
-    """End the opening of a job that is not wanted any more, and its generation."""
+    """End the opening of a job that is not wanted any more, and its generation.
+
+    Nothing is waited for before that, where nothing must be: this may be cancelled, as its client has it all.
+    """
     opening.cancel()
-    (writer,) = await asyncio.gather(opening, return_exceptions=True)
-    if isinstance(writer, FrameWriter):
-        await writer.generation.aclose()
+    if not opening.done():
+        await asyncio.wait((opening,))
+    if not opening.cancelled() and opening.exception() is None:
+        await opening.result().generation.aclose()
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
