@@ -176,7 +176,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
     ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "got 3"),
     ({"guided_json": "[" * 100_000}, "guided_json", "bytes, at most"),
-    ({"guided_json": "[" * 5_000}, "guided_json", "too deep"),
+    (
+        {"guided_json": '{"a":' * 5_000 + "1" + "}" * 5_000},
+        "guided_json",
+        " deep",
+    ),  # JSON, or too deep to tell
     ({"guided_json": '{"a":' * 40 + "1" + "}" * 40}, "guided_json", "guided_json: the schema is nested"),
     ({"guided_choice": []}, "guided_choice", "guided_choice: choice must be a list of 1 to"),
     ({"guided_regex": ""}, "guided_regex", "is empty"),
