@@ -46,7 +46,8 @@ class ServerProcess:
 
 def command(*arguments: str, module: str = "infer.server") -> list[str]:
     """How a server is started."""
-    return [sys.executable, "-m", module, *KNOBS, "--port", "0", *arguments]
+    port = () if "--uds" in arguments else ("--port", "0")
+    return [sys.executable, "-m", module, *KNOBS, *port, *arguments]
 
 
 @contextmanager
