@@ -15,7 +15,7 @@ from infer.errors import ConfigError, DeviceLost
 from infer.execution.halves import MAX_PARTS
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.kernels.runtime import nccl
-from infer.kernels.runtime.device_ranks import check_alike, wait_for_all
+from infer.kernels.runtime.device_ranks import RankFacts, check_alike, have_room, wait_for_all
 from infer.kernels.runtime.gpu_way import (
     DEPTH,
     IDS,
@@ -32,6 +32,14 @@ def test_gpus_of_different_kinds_are_refused_by_name() -> None:
     check_alike(["NVIDIA L4", "NVIDIA L4"])
     with pytest.raises(ConfigError, match="rank 0 has NVIDIA L4, rank 1 has NVIDIA A10"):
         check_alike(["NVIDIA L4", "NVIDIA A10"])
+
+
+@pytest.mark.parametrize(
+    ("cards", "has_room"),
+    [([0, 1, 2, 3], True), ([0, 0], True), ([0, 0, 0, 0], False), ([0, 1, 1, 1], False)],
+)
+def test_kernels_start_early_unless_more_than_two_ranks_share_a_gpu(cards: list[int], has_room: bool) -> None:
+    assert have_room([RankFacts(card, 0, "NVIDIA H200") for card in cards]) is has_room
 
 
 @pytest.mark.parametrize(("is_aborted", "wait_s"), [(True, 60.0), (False, 0.0)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from struct import Struct
@@ -50,6 +51,11 @@ class RankFacts(NamedTuple):
     def to_bytes(self) -> bytes:
         """The facts, always in as many bytes."""
         return _FACTS.pack(self.card, self.free, self.name.encode())
+
+
+def have_room(ranks: Sequence[RankFacts]) -> bool:
+    """True if kernels may start early next to one that waits for a rank: at most two ranks share a GPU."""
+    return max(Counter(each.card for each in ranks).values()) <= 2
 
 
 class DeviceRanks(Communicator):

@@ -28,6 +28,9 @@ earlier kernel may still read it. Third, between a write and a read that does no
 must have been launched the ordinary way: it started after the end of all before it, and all later kernels
 started after it. Kernels without PDL may stand anywhere: without a `gdc_launch_dependents` the next kernel
 starts at the end, and a kernel that is launched the ordinary way starts when all others are done.
+
+Where more than two ranks share a GPU there is none (`have_room`): kernels that have started and wait for one
+that waits for another rank take the room that the other rank's kernels need.
 """
 
 from __future__ import annotations

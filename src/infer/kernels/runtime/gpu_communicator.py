@@ -32,7 +32,7 @@ from infer.kernels.runtime.cuda_build import (
     driver,
     make_cubin,
 )
-from infer.kernels.runtime.device_ranks import WAIT_S, DeviceRanks, wait_for_all
+from infer.kernels.runtime.device_ranks import WAIT_S, DeviceRanks, have_room, wait_for_all
 from infer.kernels.runtime.gpu_way import (
     DEPTH,
     IDS,
@@ -77,14 +77,15 @@ class GpuCommunicator(DeviceRanks):
         super().__init__(shared, device, dtype)
         everyone, number, num_ranks = self._everyone, self._everyone.rank, self._everyone.size
         with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
-            self._kernels = _load(device, self.size, dtype)
-            self.can_add = "exchange_add" in self._kernels
             slot_bytes = 2 * PIECE * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS
             own = _allocate(slot_bytes + way_bytes(num_ranks), taken)
             aborted = _map_word(everyone, taken)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
             found, ranks = self._meet(_export(own))
+            dispatch.PDL &= have_room(ranks)
+            self._kernels = _load(device, self.size, dtype)
+            self.can_add = "exchange_add" in self._kernels
             opened = [
                 own if r == number else _open(found[r], ranks[r].card, device, taken)
                 for r in range(num_ranks)
@@ -210,7 +211,10 @@ def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, Prep
         kernels = LoadedKernels(make_cubin(SOURCE, f"sm_{major}{minor}", dict(defines)))
     except BuildError as error:
         raise ConfigError(f"several ranks on GPUs need {SOURCE.name} compiled, and {error}") from None
-    pdl, names = dispatch.has_pdl(device), _TYPES.keys() - ({"exchange_add"} if _KINDS[dtype] != 1 else ())
+    pdl, names = (
+        dispatch.PDL and dispatch.has_pdl(device),
+        _TYPES.keys() - ({"exchange_add"} if _KINDS[dtype] != 1 else ()),
+    )
     return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
 
 
