@@ -4,9 +4,9 @@
       └───► chat, of a body of another API (messages.py, responses.py) ──► job                    `open_agent`
 
 FastAPI's own JSON reader accepts NaN, Infinity and lone surrogates; this one does not. A route module gets it
-from `make_router`. A body without a content-type is read as JSON, unless it comes from a page in a browser,
-which names its origin: a page of another site can send such a body without permission, but not one of type
-JSON.
+from `make_router`. A body without a content-type, or with the one that `curl -d` gives to every body, is JSON
+unless it comes from a page in a browser, which names its origin: a page of another site can send such a body
+without permission, but not one of type JSON.
 
 Parsing holds Python's lock, even in a thread, and 8 MiB of small objects take a second. So a large body is
 scanned before it is parsed, without making objects. First its values are counted, piece by piece, with the
@@ -46,6 +46,7 @@ Agent = TypeVar("Agent", bound=Body)
 LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
+CURL_TYPE = "application/x-www-form-urlencoded"  # type that `curl -d` gives to every body
 
 MAX_FIELD_BYTES = {  # JSON bytes of fields that hold schemas
     **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
@@ -176,8 +177,12 @@ class JsonRoute(APIRoute):
 
         async def handle_json(request: Request) -> Response:
             scope = request.scope
-            if not {"content-type", "origin"} & set(request.headers):  # programs may leave the type out; a
-                scope["headers"] = [*scope["headers"], (b"content-type", b"application/json")]  # page may not
+            if (
+                "origin" not in request.headers
+                and request.headers.get("content-type", CURL_TYPE) == CURL_TYPE
+            ):
+                others = [header for header in scope["headers"] if header[0] != b"content-type"]
+                scope["headers"] = [*others, (b"content-type", b"application/json")]
             strict = JsonRequest(scope, request.receive)
             if request.method == "POST":
                 body = await strict.body()  # raises ClientDisconnect if the client leaves while sending
