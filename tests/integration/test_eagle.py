@@ -21,6 +21,7 @@ from infer.engine import draft_head, machine
 from infer.engine.build import build_engine
 from infer.engine.device_build import resolve_for
 from infer.engine.draft_head import DraftHead
+from infer.engine.engine import Engine
 from infer.engine.speculation_build import load_draft
 from infer.errors import ConfigError
 from infer.execution.device import PendingStep
@@ -31,7 +32,7 @@ from infer.kernels.runtime.communicator import RankGroup
 from infer.loader.eagle import head_bytes, load_eagle
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
-from infer.models.eagle3 import Eagle3
+from infer.models.eagle3 import Eagle3, Guess
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request
 from infer.speculative.adaptive import StepCosts
@@ -281,6 +282,66 @@ def test_texts_are_the_same_while_steps_are_followed_or_not(
         assert_same(serve(engine, requests, every=every), expected)
     assert 50 < sum(unseen) < len(unseen) - 50
     assert totals(engine)[0] > 0
+
+
+def guesses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each guess that a head makes from now on has read what nobody wrote."""
+    assert engine.speculation is not None and isinstance(engine.speculation._drafter, DraftHead)
+    network = cast("Any", engine.speculation._drafter._device).model
+    found, guess = list[bool](), network.guess
+
+    def guess_and_note(*args: Any) -> Guess:
+        made: Guess = guess(*args)
+        found.append(bool(made.hidden_SD.isnan().any()))
+        return made
+
+    monkeypatch.setattr(network, "guess", guess_and_note)
+    return found
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "swap": {"num_blocks": 24, "preemption": "swap", "swap_blocks": 60, "use_prefix_caching": False},
+    "cached": {"num_blocks": 24, "preemption": "recompute"},
+    "turns": {},
+}
+
+
+@pytest.mark.parametrize("way", LEFT_OUT)
+def test_no_draft_is_made_from_entries_that_were_not_written(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences come back, or a prompt goes on from an answer, after steps that were not followed."""
+    monkeypatch.setattr(draft_head, "PATIENCE", 4)
+    knobs = head_knobs("llama", 4, adaptive_speculation=True, **LEFT_OUT[way])
+    engine = engine_of("llama", **knobs)
+    found = guesses_of(engine, monkeypatch)
+    assert engine.speculation is not None and isinstance(drafter := engine.speculation._drafter, DraftHead)
+    monkeypatch.setattr(engine.speculation, "_is_adaptive", False)  # whoever is ready gets drafts
+    began = list[int]()
+
+    def is_tried(num_rows: int, num_drafts: int) -> bool:
+        began.append(num_rows)
+        return len(began) > 4
+
+    monkeypatch.setattr(drafter._lengths, "is_tried", is_tried)
+    drafter._num_idle = 4
+    params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+    requests = requests_of([params | {"seed": seed} for seed in range(4)], seed=11)
+    answers = serve(engine, requests)
+    if way == "turns":
+        asked = zip(requests, answers.values(), strict=True)
+        turns = [(*request.prompt, *answer.tokens, 33) for request, answer in asked]
+        short = SamplingParams(**(params | {"max_tokens": 6}))
+        again = [Request(request_id=f"again {n}", prompt=turn, params=short) for n, turn in enumerate(turns)]
+        serve(engine, again)
+        assert engine.scheduler.pool.usage().num_hit_tokens > 100
+        assert not found
+    else:
+        assert engine.scheduler.num_preemptions > 0
+    num_before = len(found)
+    serve(engine, requests_of([params], seed=12))
+    assert len(found) > num_before, "a new text gets drafts, in blocks that others had"
+    assert not any(found)
 
 
 @on_both

@@ -19,20 +19,29 @@ Following takes time in every step, so steps in which rows only decode are left 
 A sequence that drew an id in such a step gets no drafts any more. Sequences that begin later may: all of them
 while drafts pay at the mean rate, and else one now and then (`DraftLengths.is_tried`). Prompts are always
 followed: any later sequence may begin with their blocks.
+
+Steps that are left out leave entries of the head's cache unwritten. A set has the blocks with such entries,
+on the device and in host memory, and their copies. A sequence that begins with one of these blocks gets no
+drafts: it has come back after a preemption, or its prompt goes on from an answer that was not followed.
+
+    entries of a block      ■ ■ · ■      in the set: one was left out
+                            ■ ■ · ·      no longer: a followed step has begun the block anew
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import compress
 
 import numpy as np
 
+from infer.cache.layout import SWAP_IN, SWAP_OUT, Transfer
 from infer.engine.draft_model import DraftModel
 from infer.engine.host_half import NOBODY
 from infer.execution.device import DeviceHalf
 from infer.execution.gpu.device import GpuDevice
 from infer.scheduling.batch_state import BatchState
-from infer.scheduling.plan import StepPlan
+from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
 from infer.speculative.adaptive import DraftLengths
 
@@ -58,7 +67,8 @@ class DraftHead(DraftModel):
         super().__init__(device, state, 0, max_tokens=0, target=target)
         self._num_drafts, self._lengths = num_drafts, lengths
         self._drawn = np.full(len(state.tenancy), NOBODY, dtype=np.int64)  # last stay in which a row drew
-        self._is_seen = np.zeros(len(state.tenancy), dtype=bool)  # True: the head has seen all it drew
+        self._is_seen = np.zeros(len(state.tenancy), dtype=bool)  # True: the head has seen its text
+        self._gaps = set[int]()  # blocks with entries that the head has not written; ~block: in host memory
         self._num_idle = 0  # steps since a row had drafts, or one began that may get some
 
     def note(self, plan: StepPlan) -> None:
@@ -67,17 +77,41 @@ class DraftHead(DraftModel):
         self._changes = list(plan.table_changes)
         chunks, state, is_plain = plan.chunks, self._state, plan.chunks.is_repeated
         self._num_idle = 0 if state.num_drafts else self._num_idle + 1
+        if plan.transfers:
+            self._move(plan.transfers)
         if not is_plain:
             is_plain = bool((chunks.stops - chunks.starts == 1).all() and chunks.draws.all())
             begins = chunks.draws & (self._drawn[chunks.rows] != state.tenancy[chunks.rows])
-            for number in begins.nonzero()[0].tolist():
-                if self._is_tried(chunks.sequences[number]):
-                    self._num_idle = 0
-            begun = chunks.rows[begins]
-            self._drawn[begun], self._is_seen[begun] = state.tenancy[begun], self._follows
-        state.is_unseen = is_plain and not self._follows
+            if numbers := begins.nonzero()[0].tolist():
+                self._begin(chunks, numbers)
+        state.is_unseen, size = is_plain and not self._follows, state.block_size
         if state.is_unseen:
             self._is_seen[chunks.rows] = False
+            self._gaps.update(state.tables[0, chunks.rows, chunks.starts // size].tolist())
+        elif self._gaps:
+            firsts, stops = -(-chunks.starts // size), -(-chunks.stops // size)  # blocks that it begins
+            for number in (firsts < stops).nonzero()[0].tolist():
+                begun = state.tables[0, chunks.rows[number], firsts[number] : stops[number]]
+                self._gaps.difference_update(begun.tolist())
+
+    def _begin(self, chunks: Chunks, numbers: list[int]) -> None:
+        """Find out which of the rows that draw for the first time in their stay may get drafts."""
+        state, rows = self._state, chunks.rows[numbers]
+        stops = -(-chunks.starts[numbers] // state.block_size)
+        found = [state.tables[0, row, :stop].tolist() for row, stop in zip(rows, stops, strict=True)]
+        can_draft = [self._gaps.isdisjoint(blocks) for blocks in found]
+        for number in compress(numbers, can_draft):
+            if self._is_tried(chunks.sequences[number]):
+                self._num_idle = 0
+        self._drawn[rows] = state.tenancy[rows]
+        self._is_seen[rows] = self._follows & np.array(can_draft)
+
+    def _move(self, transfers: Seq[Transfer]) -> None:
+        """Let a block that is copied or swapped be in the set if its source is, and else not."""
+        for kind, source, destination in transfers:
+            has_gaps = (~source if kind == SWAP_IN else source) in self._gaps
+            place = ~destination if kind == SWAP_OUT else destination
+            (self._gaps.add if has_gaps else self._gaps.discard)(place)
 
     @property
     def _follows(self) -> bool:

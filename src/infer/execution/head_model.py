@@ -13,10 +13,11 @@ token of a step's last position is the one that the step draws:
     turn 1                   d11 at position 10, with y9 in place of g10       guesses d12, makes y10
     the model verifies       t10 d11 d12                                       and leaves g10 g11 g12
 
-The head follows every step of the model as soon as it is sampled, prompts and windows alike, so its keys and
+The head follows a step of the model as soon as it is sampled, prompts and windows alike, so its keys and
 values are always as far as the model's. On a GPU it does so in the graph that samples (gpu/device.py). Its
 keys and values lie in a store of their own with the same block numbers, and what moves a block of the model
-moves the head's: prefix hits, swaps, forks and preemption need nothing else.
+moves the head's: prefix hits, swaps, forks and preemption need nothing else, unless steps were left out
+(engine/draft_head.py).
 Entries after a refused draft were given a wrong token; the next step overwrites them, as it does the model's.
 
 One entry may be of another text: the last position of a prefix that was found in the cache. It was
