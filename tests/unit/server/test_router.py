@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -123,6 +124,8 @@ def test_prefixes_that_are_asked_for_equally_often_load_all_replicas_alike(seed:
     """Two API processes route, and every answer has ended before the next prompt comes."""
     rng, clients = Random(seed), [FakeClient() for _ in range(4)]
     routers, counts, homes = [Router(), Router()], Counter[int](), set[tuple[int, int]]()
+    for router, client in itertools.product(routers, clients):
+        router._look_at(client)  # from here on it knows what is served
     again = [number for number in range(12) for _ in range(7)]
     asked = [*rng.sample(range(12), 12), *rng.sample(again, len(again))]
     for number in asked:
@@ -141,6 +144,7 @@ def test_prefixes_that_are_asked_for_equally_often_load_all_replicas_alike(seed:
 def test_tokens_that_were_served_long_ago_count_less() -> None:
     now, clients = [0.0], [FakeClient(), FakeClient()]
     router = Router(clock=lambda: now[0])
+    router.pick(request(1), clients)
     set_load(clients[0], 0, num_prompt_tokens=1000)
     set_load(clients[1], 0)
     assert router.pick(request(2), clients) is clients[1], "both are idle"
@@ -148,6 +152,30 @@ def test_tokens_that_were_served_long_ago_count_less() -> None:
     set_load(clients[0], 0)
     set_load(clients[1], 0, num_prompt_tokens=10)
     assert router.pick(request(3), clients) is clients[0], "1000 tokens then are less than 10 now"
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_a_replica_served_before_it_was_looked_at_is_not_lately(forgets: bool) -> None:
+    """As in an API process that joins late, and after the prefix caches were emptied."""
+    now, clients = [0.0], [FakeClient(), FakeClient()]
+    router, counts = Router(clock=lambda: now[0]), Counter[int]()
+    if forgets:
+        router.pick(request(1), clients)
+    for client, served in zip(clients, (5_000_000, 4_000_000), strict=True):
+        set_load(client, 0, num_prompt_tokens=served)
+    now[0] += 20 * LATELY_S
+    if forgets:
+        router.pick(request(1), clients)
+        now[0] += 20 * LATELY_S
+        for client in clients:
+            router.forget(client)
+    for number in range(2, 122):
+        now[0] += 2.0
+        chosen = clients[router.pick(request(*prompt_of(number)), clients) is clients[1]]
+        counts[id(chosen)] += 1
+        served = chosen.snapshot.num_prompt_tokens + 2 * PREFIX_BLOCK
+        set_load(chosen, 0, num_prompt_tokens=served)
+    assert max(counts.values()) <= 66, counts
 
 
 def test_salts_are_part_of_a_prefix() -> None:
@@ -196,7 +224,7 @@ def test_a_pick_that_never_became_work_is_forgotten_after_a_while() -> None:
     assert [router._num_known(keys, client) for client in clients] == [0, 0]
 
 
-def test_memory_is_bounded_and_a_forgotten_replica_leaves_no_trace() -> None:
+def test_memory_is_bounded_and_forgotten_caches_leave_no_trace() -> None:
     clients = [FakeClient(), FakeClient()]
     router = Router()
     for number in range(150):
@@ -204,7 +232,7 @@ def test_memory_is_bounded_and_a_forgotten_replica_leaves_no_trace() -> None:
     assert len(router._expected) == router_module.MAX_EXPECTED
     for client in clients:
         router.forget(client)
-    assert not router._expected and not router._sent
+    assert not router._expected and len(router._sent) == 2
 
 
 def test_a_replica_that_gives_no_sign_of_life_is_left_out_until_it_does() -> None:

@@ -105,17 +105,15 @@ class Router:
         return chosen.client
 
     def forget(self, client: EngineClient) -> None:
-        """Forget a replica that is gone, or whose cache was emptied."""
-        self._sent.pop(id(client), None)
-        kept = {key: at for key, at in self._expected.items() if key[0] != id(client)}
-        self._expected = OrderedDict(kept)
+        """Forget the prefixes of a replica whose cache was emptied."""
+        self._expected = OrderedDict(each for each in self._expected.items() if each[0][0] != id(client))
 
     def _look_at(self, client: EngineClient) -> _Option:
         stats, now = client.stats(), self._clock()
-        sent = self._sent.setdefault(id(client), _Sent())
+        served = stats.num_prompt_tokens + stats.num_output_tokens
+        sent = self._sent.setdefault(id(client), _Sent(served=served, seen_at=now))
         if sent.step != stats.num_steps or now - sent.at > SNAPSHOT_LAG_S:
             sent.step, sent.count, sent.num_tokens = stats.num_steps, 0, 0
-        served = stats.num_prompt_tokens + stats.num_output_tokens
         sent.lately = sent.lately * 0.5 ** ((now - sent.seen_at) / LATELY_S) + served - sent.served
         sent.served, sent.seen_at = served, now
         return _Option(client, stats, sent)
