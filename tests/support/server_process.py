@@ -46,8 +46,7 @@ class ServerProcess:
 
 def command(*arguments: str, module: str = "infer.server") -> list[str]:
     """How a server is started."""
-    port = () if "--uds" in arguments else ("--port", "0")
-    return [sys.executable, "-m", module, *KNOBS, *port, *arguments]
+    return [sys.executable, "-m", module, *KNOBS, "--port", "0", *arguments]
 
 
 @contextmanager

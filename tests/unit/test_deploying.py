@@ -308,6 +308,41 @@ def test_an_image_starts_the_server_itself_as_a_user_without_rights(name: str, t
     assert max(index for index, step in enumerate(order) if step == "RUN") < order.index("USER")
 
 
+@pytest.mark.parametrize(
+    ("added", "where"),
+    [
+        ([], ("0.0.0.0", 8000, None)),
+        (["org/name", "--uds", "/run/x.sock"], ("0.0.0.0", 8000, "/run/x.sock")),
+        (["--port", "80", "--uds", "/run/x.sock"], ("0.0.0.0", 80, "/run/x.sock")),
+        (["--host", "::", "--config", "/etc/infer/server.yaml"], ("::", 8000, None)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_arguments_of_a_container_may_change_where_it_listens(
+    name: str, added: list[str], where: tuple[str, int, str | None], tmp_path: Path
+) -> None:
+    entry = exec_form(read_dockerfile(name)[-1].one("ENTRYPOINT"))
+    _, server = settings_of([*entry, *added], tmp_path)
+    assert (server.host, server.port, server.uds) == where
+
+
+def shown_commands() -> list[str]:
+    """Every line of the docs that starts a server, without what stands next to it."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    shown = [
+        re.split(r"  +|\s[&#]", line.strip())[0] for line in lines if re.match(r" *infer serve( |$)", line)
+    ]
+    return sorted({line for line in shown if not re.search(r"[│─►]", line)})
+
+
+@pytest.mark.parametrize("command", shown_commands())
+def test_the_settings_of_every_server_in_the_docs_are_accepted(command: str, tmp_path: Path) -> None:
+    without_keys = re.sub(r" --config \S+", "", command)  # those of an operator are refused in a cluster
+    settings_of(shlex.split(without_keys), tmp_path)
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_holds_no_secret(name: str) -> None:
     for stage in read_dockerfile(name):

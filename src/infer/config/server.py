@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass
@@ -23,6 +24,17 @@ def check_room_for_models(name: str, size: str) -> None:
         raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
 
 
+def is_loopback(name: str) -> bool:
+    """Return True if a host name or address means the machine that resolves it."""
+    bare = (name[1:-1] if name[:1] + name[-1:] == "[]" else name).rstrip(".").lower()
+    if bare == "localhost" or bare.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
 _EFFECTS = (  # a knob of the server, and the knobs that have no effect without it (or with it)
     ("without", "on_demand", {"max_loaded_models", "loaded_memory", "idle_unload", "model_memory"}),
     ("without", "record", {"record_text", "record_bytes", "overwrite"}),
@@ -30,7 +42,7 @@ _EFFECTS = (  # a knob of the server, and the knobs that have no effect without 
     ("without", "max_replicas", {"target_queue_time", "scale_down_after"}),
     ("without", "api_key", {"cache_isolation"}),
     ("without", "replicas", {"share_device"}),
-    ("with", "uds", {"host", "port", "allowed_host"}),
+    ("with", "uds", {"allowed_host"}),
     ("with", "api_key", {"allowed_host"}),
     ("with", "in_process", {"api_processes", "record", "restart_engine", "share_device"}),
 )
@@ -42,7 +54,7 @@ class ServerConfig:
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = knob(8000, "TCP port; 0: any free one", least=0, most=65535)
-    uds: str | None = knob(None, "listen on this unix socket instead of a TCP port")
+    uds: str | None = knob(None, "listen on this unix socket instead of host and port")
     served_model_name: str | None = knob(None, "name of the model for clients; default: its own name")
     model_alias: tuple[str, ...] = knob(
         (),
@@ -201,10 +213,13 @@ class ServerConfig:
         """Refuse knobs that the others leave without effect."""
         rows = knob_rows("server", ServerConfig)
         given = {row.name for row in rows if getattr(self, row.name) != row.default}
+        given -= {"api_processes"} if self.api_processes == 1 else set()  # the number that in_process has
         for how, other, names in _EFFECTS:
             for name in sorted(given & names) if (other in given) == (how == "with") else ():
                 change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
                 raise ConfigError(f"{name} has no effect {how} {other}; {change}")
+        if self.allowed_host and not is_loopback(self.host):
+            raise ConfigError(f"allowed_host has no effect with host={self.host}; leave out one of the two")
 
     def __post_init__(self) -> None:
         check_knobs(self)

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp
 from infer.client.placement import is_on_gpu
 from infer.client.spawn import SpareEngines
 from infer.client.supervisor import remove_directories, remove_stale_directories
-from infer.config.server import ServerConfig
+from infer.config.server import ServerConfig, is_loopback
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, EngineLost
 from infer.server.app import build_app
@@ -43,7 +43,7 @@ from infer.server.connection import GuardedConnection
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import Ask, Forwarded
-from infer.server.middleware.host_check import is_loopback, needs_host_check
+from infer.server.middleware.host_check import needs_host_check
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes

@@ -81,6 +81,7 @@ def test_no_request_waits_until_its_route_is_built(monkeypatch: pytest.MonkeyPat
         ({"host": "::"}, True),
         ({"host": "0.0.0.0", "api_key": ("k",)}, False),
         ({"uds": "/tmp/s"}, False),
+        ({"uds": "/tmp/s", "host": "0.0.0.0"}, False),
     ],
 )
 def test_an_open_door_is_mentioned(

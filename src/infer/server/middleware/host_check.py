@@ -8,13 +8,12 @@ machine, and for those its operator adds.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.config.server import ServerConfig
+from infer.config.server import ServerConfig, is_loopback
 from infer.server.middleware.auth import header_of
 from infer.server.protocol.errors import ApiError
 
@@ -28,17 +27,6 @@ def cors_options(config: ServerConfig) -> dict[str, Any]:
     # OpenAI's client describes itself in a dozen x-stainless-... headers
     allowed = {"allow_origins": list(config.cors_origin), "allow_methods": ["GET", "POST", "DELETE"]}
     return {**allowed, "allow_headers": ["*"], "expose_headers": _EXPOSED}
-
-
-def is_loopback(name: str) -> bool:
-    """Return True if a host name or address means the machine that resolves it."""
-    bare = (name[1:-1] if name[:1] + name[-1:] == "[]" else name).rstrip(".").lower()
-    if bare == "localhost" or bare.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
-        return False
 
 
 def needs_host_check(config: ServerConfig) -> bool:
