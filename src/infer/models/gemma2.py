@@ -22,7 +22,6 @@ _DEFAULTS = {  # the reference's, where a config says nothing
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 8192,
-    "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
 }
@@ -43,6 +42,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(
         shared,
         norm_offset=1.0,
+        activation=keys.activation("hidden_activation", default="gelu_pytorch_tanh"),
         embedding_scale=shared.hidden_size**0.5,
         query_scale=keys.number("query_pre_attn_scalar") ** -0.5,
         attention_softcap=_read_cap(given, "attn_logit_softcapping", 50.0),

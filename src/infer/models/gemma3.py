@@ -41,7 +41,6 @@ _DEFAULTS = {  # the reference's: published multimodal configs leave out what eq
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
-    "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
 
@@ -67,6 +66,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(
         llama.with_outer_config(both, top),
         norm_offset=1.0,
+        activation=keys.activation("hidden_activation", default="gelu_pytorch_tanh"),
         embedding_scale=shared.hidden_size**0.5,
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,

@@ -61,7 +61,6 @@ _DEFAULTS = {  # the reference's: published configs leave out what equals them
     "sliding_window": 512,
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
 }
 _ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -103,6 +102,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     return replace(
         llama.with_outer_config(shared, top),
+        activation=keys.activation("hidden_activation", default="gelu_pytorch_tanh"),
         embedding_scale=shared.hidden_size**0.5,
         num_kv_heads=max(spec.num_kv_heads for spec in specs),
         head_dim=max(spec.head_dim for spec in specs),

@@ -91,7 +91,7 @@ def read_shared_config(
         head_dim=head_dim,
         context_len=context_len if rope_scaling is None else rope_scaling.stretched(context_len),
         norm_eps=raw.number("rms_norm_eps", default=1e-6),
-        activation=raw.activation("hidden_activation", "hidden_act", default="silu"),
+        activation=raw.activation("hidden_act", default="silu"),
         tie_embeddings=raw.flag("tie_word_embeddings", default=False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,

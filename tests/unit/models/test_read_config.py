@@ -581,6 +581,19 @@ GEMMA_2_2B: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("raw", [GEMMA_2_2B, GEMMA_3_1B, GEMMA_3_4B, GEMMA_4_E2B], ids=["2", "3", "3v", "4"])
+def test_hidden_activation_is_a_key_of_gemma_alone(raw: dict[str, Any]) -> None:
+    both: dict[str, Any] = {"hidden_act": "silu", "hidden_activation": "gelu"}
+    assert read(LLAMA_3_2_1B, **both).activation == read(QWEN_3_0_6B, **both).activation == "silu"
+    text = raw.get("text_config", {})
+
+    def activation(**changes: str | None) -> str:
+        return read(raw, **changes, **({"text_config": text | changes} if text else {})).activation
+
+    assert activation(**both) == "gelu"
+    assert activation(hidden_act="silu", hidden_activation=None) == "gelu_tanh", "as the reference"
+
+
 def test_gemma_2_has_caps_and_windows_in_even_layers() -> None:
     config = read(GEMMA_2_2B)
     assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
