@@ -108,7 +108,7 @@ def listen(load: LoadConfig) -> socket.socket:
 
 def command_of(load: LoadConfig, node: int) -> str:
     """The command that starts another node."""
-    plain, names = LoadConfig(), (*_EQUAL, "device", "master_addr", "master_port")
+    plain, names = LoadConfig(), (*_EQUAL, "revision", "device", "master_addr", "master_port")
     given = {name: getattr(load, name) for name in names if getattr(load, name) != getattr(plain, name)}
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join(["infer", "serve", *filter(None, [load.model]), *flags, "--node-rank", str(node)])

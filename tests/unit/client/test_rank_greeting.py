@@ -74,9 +74,8 @@ def test_nodes_with_the_same_secret_and_facts_are_admitted() -> None:
 
 def test_node_0_says_where_it_waits_and_how_the_others_are_started(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", rank_greeting.__name__)
-    load = LoadConfig(
-        model="a model", device="cpu", tensor_parallel_size=3, nnodes=3, master_port=free_port()
-    )
+    cut: dict[str, Any] = {"tensor_parallel_size": 3, "nnodes": 3, "master_port": free_port()}
+    load = LoadConfig(model="a model", revision="v1.0", device="cpu", **cut)
     is_over = iter([False, True]).__next__
     assert not gather_nodes(listen(load), load, SECRET, FACTS, lambda *node: None, is_over)
     (said,) = caplog.messages
