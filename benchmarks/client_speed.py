@@ -15,9 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import uvloop
-
-from infer.bench.load import run_load
+from infer.bench.load import new_event_loop, run_load
 from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload
 
@@ -57,7 +55,7 @@ def serve(path: str, num_tokens: int) -> None:
         listening = await asyncio.start_unix_server(answer, path)
         await listening.serve_forever()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run())
 
 

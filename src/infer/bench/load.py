@@ -29,7 +29,10 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
-import uvloop
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it has no build for every platform
+    from asyncio import new_event_loop
 
 from infer.bench.metrics import RequestTrace
 from infer.bench.sse_client import Client, Clock, Endpoint
@@ -114,9 +117,8 @@ async def run_workload(
         trace.asked -= started
         trace.ended -= started
         trace.chunks = [when - started for when in trace.chunks]
-    return LoadResult(
-        traces=traces, seconds=seconds, cpu_share=cpu_s / seconds if seconds else 0.0, lag_s=lag_s
-    )
+    cpu_share = cpu_s / seconds if seconds else 0.0
+    return LoadResult(traces=traces, seconds=seconds, cpu_share=cpu_share, lag_s=lag_s)
 
 
 def _message(endpoint: Endpoint, workload: Workload, session: Session, answers: Sequence[str]) -> bytes:
@@ -183,8 +185,7 @@ def split(workload: Workload, count: int) -> list[Workload]:
     parts = []
     for number in range(count):
         concurrency = workload.arrival.concurrency
-        if concurrency:
-            concurrency = concurrency // count + (number < concurrency % count)
+        concurrency = concurrency and concurrency // count + (number < concurrency % count)
         arrival = replace(workload.arrival, concurrency=concurrency)
         parts.append(replace(workload, arrival=arrival, sessions=workload.sessions[number::count]))
     return [part for part in parts if part.sessions]
@@ -230,5 +231,5 @@ def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
 def _run(
     endpoint: Endpoint, workload: Workload, on_done: Callable[[], None], starts_at: float | None = None
 ) -> LoadResult:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(run_workload(endpoint, workload, on_done=on_done, starts_at=starts_at))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,13 @@ from tests.unit.bench.fake_server import (
     usage,
     with_server,
 )
+
+
+@pytest.mark.parametrize("module", ["infer.bench.load", "benchmarks.client_speed"])
+def test_a_platform_without_uvloop_has_a_client(module: str) -> None:
+    script = f"import sys; sys.modules['uvloop'] = None; import {module}; print({module}.new_event_loop)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "<function new_event_loop" in done.stdout, done.stderr
 
 
 def requests(count: int, arrival: Arrival, *, tokens: int = 5, every: float = 0.0) -> Workload:
