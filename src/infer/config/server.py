@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,12 +28,9 @@ def check_room_for_models(name: str, size: str) -> None:
 def is_loopback(name: str) -> bool:
     """Return True if a host name or address means the machine that resolves it."""
     bare = (name[1:-1] if name[:1] + name[-1:] == "[]" else name).rstrip(".").lower()
-    if bare == "localhost" or bare.endswith(".localhost"):
-        return True
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
-        return False
+    return bare == "localhost" or bare.endswith(".localhost")
 
 
 _EFFECTS = (  # a knob of the server, and the knobs that have no effect without it (or with it)

@@ -377,7 +377,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
 
 
 def _held(headers: ModelHeaders, home: str = "cpu") -> Held:
-    """The matrices in the files, from headers or the config; bits for a CPU alone: they ask the C kernels."""
+    """Return what the files hold, from headers, or else the config; headers give bits only for a CPU."""
     if not headers.tensors and headers.quantization:
         said = Settings(headers.quantization)
         bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}

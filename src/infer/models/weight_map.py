@@ -47,7 +47,7 @@ WeightMap = Mapping[str, Target]
 def nested(
     names: WeightMap, prefixes: Iterable[str], *, heads: Iterable[str] = ("lm_head",), ignored: Iterable[str]
 ) -> WeightMap:
-    """The map of a checkpoint that may have other parts: its text part has one of these prefixes for "model".
+    """The map of a checkpoint that may hold more than text: each prefix may stand in place of "model".
 
     `heads`: names of the matrix to the logits; `ignored`: modules that are not read.
     """

@@ -285,7 +285,7 @@ class EventStream(Response):
         return asyncio.get_running_loop().time() + job.time_limit_s + LAST_READ_S
 
     async def _frames_of(self, reading: Awaitable[list[bytes]]) -> list[bytes]:
-        """The frames that were read, or the end of a stream whose status is sent: a failure is a frame."""
+        """The frames that were read; a failure becomes the last one, since the status 200 has been sent."""
         try:
             return await reading
         except Exception as error:
