@@ -15,9 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from infer.bench.load import new_event_loop, run_load
+from infer.bench.load import run_load
 from infer.bench.sse_client import Endpoint
 from infer.bench.workloads import Arrival, Session, Turn, Workload
+from infer.server.serve import loop_factory
 
 TARGET = 20_000
 CONSTANT = b'"id":"cmpl-0123456789abcdef01234567","object":"text_completion","created":1700000000,"model":"m"'
@@ -55,7 +56,7 @@ def serve(path: str, num_tokens: int) -> None:
         listening = await asyncio.start_unix_server(answer, path)
         await listening.serve_forever()
 
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())
 
 

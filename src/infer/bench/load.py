@@ -23,21 +23,21 @@ import multiprocessing
 import os
 import signal
 import time
+from asyncio import new_event_loop
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
-try:
-    from uvloop import new_event_loop
-except ImportError:  # it has no build for every platform
-    from asyncio import new_event_loop
-
 from infer.bench.metrics import RequestTrace
 from infer.bench.sse_client import Client, Clock, Endpoint
 from infer.bench.workloads import Session, Workload
 from infer.errors import EngineError
+
+with suppress(ImportError):  # it has no build for every platform
+    from uvloop import new_event_loop
 
 STREAMS_PER_PROCESS = 128
 START_S = 1.0  # time for all workers to start after the last one is ready
