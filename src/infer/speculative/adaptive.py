@@ -51,7 +51,7 @@ MOST_PROBE_STEPS = 1024  # the same, at most
 PROBE_SHARE = 0.005  # part of the time that may be lost by probes
 HOPED_RATE = 0.95  # rate that a probe hopes to find
 LONG_PROBE = 4  # drafts of a probe where one alone can never pay
-FEW_TRIALS = 8, 64  # sequences of which one is a trial, after the first and after many in vain
+FEW_TRIALS = 8, 64  # sequences from one trial to the next: after the first, and at most
 
 Pairs = tuple[tuple[int, float], ...]
 
@@ -234,8 +234,8 @@ class DraftLengths:
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
         self.totals = Acceptance(_memory=ALL_MEMORY)
         self._known: dict[int, Acceptance] = defaultdict(self._new)
-        self._last_probe, self._debt_s = 0, 0.0
-        self._num_untried = self._between = FEW_TRIALS[0]  # sequences since a trial, and until the next
+        self._last_probe, self._debt_s = 0, 0.0  # step, below 0: a trial is to get a probe
+        self._num_untried, self._between = 0, 1  # sequences since the last trial, and from it to the next
         self._most_rows: float = math.inf  # the largest batch with drafts
         self._paying: dict[tuple[int, int, float], bool] = {}  # rows, drafts and rates that were asked for
         # wishes and number of others of the last step that no draft was worth, and when to ask again
@@ -255,11 +255,12 @@ class DraftLengths:
         `seen`: the positions that a token attends to, on average.
         """
         chosen, idle = self._chosen(step, wishes, num_others, room, seen)
-        if idle:
-            self._last_probe = step
         if any(map(chosen.__getitem__, idle)):
             # nothing overlaps a probe: the host's seconds come before it, and again after it
-            self._debt_s = self.costs.host_s(len(wishes) + num_others)
+            owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial has not waited for it
+            self._debt_s = owed_s + self.costs.host_s(len(wishes) + num_others)
+        if idle:
+            self._last_probe = step
         for row in filter(chosen.__getitem__, idle):
             self._known[wishes[row][0]].fade()
         return chosen
@@ -281,16 +282,17 @@ class DraftLengths:
         """True if a sequence that begins should be able to get drafts, where that alone takes time.
 
         All are while drafts at the mean rate pay in a batch of its size. If only better ones would, one in
-        several is a trial, which gets a probe at once.
+        several is a trial. It gets a probe at once, whose cost adds to the debt.
         """
         if self._pays(num_rows, num_drafts, self.totals.rate):
             self._num_untried, self._between = 0, FEW_TRIALS[0]
             return True
-        self._num_untried += self._pays(num_rows, num_drafts, HOPED_RATE)
-        if self._num_untried < self._between:
+        could_pay = self._pays(num_rows, num_drafts, HOPED_RATE)
+        self._num_untried += could_pay
+        if not could_pay or self._num_untried < self._between:
             return False
-        self._num_untried, self._between = 0, min(2 * self._between, FEW_TRIALS[1])
-        self._last_probe, self._debt_s, self._unworthy_until = -PROBE_STEPS, 0.0, 0
+        self._num_untried, self._between = 0, min(max(2 * self._between, FEW_TRIALS[0]), FEW_TRIALS[1])
+        self._last_probe, self._unworthy_until = -MOST_PROBE_STEPS, 0
         return True
 
     def _pays(self, num_rows: int, num_drafts: int, rate: float) -> bool:

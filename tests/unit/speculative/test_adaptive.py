@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from infer.speculative.adaptive import (
+    MOST_PROBE_STEPS,
     PRIOR_RATE,
     PROBE_STEPS,
     Acceptance,
@@ -374,13 +375,12 @@ def test_equal_calls_give_equal_lengths() -> None:
 
 
 def test_few_sequences_are_tried_while_drafts_are_wrong_and_all_once_they_are_right() -> None:
-    """The first is tried, then one in 8, 16, 32, 64, 64; a right trial brings the others back."""
+    """The first is tried, then the next after 8, 16, 32, 64, 64; a right trial brings the others back."""
     lengths = DraftLengths(H200)
-    lengths.update(0, 16, 0)
     for _ in range(40):
         lengths.totals.update(4, 0)
     tried = [number for number in range(300) if lengths.is_tried(1, 8)]
-    assert tried == [0, 16, 48, 112, 176, 240]
+    assert tried == [0, 8, 24, 56, 120, 184, 248]
     for _ in range(20):
         lengths.totals.update(4, 4)
     assert all(lengths.is_tried(1, 8) for _ in range(20))
@@ -402,3 +402,21 @@ def test_a_trial_gets_a_probe_at_once_and_no_batch_that_is_too_large_has_any() -
     assert largest > 1
     assert not any(lengths.is_tried(largest + 1, 8) for _ in range(200))
     assert any(lengths.is_tried(largest, 8) for _ in range(200))
+
+
+def test_nothing_is_tried_where_even_right_drafts_would_not_pay() -> None:
+    lengths = DraftLengths(StepCosts(((1, 1e-3), (128, 128e-3)), gap_s=1e-3))
+    assert not any(lengths.is_tried(1, 8) for _ in range(200))
+
+
+def test_the_cost_of_a_trial_adds_to_what_is_owed() -> None:
+    """After it the next probe waits as long as the debt says, though a new sequence is among the rows."""
+    lengths, rows = DraftLengths(H200), [(seq_id, 8) for seq_id in range(8)]
+    for _ in range(40):
+        lengths.totals.update(4, 0)
+    assert any(lengths.lengths(5000, rows)), "a probe"
+    lengths.charge(5.0)
+    assert lengths.is_tried(8, 8)
+    assert any(lengths.lengths(5100, rows)), "the trial's"
+    probed = [step for step in range(5101, 6150) if any(lengths.lengths(step, rows))]
+    assert probed == [5100 + MOST_PROBE_STEPS], "5 s are owed, so the wait is the longest"

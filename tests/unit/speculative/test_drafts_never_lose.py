@@ -146,13 +146,21 @@ def test_so_they_are_on_random_machines(seed: int) -> None:
         assert_chosen_well(random_machine(source), source.random(), source.choice([1, 1, 2, 5, 8]))
 
 
-def served_speed(machine: Machine, rate: float, num_rows: int, num_texts: int = 12) -> float:
-    """The speed by that without drafts, of texts of 256 tokens, each in the place of one that has ended."""
+def served_speed(
+    machine: Machine, rate: float, num_rows: int, num_texts: int = 12, *, has_trials: bool = False
+) -> float:
+    """The speed by that without drafts, of texts of 256 tokens, each in the place of one that has ended.
+
+    `has_trials`: texts get drafts only if they are tried when they begin, as with a head.
+    """
     source, lengths, costs = random.Random(1), DraftLengths(machine.costs()), machine.costs()
     steps, num_tokens, left = list[list[int]](), 0, dict.fromkeys(range(num_rows), 256)
     behind, missed = dict.fromkeys(left, 256), list[int]()
+    can_draft = {seq_id: not has_trials or lengths.is_tried(num_rows, MOST) for seq_id in left}
     while left:
-        counts = lengths.lengths(len(steps), [(seq_id, MOST) for seq_id in left])
+        wishes = [(seq_id, MOST) for seq_id in left if can_draft[seq_id]]
+        chosen = iter(lengths.lengths(len(steps), wishes, len(left) - len(wishes)))
+        counts = [next(chosen) if can_draft[seq_id] else 0 for seq_id in left]
         lost_s, num_missed = 0.0, 0
         for seq_id, count in zip([*left], counts, strict=True):
             right = next((n for n in range(count) if source.random() >= rate), count)
@@ -168,7 +176,9 @@ def served_speed(machine: Machine, rate: float, num_rows: int, num_texts: int = 
                 del left[seq_id]
                 num_texts -= 1
                 if num_texts >= num_rows:
-                    left[1000 + num_texts] = behind[1000 + num_texts] = 256
+                    seq_id = 1000 + num_texts
+                    left[seq_id] = behind[seq_id] = 256
+                    can_draft[seq_id] = not has_trials or lengths.is_tried(num_rows, MOST)
         if any(counts):
             lengths.charge(lost_s + costs.catch_up_s(num_missed))
         steps.append(counts)
@@ -189,3 +199,12 @@ def test_probes_pay_for_texts_that_a_draft_model_has_missed(num_rows: int) -> No
     """A probe of eight rows computes thousands of tokens, so that the next comes later."""
     for rate in (0.0, 0.2, 0.3):
         assert served_speed(SMALL, rate, num_rows, 24) >= 0.98, rate
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("name", ["head", "small"])
+def test_trials_lose_next_to_nothing(name: str, num_rows: int) -> None:
+    """The drafts of a head are tried now and then, and used once they are right."""
+    for rate in (0.0, 0.3):
+        assert served_speed(KNOWN[name], rate, num_rows, 64, has_trials=True) >= 0.98, rate
+    assert served_speed(KNOWN[name], 0.9, num_rows, 64, has_trials=True) > 1.3
