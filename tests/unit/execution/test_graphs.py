@@ -25,19 +25,29 @@ LOGITS = torch.zeros(4, 5)
 OWN_LOGITS = torch.ones(1)  # of a step that is launched kernel by kernel
 
 
+class Follower:
+    """In place of the graph in which a head follows a step."""
+
+    num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
 class Recorder:
     """In place of `StepGraphs._record`: fails for want of memory as often as told."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
         self.num_replays = 0
+        self.follower: Follower | None = None  # None: no head follows
 
     def record(self, size: StepSize) -> CapturedStep:
         self.num_failures -= 1
         if self.num_failures >= 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         graph = cast(torch.cuda.CUDAGraph, self)
-        return CapturedStep(graph, graph, None, LOGITS)
+        return CapturedStep(graph, graph, cast("torch.cuda.CUDAGraph | None", self.follower), LOGITS)
 
     def replay(self) -> None:
         self.num_replays += 1
@@ -103,6 +113,16 @@ def test_a_step_that_cannot_be_captured_is_launched(monkeypatch: pytest.MonkeyPa
     assert (steps.recorder.num_replays, steps.launched, steps.sampled) == (0, [SIZE] * 2, [SIZE] * 2)
 
 
+def test_a_captured_step_is_followed_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    follower = steps.recorder.follower = Follower()
+    steps.graphs.ensure(SIZE)
+    steps.run(SIZE)
+    assert follower.num_replays == 0
+    steps.graphs.follow(SIZE)
+    assert (follower.num_replays, steps.recorder.num_replays, steps.launched) == (1, 2, [SIZE])
+
+
 class FakeGraph:
     """In place of `torch.cuda.CUDAGraph`: a pool ends with the last graph in it, as PyTorch's do."""
 
@@ -117,6 +137,53 @@ class FakeGraph:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
+def fake_capture(monkeypatch: pytest.MonkeyPatch, graph: Any) -> None:
+    """Put a class in place of `torch.cuda.CUDAGraph`, and nothing in place of streams."""
+    fakes = {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": graph}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_forward_sampler_and_head_are_recorded_in_a_graph_each(
+    has_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = list["WholeGraph"]()
+
+    class WholeGraph:
+        """In place of `torch.cuda.CUDAGraph`: knows what was launched while it was recorded."""
+
+        def __init__(self) -> None:
+            self.launched, self.is_whole = list[str](), False
+            graphs.append(self)
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            assert all(graph.is_whole for graph in graphs[:-1])
+
+        def capture_end(self) -> None:
+            self.is_whole = True
+
+    def forward(size: StepSize) -> torch.Tensor:
+        graphs[-1].launched.append("forward")
+        return LOGITS
+
+    fake_capture(monkeypatch, WholeGraph)
+    monkeypatch.setattr("infer.execution.gpu.graphs.borrow", lambda x: x)
+    steps = StepGraphs(
+        forward, lambda *_: graphs[-1].launched.append("sampler"), lambda: None, max_rows=4, max_tokens=0,
+        captures=True, profile=CPU.graphs,
+        follow=(lambda _: graphs[-1].launched.append("head")) if has_head else None,
+    )  # fmt: skip
+    captured = steps._record(SIZE)
+    made: list[Any] = [captured.forward, captured.sampler, captured.follower]
+    assert made == [*graphs, None][:3]
+    assert [graph.launched for graph in graphs] == [["forward"], ["sampler"], ["head"]][: 2 + has_head]
+    assert all(graph.is_whole for graph in graphs)
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     """Graphs whose captures find no memory."""
@@ -124,12 +191,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     def launch(size: StepSize) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    fakes = {"synchronize": lambda: None, "graph_pool_handle": object, "CUDAGraph": FakeGraph}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr("infer.execution.gpu.graphs._stream_of", lambda device: None)
+    fake_capture(monkeypatch, FakeGraph)
     return StepGraphs(
         launch, lambda *_: None, lambda: None, max_rows=4, max_tokens=0, captures=True, profile=CPU.graphs
     )
