@@ -204,12 +204,9 @@ def later_turn_seconds(first_s: float, all_s: float, num_turns: int) -> float:
 def _decode_seconds(
     device: GpuDevice, shape: StateShape, num_rows: int, num_probes: int
 ) -> tuple[float, float]:
-    """Return what a step without drafts takes alone and after others, which no head follows.
-
-    Rows go on from their own ids.
-    """
+    """Return the times of a step without drafts that no head follows: alone, and launched after others."""
     first, nothing = _turn(shape, num_rows, 0), {name: getattr(EMPTY, name) for name in BEGINNING}
-    again = first._replace(flags=REPEATS | UNSEEN, **nothing)
+    again = first._replace(flags=REPEATS | UNSEEN, **nothing)  # rows go on from their own ids
     begin = lambda: device.run(first).wait()  # noqa: E731
     return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin, num_probes=num_probes)
 
@@ -232,7 +229,7 @@ def _table(
 ) -> tuple[list[tuple[int, float]], float]:
     """Return the seconds of counts, and the seconds of the first one alone.
 
-    `seconds_of`: of a size and a number of runs, which are few for long steps if they `can_be_few`.
+    `seconds_of` is given a size and a number of runs. If these `can_be_few`, long steps run only once.
     """
     counts, timed, first_s, num_probes = [*stretches], list[tuple[int, float]](), 0.0, NUM_PROBES
     spent_s = 0.0

@@ -59,8 +59,8 @@ AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
 REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
 ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
 READS_PROMPTS: Final = 8  # every hidden state of some rows is read: logprobs of prompts, embeddings
-UNSEEN: Final = 32  # a head that drafts need not follow it: no row will go on to draft
 DRAWS_BEST: Final = 16  # `num_draws` ids of each position are the best ones, under the same noise: for a tree
+UNSEEN: Final = 32  # a head that drafts need not follow it: none of its rows will get drafts
 
 TRANSFERS: Final = tuple(TransferKind)  # kinds of transfers, by number
 POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number

@@ -584,7 +584,7 @@ class GpuDevice:
     def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
         """Launch rows that decode and nothing else, as in most steps."""
         rows, size, ids_S, has_logprobs = decoded
-        ensure = self.graphs.ensure if self._communicator is None else self._ensure  # a call less, mostly
+        ensure = self.graphs.ensure if self._communicator is None else self._ensure  # one call less
         if ensure(size) or not are_sent:  # a capture leaves padding
             self.inputs.send_rows(rows, size.num_rows)
             if size.has_adapters:

@@ -52,7 +52,7 @@ class DraftDevice(GpuDevice):
         tree_of: Callable[[int], DraftTree] | None = None,
         **choices: Any,
     ) -> None:
-        """`num_drafts`: the most of a sequence; `tree_of` has the tree of a number of drafts, None: chains.
+        """`num_drafts`: the most drafts of a sequence; `tree_of`: the tree of that many, None: a chain.
 
         Other arguments: as in `GpuDevice`.
         """

@@ -241,7 +241,7 @@ class DeviceInputs:
 
 
 def mark_ends(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
-    """Say in a line of a window where rows go on, whose number of ids is decided."""
+    """Write 1 where a row goes on, and 0 at its other places, for rows whose number of ids is decided."""
     for number, num_kept in decided.items():
         first, end = int(ends[number] - counts[number]), int(ends[number])
         line_S[first:end] = 0
