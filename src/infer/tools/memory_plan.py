@@ -380,7 +380,7 @@ def in_form(weight_format: str) -> str:
 
 def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory, draft: DraftMemory) -> str:
     """The first change of knobs with which the model fits, all forms of weights that fit, or what lacks."""
-    headers, model = choice.headers, choice.config
+    headers, model, device = choice.headers, choice.config, machine.unloaded
     advice, forms = "give more memory", dict[str, list[str]]()
     for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
         form = settings.load.quantization
@@ -393,7 +393,7 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
         token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kept)
         token += draft.beside.per_token
         beside = max(step.total, _loading_bytes(choice, machine)) + 2 * config.cache.block_size * token
-        share = machine.unloaded.share if machine.unloaded.limit is None else 1.0
+        share = device.share if device.limit is None else 1.0
         adapters = plan_adapters(config, choice)
         needed = weight_bytes(choice.plan) + draft.total + adapters + int(beside / share) + machine.runtime
         if needed <= machine.memory and not is_rounded:
@@ -401,8 +401,9 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
         if needed <= machine.memory:
             forms.setdefault(changed.removeprefix(f"quantization={form}"), []).append(form)
             continue
-        missing = format_bytes(needed - machine.memory + max(-machine.unloaded.room, 0))
-        advice = f"with {changed} it needs {format_bytes(needed)}, {missing} more than are left"
+        missing = format_bytes(needed - machine.memory + max(-device.room, 0))
+        held = "" if device.limit is None else f" next to {format_bytes(device.held)} of this process"
+        advice = f"with {changed} it needs {format_bytes(needed)}{held}, {missing} more than there is"
     if forms:
         ways = [f"quantization={' or '.join(names)}{also}" for also, names in sorted(forms.items())]
         return f"what would fit: {'; or '.join(ways)}"

@@ -14,6 +14,7 @@ from infer.cache.memory import size_cache
 from infer.cli.flags import knobs_from
 from infer.cli.main import build_parser
 from infer.cli.serve import read_models
+from infer.config.knobs import parse_bytes
 from infer.config.profiles.generic import GENERIC
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import EngineConfig
@@ -346,6 +347,17 @@ def test_what_would_fit_does_fit(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", "100000")
     longest = outcome.err.rpartition("max_seq_len=")[2].partition(",")[0]
     assert infer("plan", str(shape), "--gpu-memory", "24GiB", "--max-seq-len", longest).code == 0
+
+
+def test_what_is_missing_of_device_memory_adds_up(
+    infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 64 << 30)
+    said = infer("plan", str(shape), "--device", "cpu", "--device-memory", "100MiB").err
+    sizes = re.search(r"it needs (.*) next to (.*) of this process, (.*) more than there is", said)
+    assert sizes is not None, said
+    needed, held, missing = (parse_bytes(size.replace(" ", "")) for size in sizes.groups())
+    assert missing == pytest.approx(needed + held - (100 << 20), abs=0.2 * 2**30)
 
 
 def test_what_would_fit_on_a_cpu_does_fit(infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
