@@ -82,20 +82,18 @@ def _explain_kernels(args: argparse.Namespace) -> int:
         from infer.tools.kernel_report import explain_kernels, gpu_of
         from infer.tools.memory_plan import find_headers
 
+    headers = find_headers(args.kernels, revision=None, show_progress=True)
     if args.profile is None and not torch.cuda.device_count():
         names = ", ".join(sorted(KNOWN_GPUS))
         raise ConfigError(
             f"--kernels explains the kernels of a GPU, and none is here; add --profile with one of {names}"
         )
     gpu = KNOWN_GPUS[args.profile] if args.profile else gpu_of(torch.device("cuda", 0))
-    operations = explain_kernels(config, find_headers(args.kernels, revision=None, show_progress=True), gpu)
+    operations = explain_kernels(config, headers, gpu)
     if args.json:
-        shown = {
-            f"{each.name} ({each.what})": [choice._asdict() for choice in each.choices] for each in operations
-        }
-        write_out(
-            json.dumps({"gpu": gpu.name, "profile": gpu.profile.name, "kernels": shown}, indent=2) + "\n"
-        )
+        shown = {f"{each.name} ({each.what})": [one._asdict() for one in each.choices] for each in operations}
+        said = {"gpu": gpu.name, "profile": gpu.profile.name, "kernels": shown}
+        write_out(json.dumps(said, indent=2) + "\n")
     else:
         write_out(to_text(operations, gpu))
     return 0

@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         """Return each message of argparse as a pattern, with the function that rewords it."""
         return {
             r"argument ([^\s/:]+)\S*: expected (?:one|at least one) argument": (
-                lambda match: f"{match[1]} needs a value after it"
+                lambda match: f"{match[1]} needs a value after it; '{self.prog} --help' says which"
             ),
             r"argument ([^\s/:]+)\S*: ignored explicit argument (.*)": (
                 lambda match: f"{match[1]} takes no value, got {match[2]}"

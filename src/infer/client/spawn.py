@@ -87,7 +87,7 @@ def spell_end(exit_code: int) -> str:
     """The way a process ended, for people; a negative exit code is a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    cause = ", which the system sends when memory runs out: see dmesg, and 'infer plan' for what fits"
+    cause = ", which the system also sends when memory runs out: see dmesg, and 'infer plan' for what fits"
     return f"signal {-exit_code} ({signal.strsignal(-exit_code)}){cause * (exit_code == -signal.SIGKILL)}"
 
 

@@ -117,7 +117,7 @@ class ServerConfig:
     replicas: int = knob(
         1,
         "engines that serve the model side by side, on a GPU each, or with a share of the processor's cores",
-        aliases=("data_parallel_size",),
+        aliases=("data_parallel_size", "num_replicas"),
     )
     cluster: str = knob(
         "none",

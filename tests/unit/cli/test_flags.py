@@ -142,7 +142,7 @@ def test_sampling_flags_reach_their_fields() -> None:
         (["--logit-bias", "x=1"], "--logit-bias must be ID=BIAS, for example 42=-100, got 'x=1'"),
         (["--max-seq-len", "4k"], "--max-seq-len must be a whole number, for example 16, got '4k'"),
         (["--max-model-len", "4k"], "--max-model-len must be a whole number"),
-        (["--stop"], "infer generate: error: --stop needs a value after it"),
+        (["--stop"], "error: --stop needs a value after it; 'infer generate --help' says which"),
         (["--max-seq-len"], "infer generate: error: --max-seq-len needs a value after it"),
         (["--thinking=3"], "infer generate: error: --thinking takes no value, got '3'"),
         (["--dtype", "int3"], "--dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),

@@ -79,6 +79,7 @@ def test_an_alias_has_a_name_on_both_sides(alias: str) -> None:
         ("--shutdown-timeout", "7", "drain_timeout"),
         ("--allowed-origins", "https://a.example", "cors_origin"),
         ("--data-parallel-size", "3", "replicas"),
+        ("--num-replicas", "3", "replicas"),
     ],
 )
 def test_familiar_spellings_are_understood(flag: str, value: str, name: str) -> None:

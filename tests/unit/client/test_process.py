@@ -496,7 +496,7 @@ def test_a_killed_process_is_said_to_have_run_out_of_memory(code: int, said: str
     ended: Any = EngineProcess.__new__(EngineProcess)
     ended._exit_code, ended.last_words, ended._last_lines = code, None, ["its last line"]
     assert ended.exit_reason.startswith(f"the engine process ended with {said}")
-    assert ("which the system sends when memory runs out" in ended.exit_reason) == names_memory
+    assert ("which the system also sends when memory runs out" in ended.exit_reason) == names_memory
     assert str(ended._start_error()).startswith(f"while it started, the engine process ended with {said}")
 
 

@@ -441,8 +441,10 @@ def test_the_log_names_a_load_of_the_default_model_that_ended_early(
     async def load(*_given: object) -> None:
         await asyncio.sleep(60)
 
-    async def live() -> None:
-        fleet: Fleet = Site().app.state.fleet
+    async def live(*, stops: bool) -> None:
+        site = Site()
+        fleet: Fleet = site.app.state.fleet
+        site.state.board.is_draining = stops
         loading = asyncio.create_task(fleet.load("", EngineConfig()))
         await asyncio.sleep(0)
         loading.cancel()
@@ -450,8 +452,10 @@ def test_the_log_names_a_load_of_the_default_model_that_ended_early(
 
     monkeypatch.setattr(Fleet, "_load", load)
     with caplog.at_level(logging.INFO):
-        asyncio.run(live())
-    assert "load ended model=default reason='its caller has left'" in caplog.messages
+        asyncio.run(live(stops=False))
+        assert caplog.messages[-1] == "load ended model=default reason='its caller has left'"
+        asyncio.run(live(stops=True))
+        assert caplog.messages[-1] == "load ended model=default reason='the server stops'"
 
 
 def test_every_end_of_a_request_lets_its_model_go(oracle: LLM) -> None:

@@ -190,7 +190,8 @@ class Fleet:
                 await self._close(loading.result())
             if (reason := self._ended_by.get(loading)) is not None:
                 raise EngineStopped(f"the load of {name!r} was ended: {reason}") from None
-            logger.info("load ended model=%s reason='its caller has left'", name or "default")
+            reason = "the server stops" if self.state.board.is_draining else "its caller has left"
+            logger.info("load ended model=%s reason=%r", name or "default", reason)
             raise
         finally:
             self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
