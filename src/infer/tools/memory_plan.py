@@ -382,7 +382,7 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
     """The first change of knobs with which the model fits, all forms of weights that fit, or what lacks."""
     headers, model, device = choice.headers, choice.config, machine.unloaded
     advice, forms = "give more memory", dict[str, list[str]]()
-    for settings, changed in _smaller(config, choice.dtype, on_gpu=machine.kind == "gpu"):
+    for settings, changed in _smaller(config, choice, on_gpu=machine.kind == "gpu"):
         form = settings.load.quantization
         is_rounded = form != config.load.quantization
         if any(form in names for names in forms.values()) or (is_rounded and headers.family.load is not None):
@@ -410,9 +410,9 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
     return advice
 
 
-def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[tuple[EngineConfig, str]]:
+def _smaller(config: EngineConfig, choice: LoadChoice, *, on_gpu: bool) -> list[tuple[EngineConfig, str]]:
     """Number formats and steps that need less memory, dearest first, each with its knobs in words."""
-    scheduler = config.scheduler
+    scheduler, dtype, kept = config.scheduler, choice.dtype, choice.plan.rule.label
     width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
     small = replace(
         config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
@@ -420,8 +420,7 @@ def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[
     words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
     # without chunks a step must hold a whole prompt, so it cannot be made smaller
     can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
-    sizes = [(config, "")]
-    found = []
+    sizes, found = [(config, "")], list[tuple[EngineConfig, str]]()
     if can_shrink:
         sizes.append((small, f", {words}"))
         found.append((small, words))
@@ -434,7 +433,7 @@ def _smaller(config: EngineConfig, dtype: torch.dtype, *, on_gpu: bool) -> list[
         forms = ("fp8", "int8", "int4") if form in ("auto", "none") else ()
     else:  # int8 and int4 need fewer bytes than bfloat16, and compute in float32
         forms = ("int8", "int4") if form in ("auto", "none", "fp32") and dtype is torch.float32 else ()
-    for name in forms:
+    for name in forms[forms.index(kept) + 1 :] if kept in forms else forms:
         for settings, also in sizes:
             rounded = replace(settings, load=replace(settings.load, quantization=name))
             found.append((rounded, f"quantization={name}{also}"))

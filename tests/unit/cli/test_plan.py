@@ -360,6 +360,13 @@ def test_what_is_missing_of_device_memory_adds_up(
     assert missing == pytest.approx(needed + held - (100 << 20), abs=0.2 * 2**30)
 
 
+def test_a_form_that_weights_have_already_is_no_advice(infer: Infer, tmp_path: Path) -> None:
+    kept = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"quantization_config": kept}))
+    said = infer("plan", str(tmp_path), "--device", "cpu", "--device-memory", "100MiB").err
+    assert "it needs" in said and "quantization=" not in said, said
+
+
 def test_what_would_fit_on_a_cpu_does_fit(infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 24 << 30)
     outcome = infer("plan", str(shape), "--device", "cpu", "--quantization", "fp32")
