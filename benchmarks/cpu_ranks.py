@@ -123,7 +123,7 @@ def order_of(sequences: int) -> bytes:
     from infer.sampling.params import SamplingParams
     from scripts.make_checkpoint import make_checkpoint
 
-    orders: dict[int, bytes] = {}  # of rows that decode, by their number
+    orders: dict[int, bytes] = {}  # orders whose rows all decode, by the number of rows
 
     class Keeper(EngineObserver):
         def on_order(self, order: StepOrder) -> None:

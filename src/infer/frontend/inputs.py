@@ -72,7 +72,7 @@ def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> li
     message = '{"role": "user", "content": "..."}'
     allowed = (
         f"chat answers a text, one conversation, which is a list of messages such as {message}, "
-        "or several, which is a list of such lists"
+        "or several conversations as a list of such lists"
     )
     if isinstance(messages, str):
         return [messages]

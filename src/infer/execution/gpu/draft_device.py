@@ -95,7 +95,7 @@ class DraftDevice(GpuDevice):
     def _draft(
         self, rows: np.ndarray, num_drafts: int, *, is_tree: bool, is_last_try: bool = False
     ) -> torch.Tensor:
-        """Launch the turns of some rows; where there is no memory, one half after the other.
+        """Launch the turns of some rows, or of one half of them after the other if memory is short.
 
         The turns of a single row are tried twice.
         """
