@@ -414,8 +414,8 @@ def test_a_text_is_a_conversation_of_one_message(llm: LLM, checkpoint: str) -> N
         (
             ["hello", "again"],
             'one conversation, which is a list of messages such as {"role": "user", "content": "..."}, or '
-            "several, which is a list of such lists; conversation 0 of 2 is str; to ask every text by itself "
-            'give [[{"role": "user", "content": "..."}], [{"role": "user", "content": "..."}], ...]',
+            "several conversations as a list of such lists; conversation 0 of 2 is str; to ask every text by "
+            'itself give [[{"role": "user", "content": "..."}], [{"role": "user", "content": "..."}], ...]',
         ),
         ([[{"role": "user", "content": "hi"}], "hello"], "conversation 1 of 2 is str"),
         ([None], "conversation 0 of 1 is NoneType"),
