@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.faulty_server import STUCK
+from tests.support.faulty_server import ABSENT, ENDLESS, STUCK
 from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
 
 NUM = 3
@@ -236,14 +236,15 @@ def test_a_load_that_fails_leaves_nothing_in_any_process(
     server: ServerProcess, clients: list[httpx.Client], checkpoint: str
 ) -> None:
     before = files_of_workers(server)
-    body = {"name": "broken", "model": checkpoint, "knobs": {"device": "cuda:99"}}  # the engine finds none
+    body = {"name": "broken", "model": checkpoint, "knobs": {"device": ABSENT}}
     answer = clients[1].post("/admin/models/load", json=body, headers=ROOT)
     assert answer.status_code == 400, answer.text
     wait_until(lambda: all(map(le, files_of_workers(server), before)))  # an idle connection may end meanwhile
 
 
 def test_a_load_ends_when_its_client_leaves_any_process(server: ServerProcess, checkpoint: str) -> None:
-    before, body = server.children(), {"name": "left", "model": checkpoint}
+    before = server.children()
+    body = {"name": "left", "model": checkpoint, "knobs": {"device": ENDLESS}}
     seen: set[int] = set()
     end = time.monotonic() + 60  # a process that an earlier test has ended may still be starting again
     while time.monotonic() < end:

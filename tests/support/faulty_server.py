@@ -35,6 +35,7 @@ from infer.scheduling.scheduler import Scheduler
 from tests.support.oracle_text import VOCAB_SIZE, TextDevice
 
 THIS = "tests.support.faulty_server"
+ABSENT, ENDLESS = "cuda:99", "cuda:98"
 CRASH, STUCK, SLOW = 500, 501, 502  # a tiny model's tokenizer has 512
 MAX_RESTARTS = 3
 CONTEXT_LEN = 400
@@ -58,9 +59,11 @@ class ObedientDevice(TextDevice):
 
 
 def make_engine(config: EngineConfig) -> Engine:
-    """A small engine; no machine has its 100th GPU."""
-    if config.load.device == "cuda:99":
-        raise ConfigError("device is cuda:99, which is not here")
+    """A small engine; no machine has its 100th GPU, and the 99th takes for ever to load."""
+    if config.load.device == ABSENT:
+        raise ConfigError(f"device is {ABSENT}, which is not here")
+    if config.load.device == ENDLESS:
+        time.sleep(600)
     pool = PagedKVCachePool(256, 4, use_prefix_caching=config.cache.caches_prefixes)
     scheduler = Scheduler(pool, resolve_scheduler(config, 4096, SIMULATED_STEPS))
     return Engine(scheduler, ObedientDevice(scheduler.state), context_len=CONTEXT_LEN, vocab_size=VOCAB_SIZE)
