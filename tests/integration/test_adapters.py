@@ -214,7 +214,7 @@ def test_unloaded_adapter_serves_the_requests_that_began_with_it() -> None:
     engine.set_adapter("x", None)
     with pytest.raises(UnknownModel, match="no adapter 'x' is loaded"):
         engine.add(Request(request_id="s", prompt=(1, 2), params=params, adapter="x"))
-    with pytest.raises(ConfigError, match="requests that still run"):
+    with pytest.raises(ConfigError, match="or by running requests"):
         engine.set_adapter("y", str(adapter("llama", "few")))
     while engine.has_work:
         ids += [id_ for output in engine.step() for id_ in output.token_ids]
@@ -293,7 +293,7 @@ def test_whole_weights_and_outer_matrices_without_room_are_refused(tmp_path: Pat
     outer = make_adapter(tmp_path / "outer", base("llama"), **OUTER)
     engine = make_engine(base("llama"), enable_lora=True)
     with pytest.raises(
-        ConfigError, match="adapts the embedding and the head; there is room for that only if"
+        ConfigError, match="adapts the embedding and the head; memory for that is reserved only if"
     ):
         engine.adapters.load("x", str(outer))
     tensors = _stored(outer / "adapter_model.safetensors")

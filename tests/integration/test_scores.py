@@ -69,7 +69,7 @@ def test_a_classifiers_scores_are_those_of_transformers(tmp_path: Path, family: 
         assert [found.index for found in llm.rerank(QUERY, DOCUMENTS, top_n=2)] == sorted(
             range(len(DOCUMENTS)), key=lambda i: -scores[i]
         )[:2]
-        with pytest.raises(RequestError, match="no head that makes tokens"):
+        with pytest.raises(RequestError, match="no language model head"):
             llm.generate("x")
 
 
@@ -139,7 +139,7 @@ def test_an_embedding_model_without_prefix_and_head_gives_cosines(tmp_path: Path
         assert scores == pytest.approx((wanted[1:] @ wanted[0]).tolist(), abs=1e-4)
         short = torch.tensor(llm.embed(QUERY, dimensions=8))
         torch.testing.assert_close(short[0], torch.nn.functional.normalize(wanted[0, :8], dim=-1))
-        with pytest.raises(RequestError, match="no head that makes tokens"):
+        with pytest.raises(RequestError, match="no language model head"):
             llm.generate("x")
 
 

@@ -1,10 +1,10 @@
-"""The loop and the place where everything is put together.
+"""The engine loop, and the code that builds an engine.
 
 engine.py        plan, run, commit, report, once per step
-requests.py      live requests and what each step did to them
-admission.py     what can be served at all
-build.py         from an `EngineConfig` to a running engine
-device_build.py  what every rank makes for it: projections, KV store, device half
-observer.py      what an engine tells about itself; run_manifest.py: what a run depends on
+requests.py      running requests: appends ids, forks and ends sequences
+admission.py     refuses requests that can never be served
+build.py         builds an engine from an `EngineConfig`
+device_build.py  parts that every rank builds: projections, KV store, device half
+observer.py      events for the recorder; run_manifest.py: facts that a run depends on
 stats.py         counts for metrics, health and the router
 """

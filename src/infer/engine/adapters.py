@@ -1,14 +1,14 @@
-"""The LoRA adapters of an engine: names of directories on one side, slots of the model on the other.
+"""The LoRA adapters of an engine: which adapter name uses which slot of the model.
 
-    load      read a directory, check it against the model, put it into a free slot
-    enter     a request that names an adapter gets its slot, and a cache salt that no other load shares
-    unload    the name is gone at once; its running requests continue, and the slot is free after them
+    load      reads a directory, checks it against the model, fills a free slot
+    enter     gives a request that names an adapter its slot, and a cache salt that is unique to this load
+    unload    forgets the name at once; running requests continue, and the slot is free when they have ended
 
 Keys and values depend on the adapter that computed them, so each load has its own salt: two adapters, or the
 same name loaded again with other weights, never share a cached prefix.
 
-If ranks share the model, rank 0 has the names and sends the other ranks the directory for each slot
-(rank_worker.py). Each rank reads its part, and a slot is filled only if every rank can fill it.
+If several ranks share the model, rank 0 keeps the names and sends the others the directory for each slot
+(rank_worker.py). Each rank reads its shard, and a slot is filled only if every rank can fill it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from infer.scheduling.request import Request
 
 logger = logging.getLogger(__name__)
 
-FAULT_BYTES = 960  # bytes of a rank's reason that others get
-LEAST_RANK = 16  # kept where no adapter asks for more: what others keep
+FAULT_BYTES = 960  # bytes of a rank's error message that other ranks receive
+LEAST_RANK = 16  # default of max_lora_rank, unless an adapter in lora_modules needs more
 
 
 class LoadedAdapter(NamedTuple):
@@ -47,11 +47,11 @@ class LoadedAdapter(NamedTuple):
 
     slot: int
     path: str
-    salt: str  # nobody can guess it, so no request reaches its prefixes under another name
+    salt: str  # random, so no other request can match its prefixes
 
 
 class AdapterSlots:
-    """The slots of a model, or of the part of it that one rank has, and what fills them."""
+    """Fills the adapter slots of a model, or of one rank's shard of it."""
 
     def __init__(self, bank: AdapterBank, loaded: LoadedModel, communicator: Communicator | None) -> None:
         self.bank, self._model, self._dtype = bank, loaded.model, loaded.dtype
@@ -61,20 +61,20 @@ class AdapterSlots:
             self._rank = Rank(communicator.rank, communicator.size)
 
     def read(self, directory: Path) -> list[LowRankPair]:
-        """The pairs of an adapter, checked against the whole model."""
+        """Return the matrix pairs of an adapter, checked against the whole model."""
         return read_adapter(directory, self._network, self._weight_map)
 
     def fill(self, slot: int, directory: Path, pairs: list[LowRankPair] | None = None) -> Exception | None:
-        """Put an adapter into a slot, on all ranks or on none; returns why it cannot be.
+        """Load an adapter into a slot, on all ranks or on none; returns the error, or None.
 
-        `pairs`: what `read` has found there already.
+        `pairs`: the result of `read`, if it was called already.
         """
         fault, found = None, list[tuple[torch.Tensor, torch.Tensor]]()
         try:
             pairs = self.read(directory) if pairs is None else pairs
             check_whole(directory, self._model, self._weight_map, self._rank)
             cut = (cut_pair(pair, self._network, self._rank) for pair in pairs)
-            found = [pair.read(self._dtype) for pair in cut]  # before the slot's adapter, if any, is gone
+            found = [pair.read(self._dtype) for pair in cut]  # read before the slot is overwritten
         except Exception as error:
             fault = error
         if self._communicator is not None:
@@ -107,32 +107,32 @@ class Adapters:
     """The adapters of one model. The engine's thread owns it."""
 
     def __init__(self, slots: AdapterSlots, ranks: RankGroup | None) -> None:
-        """`ranks` are the other ranks, which fill the same slots with their parts."""
+        """`ranks` are the other ranks, which fill the same slots with their shards."""
         self._slots, self._bank, self._ranks = slots, slots.bank, ranks
         self.loaded: dict[str, LoadedAdapter] = {}
 
     def enter(self, request: Request) -> tuple[Request, int]:
-        """The request with the salt of its adapter, and the adapter's slot."""
+        """Return the request with its adapter's salt, and the adapter's slot."""
         found = self.loaded.get(request.adapter)
         if found is None:
             raise self._unknown(request.adapter)
         return replace(request, cache_salt=found.salt + request.cache_salt), found.slot
 
     def load(self, name: str, path: str, *, running: Collection[int] = (), replaces: bool = False) -> None:
-        """Load the adapter in a directory; slots that are still `running` are not free.
+        """Load the adapter in the directory `path`; slots in `running` are in use and not free.
 
-        With `replaces` another adapter may have the name: it is served until this one is, if that fails too.
+        With `replaces` the name may be in use; the old adapter stays if loading the new one fails.
         """
         if wrong := adapter_name_fault(name):
             raise ConfigError(wrong)
         if name in self.loaded and not replaces:
-            raise NameTaken(f"an adapter {name!r} is loaded already; unload it first, or use another name")
+            raise NameTaken(f"an adapter {name!r} is already loaded; unload it first, or use another name")
         taken = {each.slot for other, each in self.loaded.items() if other != name} | set(running)
         slot = next((slot for slot in range(1, self._bank.num_slots + 1) if slot not in taken), None)
         if slot is None:
             raise ConfigError(
-                f"all {self._bank.num_slots} places for adapters are taken by {', '.join(self.loaded)} or by "
-                "requests that still run; unload one, or start with a higher max_loras"
+                f"all {self._bank.num_slots} adapter slots are in use by {', '.join(self.loaded)} or by "
+                "running requests; unload an adapter, or start with a higher max_loras"
             )
         directory = Path(os.path.expanduser(path))
         pairs = self._slots.read(directory)
@@ -142,8 +142,8 @@ class Adapters:
             )
         if missing := {pair.module for pair in pairs} - set(self._bank.stacks):
             raise ConfigError(
-                f"adapter {name!r} adapts the {' and the '.join(sorted(missing))}; there is room for that "
-                "only if an adapter of lora_modules does, too: name it there"
+                f"adapter {name!r} adapts the {' and the '.join(sorted(missing))}; memory for that is "
+                "reserved only if an adapter in lora_modules needs it: name this adapter there"
             )
         if self._ranks is not None:
             self._ranks.send(RankMessage.ADAPTER, json.dumps([slot, str(directory)]).encode())
@@ -158,7 +158,7 @@ class Adapters:
         logger.info("adapter loaded name=%s rank=%d matrices=%d path=%s", name, rank, len(pairs), path)
 
     def unload(self, name: str) -> None:
-        """Forget a name; its slot is free when no request runs with it."""
+        """Forget a name; its slot is free when no running request uses it."""
         if self.loaded.pop(name, None) is None:
             raise self._unknown(name)
         logger.info("adapter unloaded name=%s", name)
@@ -169,7 +169,7 @@ class Adapters:
 
 
 def network_of(loaded: LoadedModel | LoadChoice) -> Model:
-    """The network that adapters are made for: the model, or the whole one that a rank has a part of."""
+    """Return the unsharded network, which adapters are made for."""
     if isinstance(loaded, LoadedModel):
         return loaded.model if loaded.whole is None else whole_network(loaded.whole)
     is_whole = loaded.plan.rank.world_size == 1
@@ -177,9 +177,9 @@ def network_of(loaded: LoadedModel | LoadChoice) -> Model:
 
 
 def needed_room(config: AdapterConfig, model: Model) -> AdapterRoom:
-    """The room that a bank has; the headers of all adapters of the config are read and checked.
+    """Return the size of the adapter bank; reads and checks the headers of all adapters in the config.
 
-    `model` is the same on all ranks.
+    `model` is the unsharded network, the same on all ranks.
     """
     weight_map = get_family(model.config.family).weight_map
     found, most, outer = LEAST_RANK, config.max_lora_rank or MAX_RANK, set[str]()

@@ -1,8 +1,8 @@
 """Admission: refuses a request that can never be served, at once and with the reason.
 
 There are three limits: the ids must exist, prompt + output must fit the model's context, and the sequence
-must fit the cache when it runs alone. An admitted request can always be finished, at worst alone, after all
-other sequences were preempted.
+must fit the KV cache when it runs alone. An admitted request can always be finished: at worst all other
+sequences are preempted and it runs alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import SequenceGroup
 
 MAX_PRIORITY = 2**63 - 1
-SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: engines with other seeds give requests other seeds
+SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large, so that different engine seeds give different request seeds
 MAX_DEADLINE = sys.float_info.max
 
 
@@ -34,12 +34,12 @@ def admit(
     eos_ids: tuple[int, ...],
     num_compiling: int,
 ) -> tuple[SequenceGroup, array[int]]:
-    """Check a request against model, cache and queue; return what it may have, and its prompt's ids.
+    """Check a request against model, cache and queue; return its group and its prompt's ids.
 
-    A request without a seed gets one that follows from its `number`: equal runs give equal answers.
+    A request without a seed gets one derived from its `number`, so that equal runs give equal answers.
     """
     params, config = request.params, scheduler.config
-    # a burst meets places that the next step fills: a sequence that will have one does not count as waiting
+    # queued sequences that the next step admits into free batch places do not count as waiting
     num_queued = scheduler.num_waiting + num_compiling - scheduler.num_free_places
     if config.max_queue is not None and num_queued >= config.max_queue:
         raise QueueFull.of(num_queued, config.max_queue)
@@ -57,16 +57,16 @@ def admit(
 
 
 def seed_of(request: Request, scheduler: Scheduler, number: int) -> int:
-    """The seed of the `number`-th request: its own, or one derived from the number."""
+    """Return the seed of the `number`-th request: its own, or one derived from the number."""
     seed = request.params.seed
     return scheduler.config.seed * SEED_STRIDE + number if seed is None else seed
 
 
 def check_token_ids(request: Request, vocab_size: int) -> array[int]:
-    """Refuse ids that this model does not have; return the prompt's ids, packed.
+    """Refuse ids outside the vocabulary; return the prompt's ids as a packed array.
 
-    This is the only walk over the Python integers of a long prompt: from here on the ids are 32 bits each,
-    side by side, which numpy and the prefix tree read as they are.
+    Only this function walks over the Python integers of a long prompt. Everything later reads the packed
+    array of 32-bit ids, which numpy and the prefix tree use without conversion.
     """
     if not request.prompt:
         raise RequestError("the prompt has no tokens; give at least one", param="prompt")
@@ -97,20 +97,20 @@ def _check_range(param: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def check_order(request: Request) -> None:
-    """Refuse a priority or a deadline that no queue can be sorted by."""
+    """Refuse a priority or a deadline that the queue cannot be sorted by."""
     if not -MAX_PRIORITY - 1 <= request.priority <= MAX_PRIORITY:
         shown = f"a number of {request.priority.bit_length()} bits"
         raise RequestError.about(
             "priority", f"must be from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}, got {shown}"
         )
     if request.deadline is not None and not -MAX_DEADLINE <= request.deadline <= MAX_DEADLINE:
-        is_huge = isinstance(request.deadline, int)  # more digits than Python agrees to print
+        is_huge = isinstance(request.deadline, int)  # Python refuses to print integers this long
         shown = "an integer of too many digits" if is_huge else f"{request.deadline}"
         raise RequestError.about("deadline", f"must be a finite number of seconds, got {shown}")
 
 
 def check_pooling(request: Request) -> None:
-    """Refuse an unknown pooling, and one that comes with outputs that an embedding does not have."""
+    """Refuse an unknown pooling, and parameters that an embedding cannot be combined with."""
     if request.pooling is None:
         return
     if request.pooling not in POOLINGS:
@@ -141,9 +141,9 @@ def check_width(request: Request, max_batch_size: int, budget: int) -> None:
 
 
 def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) -> int:
-    """The number of tokens each sequence may reach, prompt included; without max_tokens, all that fit.
+    """Return the length limit of each sequence, prompt included; without max_tokens, as long as it fits.
 
-    The last token of an output is never computed, so it needs no place in the cache. Beams advance
+    The last token of an output is never computed, so it takes no space in the cache. Beams advance
     together, so they must fit together.
     """
     params, num_prompt = request.params, len(request.prompt)
@@ -168,7 +168,7 @@ def longest_total(request: Request, context_len: int, pool: PagedKVCachePool) ->
 
 
 def _pooled_total(num_prompt: int, context_len: int, pool: PagedKVCachePool) -> int:
-    """The total of an embedding: its prompt may fill the context, followed by one token that never comes."""
+    """Return the length limit of an embedding: its prompt, plus one token that is never sampled."""
     if num_prompt > context_len:
         raise ContextOverflow(num_prompt, 0, context_len)
     if pool.can_ever_fit(num_prompt):

@@ -1,10 +1,10 @@
-"""The composition root: builds a running engine from settings and a loaded model.
+"""The composition root: builds an engine from settings and a loaded model.
 
     EngineConfig ─► resolve ─┬─► pool (books) ───► scheduler ─┐
     LoadedModel ─────────────┴─► store (tensors) ─► device ───┴─► Engine
 
-Nothing is decided here: `config/resolve.py` decides, `cache_fit.py` sizes the cache, this file composes. What
-every rank of a model makes is in `device_build.py`.
+This file decides nothing: `config/resolve.py` decides and `cache_fit.py` sizes the cache. `device_build.py`
+builds the parts that every rank of a model needs.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def build_engine(
     phases: Phases | None = None,
     token_bytes: TokenBytes | None = None,
 ) -> Engine:
-    """Return an engine for this model; costs and `steps_ahead` replace this machine's, to repeat a run.
+    """Return an engine for this model.
 
-    `phases` gets the time that each part of it takes, and is the engine's. `token_bytes` reads the vocabulary
-    (`token_bytes_of`).
-    A model may serve one engine after the other; `deterministic` of the last one built is the model's.
+    To repeat a recorded run, give its `cost`, `step_costs` and `steps_ahead`: they replace this machine's.
+    `phases` receives the seconds of each phase. `token_bytes` reads the vocabulary (`token_bytes_of`).
+    Several engines may use a model one after another; the last one built sets its `deterministic`.
     """
     config = _resolve(settings, loaded, steps_ahead)
     phases = Phases() if phases is None else phases
@@ -183,12 +183,12 @@ def build_engine(
 
 
 def _resolve(settings: EngineConfig, loaded: LoadedModel, steps_ahead: int | None) -> ResolvedConfig:
-    """Return the decisions for this model; `steps_ahead` replaces the one of steps that can overlap."""
+    """Return the decisions for this model; `steps_ahead` replaces the resolved one if steps can overlap."""
     if settings.load.num_ranks > 1 and loaded.ranks is None:
         raise ConfigError(
             f"tensor_parallel_size={settings.load.tensor_parallel_size} and "
-            f"pipeline_parallel_size={settings.load.pipeline_parallel_size} need a model that ranks have "
-            "loaded; random weights and models that are given whole run in one process: leave them out"
+            f"pipeline_parallel_size={settings.load.pipeline_parallel_size} need a model that was loaded by "
+            "several ranks; random weights and model objects run in one process: leave both settings out"
         )
     config = resolve_for(settings, loaded)
     if steps_ahead is not None and (config.steps_ahead or not config.uses_gpu_device):
@@ -199,7 +199,7 @@ def _resolve(settings: EngineConfig, loaded: LoadedModel, steps_ahead: int | Non
 def _bind_ranks(
     settings: EngineConfig, config: ResolvedConfig, loaded: LoadedModel, phases: Phases
 ) -> tuple[DeviceBuild, Callable[[], bool]]:
-    """Let all ranks choose their projections; return rank 0's parts, and what waits for its compilers."""
+    """Bind the projections of all ranks; return rank 0's parts and a function that waits for compilers."""
     ranks, communicator = loaded.ranks, None
     if ranks is not None:
         ranks.send(RankMessage.BIND, json.dumps(settings.knobs()).encode())
@@ -209,7 +209,7 @@ def _bind_ranks(
             try:
                 communicator = ranks.communicator = join_ranks(settings, ranks.communicator, loaded)
             except DeviceLost:
-                ranks.wait()  # it raises the error of the rank that is gone
+                ranks.wait()  # raises the error of the lost rank
                 raise
         build = DeviceBuild(config, loaded, bank, communicator)
         wait_for_linears = build.bind(None if ranks is None else ranks.pipe)
@@ -221,7 +221,7 @@ def _bind_ranks(
 def _fit(
     build: DeviceBuild, layout: KVLayout, step: StepBytes | None, draft: LoadedModel | LoadedHead | None
 ) -> CacheSize:
-    """Return the size of the cache, next to what drafts and what another rank has less of."""
+    """Return the size of the cache, given the memory of the draft model and of the fullest rank."""
     (config, loaded, _, communicator), beside = build, NO_DRAFT
     if draft is not None:
         width = draft.headers.eagle.states_width if isinstance(draft, LoadedHead) else 0
@@ -231,11 +231,11 @@ def _fit(
 
 
 def _served_len(config: ResolvedConfig, pool: PagedKVCachePool, size: CacheSize) -> int:
-    """Return the tokens of the longest sequence that is served; warn if the cache holds fewer than asked."""
+    """Return the longest sequence length served; warn if the cache limits it below max_seq_len."""
     served_len = min(config.max_seq_len, pool.longest() + 1)  # the last token of an output is not cached
     if served_len < config.max_seq_len:
         logger.warning(
-            "the KV cache holds less than max_seq_len of one sequence: longer requests are refused "
+            "the KV cache is too small for one sequence of max_seq_len: longer requests are refused "
             "max_seq_len=%d served=%d kv_cache=%s",
             config.max_seq_len,
             served_len,
@@ -245,7 +245,7 @@ def _served_len(config: ResolvedConfig, pool: PagedKVCachePool, size: CacheSize)
 
 
 def _prepare_all(warm_up: WarmUp | None, ranks: RankGroup | None) -> Iterator[bool]:
-    """Prepare what steps need, a piece of it for each True that is yielded, while other ranks prepare all."""
+    """Prepare graphs and kernels, one piece per yielded True; the other ranks prepare theirs meanwhile."""
     if warm_up is None:
         return
     if ranks is not None:
@@ -267,7 +267,7 @@ def _within_target(
     pieces: Iterator[bool],
     phases: Phases,
 ) -> ResolvedScheduler:
-    """Return the limits of the scheduler; a target for the time of a step limits its prompt tokens."""
+    """Return the scheduler's limits; `itl_target_ms` limits the prompt tokens of a step."""
     limits, asked = config.scheduler, config.settings.scheduler
     if asked.itl_target_ms is None or asked.prefill_tokens_while_decoding is not None:
         return limits
@@ -292,7 +292,7 @@ def _load_adapters(settings: EngineConfig, build: DeviceBuild) -> Adapters | Non
 
 
 def _probe_all(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
-    """Return the seconds that this many prompt tokens take on all ranks together."""
+    """Return the seconds that all ranks together take for a prompt of `num_tokens`."""
     if loaded.ranks is not None:
         loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
     seconds = probe_rank(loaded, warm_up, num_tokens)
@@ -302,7 +302,7 @@ def _probe_all(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> 
 
 
 def _rank_times(device: TorchDevice | GpuDevice, ranks: RankGroup) -> dict[str, Any]:
-    """Return the time that steps took and ranks waited, as fields of `EngineStats`."""
+    """Return the seconds that steps took and that ranks waited, as fields of `EngineStats`."""
     waits = [seconds for line in ranks.lines() for seconds in (line.sum_s, line.stage_s, line.idle_s)]
     step_s = device.step_s if isinstance(device, TorchDevice) else 0.0
     return {"rank_step_s": step_s, "rank_wait_s": tuple(waits)}
@@ -315,9 +315,9 @@ def token_bytes_of(
     eos_ids: tuple[int, ...],
     text: TextHeaders | None = None,
 ) -> TokenBytes:
-    """Return what reads the tokens of a model's files, or of another `tokenizer`; nothing is read yet.
+    """Return a lazy reader of the vocabulary in a model's files, or in another `tokenizer`.
 
-    `text` are the headers of these files, where they are read already.
+    `text`: the headers of these files, if they have been read already.
     """
 
     def read() -> str:
@@ -331,11 +331,11 @@ def token_bytes_of(
 
 
 def wake_libraries(settings: EngineConfig, token_bytes: TokenBytes) -> None:
-    """Start Triton and cuDNN on a GPU, in a thread, while weights are loaded: each takes a second.
+    """Initialize Triton and cuDNN on a GPU, in a thread, while weights load: each takes a second.
 
-    The vocabulary is begun first: it holds Python's lock for half a second, which copies do not need.
+    Reading the vocabulary starts first: it holds the GIL for half a second, which copies do not need.
     """
-    with suppress(Exception):  # the error is reported where they are needed
+    with suppress(Exception):  # an error is reported at the first real use
         device = choose_device(settings.load.device)
         if not is_gpu(device):
             return
@@ -353,7 +353,7 @@ def make_pool(
     windows: Sequence[int | None] = (None,),
     max_chunk: int | None = None,
 ) -> PagedKVCachePool:
-    """Return the books of a cache of this size, whose tables have these windows (cache/layout.py)."""
+    """Return the block pool of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
     return PagedKVCachePool(
         size.num_blocks,
@@ -369,7 +369,7 @@ def make_pool(
 
 
 def _find_allocator(name: str) -> type[BlockAllocator]:
-    """Return the allocator of blocks: the engine's own, or a subclass of it that the user has written."""
+    """Return the class of the block allocator: the default, or a user's subclass."""
     if name == "lru":
         return BlockAllocator
     found = load_code(name, "block_allocator")
@@ -390,9 +390,9 @@ def _facts(
     draft: LoadedModel | LoadedHead | None,
 ) -> RunFacts:
     knobs = shareable_knobs(config.settings)
-    if config.weights in (*PACKED, "fp32"):  # what `auto` meant: a replay must keep the same form
+    if config.weights in (*PACKED, "fp32"):  # a replay must use the form that `auto` chose here
         knobs["quantization"] = config.weights
-    if config.settings.scheduler.itl_target_ms is not None:  # a replay must keep what was measured
+    if config.settings.scheduler.itl_target_ms is not None:  # a replay must use the measured limit
         knobs["prefill_tokens_while_decoding"] = config.scheduler.prefill_tokens_while_decoding
     return RunFacts(
         version=__version__,

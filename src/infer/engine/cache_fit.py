@@ -1,8 +1,8 @@
-"""The size of the KV cache on this machine, from the memory that is free now and the memory of steps.
+"""The size of the KV cache on this machine: the free memory, less the memory that steps need.
 
-The arithmetic is the same as in `infer plan` (cache/memory.py). A start computes the size twice: before the
-weights are read, with their bytes subtracted from the free memory, to refuse early; and after they are
-loaded, on a GPU with the measured memory of the largest step (rehearsal.py).
+The arithmetic is the same as in `infer plan` (cache/memory.py). A start computes the size twice. Before the
+weights are read, their bytes are subtracted from the free memory, so that a cache that cannot fit is refused
+early. After they are loaded, a GPU uses the measured memory of the largest step (rehearsal.py).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from infer.loader.load import LoadChoice, LoadedModel
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
-ALLOCATOR_FACTOR = 2  # factor on a layer's bytes: matrix libraries and allocators need room of their own
-SPLITS_PER_ROW = 16  # parts of a decoding row's attention that are added up
-SAMPLER_BYTES = 6  # bytes for each id of a row: its adjusted logit, and how often it was used
+ALLOCATOR_FACTOR = 2  # factor on a layer's bytes: allowance for matrix libraries and the allocator
+SPLITS_PER_ROW = 16  # splits of a decoding row's attention, merged at the end
+SAMPLER_BYTES = 6  # bytes per vocabulary id of a row: its adjusted logit and its use count
 
 
 class DraftBytes(NamedTuple):
-    """The bytes that a model that drafts takes in addition to its weights."""
+    """The bytes that a draft model takes in addition to its weights."""
 
-    per_token: int = 0  # bytes of keys and values, in as many blocks as the model has
-    step: int = 0  # its largest steps, their graphs and buffers
+    per_token: int = 0  # bytes of its keys and values per token, in as many blocks as the model has
+    step: int = 0  # bytes of its largest step, graphs and buffers
 
 
 NO_DRAFT = DraftBytes()
@@ -66,17 +66,17 @@ def fit_to_device(
     scratch: Scratch = NO_SCRATCH,
     draft: DraftBytes,
 ) -> CacheSize:
-    """Return the size of the cache here and now; a cache that does not fit is refused.
+    """Return the size of the cache on this device now; a cache that does not fit is refused.
 
-    `weight_bytes` are taken off what is free: weights still to be loaded, or what another rank has
-    less of. `step` is what steps were measured to take; without it, it is computed, with this `scratch` of a
-    model not loaded yet. `draft` is what another model that drafts takes.
+    `weight_bytes` are subtracted from the free memory: weights still to be loaded, or the memory that the
+    fullest rank lacks. `step`: measured bytes of steps; None: they are computed, with `scratch` for a model
+    that is not loaded yet. `draft`: bytes of the draft model.
     """
     free_host = free_host_bytes()
     memory = look(loaded.device, config.settings.cache.device_memory, free_host=free_host)
     step = step or compute_step(config, loaded, scratch)
     num_ranks = ranks_sharing(config.settings, loaded.device)
-    if is_gpu(loaded.device):  # `device_memory` is for all ranks on a GPU, which hold as much as this one
+    if is_gpu(loaded.device):  # `device_memory` covers all ranks on this GPU; each holds the same amount
         memory = replace(memory, held=num_ranks * memory.held)
     size = fit_to_memory(config, loaded, memory.with_weights(weight_bytes), step, draft)
     free_host -= 0 if is_gpu(loaded.device) else weight_bytes + size.num_bytes * num_ranks
@@ -93,7 +93,7 @@ def fit_to_memory(
     step: StepBytes,
     draft: DraftBytes,
 ) -> CacheSize:
-    """Return the size of the cache in this memory, from which the weights have been taken off already."""
+    """Return the size of the cache in `memory`, from which the weights are already subtracted."""
     cache = config.settings.cache
     kept = kept_cache(config, loaded)
     crossing, num_ranks = 0, ranks_sharing(config.settings, loaded.device)
@@ -118,25 +118,25 @@ def fit_to_memory(
 
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
-    """Return how many ranks of a model take their memory from this device: on a CPU, all on this machine."""
+    """Return the number of a model's ranks that share this device's memory; on a CPU, all local ranks."""
     shares = not is_gpu(device) or ":" in settings.load.device  # all ranks share a GPU that was named
     return settings.load.num_local_ranks if shares else 1
 
 
 def for_each(num_ranks: int) -> str:
-    """Return the words that follow an amount of memory that each of several ranks has; "": there is one."""
+    """Return " for each of N ranks" for a message about memory; "" for a single rank."""
     return f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
 
 
 def cache_share(device: torch.device) -> float:
-    """Return the default share that a cache takes of the memory left by weights and steps."""
+    """Return the default share of the memory left by weights and steps that a cache takes."""
     return 1.0 if is_gpu(device) else CPU_SHARE
 
 
 def compute_step(
     config: ResolvedConfig, loaded: LoadedModel | LoadChoice, scratch: Scratch = NO_SCRATCH
 ) -> StepBytes:
-    """Return what the largest steps take, by arithmetic; a model that is loaded has its own `scratch`."""
+    """Compute the bytes of the largest steps; for a loaded model, `scratch` is computed too."""
     if isinstance(loaded, LoadedModel):
         scratch = scratch_of(loaded.model, config.scheduler)
     return step_bytes(
@@ -158,10 +158,10 @@ def step_bytes(
     graph_tokens: int | None = None,
     scratch: Scratch = NO_SCRATCH,
 ) -> StepBytes:
-    """Return what the steps that this scheduler may plan take.
+    """Return the bytes of the largest steps that this scheduler may plan.
 
-    At most `graph_tokens` of prompts are captured; None: nothing is, and no state is kept on the device.
-    Sampling a row takes its logits as the model has them, and in float32 the scaled ones, noise and the sum.
+    `graph_tokens`: prompt tokens of the largest captured step; None: no graphs and no state on the device.
+    Sampling a row takes its logits in the model's dtype, and in float32 the scaled logits, noise and the sum.
     """
     num_rows, each = scheduler.max_batch_size, bytes_per_element
     num_tokens = min(scheduler.max_num_batched_tokens, num_rows * max_seq_len)
@@ -181,17 +181,17 @@ def step_bytes(
 
 
 def token_elements(model: ModelConfig) -> int:
-    """Return the numbers of one token that live at the same time, layer after layer.
+    """Return the elements per token that are live at the same time in a layer.
 
     Four vectors of the hidden size (a block's input and output, the residual stream before and after), and
-    either the MLP's gate, up, activated gate and product, or attention's q, k, v, the turned q and k and the
+    either the MLP's gate, up, activated gate and product, or attention's q, k, v, rotated q and k, and its
     result.
     """
     widest_mlp = max(model.mlp_size(layer) for layer in range(model.num_layers))
-    if model.experts is not None:  # each of a token's experts has a result of its own until they are added
+    if model.experts is not None:  # each chosen expert has a separate result until they are added
         widest_mlp += model.experts.num_choices * model.hidden_size
     heads = 3 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    if model.delta is not None:  # projected and in order, gates, mixed, seen
+    if model.delta is not None:  # channels, before and after the convolution, and gates and results
         values = model.delta.num_value_heads * model.delta.value_dim
         gated = heads + 3 * model.num_heads * model.head_dim
         heads = max(gated, 4 * model.delta.num_channels + 6 * values)
@@ -199,7 +199,7 @@ def token_elements(model: ModelConfig) -> int:
 
 
 def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
-    """Return what unpacking this model's weights takes in the largest step and in its logits."""
+    """Return the bytes for unpacking quantized weights, in the layers and in the head."""
     matrices = [layer.stored for layer in model.modules() if isinstance(layer, Projected)]
     head, num_tokens = model.head.stored, scheduler.max_num_batched_tokens
     layers = (matrix.scratch_bytes(num_tokens) for matrix in matrices if matrix is not head)
@@ -207,7 +207,7 @@ def scratch_of(model: Model, scheduler: ResolvedScheduler) -> Scratch:
 
 
 def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
-    """Return how many tokens of prompts the largest captured step has; None: none is captured."""
+    """Return the prompt tokens of the largest captured step; None: no step is captured."""
     if not config.use_cuda_graphs:
         return None
     most, busy = config.scheduler.max_num_batched_tokens, config.scheduler.busy_step_tokens
@@ -215,22 +215,22 @@ def graph_tokens(config: ResolvedConfig, model: ModelConfig) -> int | None:
 
 
 class KeptCache(NamedTuple):
-    """The layout of a model's keys and values, and the bytes of a token."""
+    """The layout of a model's keys and values, and their bytes per token."""
 
-    layout: KVLayout  # layers that share blocks
+    layout: KVLayout
     bytes_per_token: int
-    workspace: float  # share of the cache's size that attention needs again
+    workspace: float  # memory that attention needs in addition, as a share of the cache's size
 
 
 def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> KeptCache:
-    """Return what a cache of this model takes; attention that gathers unpacks codes and keeps both."""
+    """Return the layout and bytes of this model's cache; attention that gathers also unpacks codes."""
     model, dtype, cache = loaded.config, loaded.dtype, config.settings.cache
     layout, kept = kv_layout(model, config), kept_as(cache, dtype)
     widening = dtype.itemsize / kept.itemsize + (kept != dtype)
     heads = layout.plane_heads(model.num_kv_heads, model.head_dim)
     per_token = kv_bytes_per_token(layout.num_layers, *heads, kept.itemsize)
     state = state_size(model)
-    if state is not None:  # every block has room for a tail, too
+    if state is not None:  # every block also stores a tail of the convolution
         per_token += -(-layout.num_layers * state.num_tail * dtype.itemsize // cache.block_size)
     return KeptCache(
         layout, per_token, workspace_share(layout.num_planes, gathers=config.gathers_kv, widening=widening)
@@ -238,13 +238,13 @@ def kept_cache(config: ResolvedConfig, loaded: LoadedModel | LoadChoice) -> Kept
 
 
 def kept_as(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the type that keys and values of a model in `dtype` are kept in."""
+    """Return the dtype in which the cache keeps keys and values of a model in `dtype`."""
     codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
     return codes.get(cache.kv_cache_dtype.removesuffix("_per_token_head"), dtype)
 
 
 def state_size(model: ModelConfig) -> StateSize | None:
-    """Return the size of what layers keep in place of keys and values; None: all have keys and values."""
+    """Return the size of the recurrent state of linear-attention layers; None: the model has none."""
     delta = model.delta
     if delta is None:
         return None
@@ -253,10 +253,10 @@ def state_size(model: ModelConfig) -> StateSize | None:
 
 
 def kv_layout(model: ModelConfig, config: ResolvedConfig) -> KVLayout:
-    """Return the layout of a model's cache; only a paged cache has tables that can let go of blocks.
+    """Return the layout of a model's cache; only a paged cache can free blocks that left a window.
 
-    Where layers are in stages, each has as many planes, and the same tables.
-    A model that drafts shares the first table and catches up with whole texts, so that one lets go of none.
+    Pipeline stages all have the same number of planes and the same tables. A draft model shares the first
+    table and reads whole texts, so that table frees no blocks.
     """
     stages = stage_layers(model.num_layers, config.settings.load.pipeline_parallel_size)
     whole = KVLayout.of([None] * model.num_layers, config.max_seq_len, stages=stages)

@@ -1,12 +1,12 @@
-"""The parts that every rank of a model makes before it computes: projections, KV store, device half.
+"""The parts that every rank of a model builds: projections, KV store, device half.
 
-    bind        the projections that the model runs with, and its adapters
-    rehearse    on a GPU, the memory that steps take
-    make_store  keys and values, in the room that rank 0 has found (cache_fit.py)
-    make_warm   the device half, and on a GPU what prepares its steps
+    bind        chooses the model's projections and adds its adapters
+    rehearse    measures the memory of steps on a GPU
+    make_store  allocates keys and values, with the number of blocks that rank 0 has found (cache_fit.py)
+    make_warm   builds the device half, and on a GPU its warm-up
 
-Rank 0 does this while it builds the engine (build.py), the others on its message (rank_worker.py).
-`resolve_for` needs none of the weights, so `memory_plan.check_settings` asks it before a model is loaded.
+Rank 0 does this while it builds the engine (build.py), the others when rank 0 tells them (rank_worker.py).
+`resolve_for` needs no weights, so `memory_plan.check_settings` calls it before a model is loaded.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from infer.scheduling.batch_state import BatchState
 
 
 def resolve_for(settings: EngineConfig, loaded: LoadedModel | LoadChoice) -> ResolvedConfig:
-    """Return the decisions for this model on its device; settings that cannot work there are refused."""
+    """Return the decisions for this model on its device; settings that do not work there are refused."""
     return resolve(settings, machine_of(loaded, settings.cache.device_memory), facts_of(loaded))
 
 
 def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None:
-    """Return the room for the LoRA adapters of a model; None: it has none."""
+    """Return the memory for the LoRA adapters of a model; None: LoRA is off."""
     if not settings.adapters.is_on:
         return None
     network = network_of(loaded)
@@ -65,7 +65,7 @@ def make_bank(settings: EngineConfig, loaded: LoadedModel) -> AdapterBank | None
 
 
 def join_ranks(settings: EngineConfig, communicator: Communicator, loaded: LoadedModel) -> Communicator:
-    """Return what joins the ranks of this model on their devices; all ranks come here together."""
+    """Return the communicator of this model's ranks on their devices; all ranks call this together."""
     if is_gpu(loaded.device) and isinstance(communicator, SharedCommunicator):
         kind = NodeCommunicator if settings.load.nnodes > 1 else GpuCommunicator
         return kind(communicator, loaded.device, loaded.dtype)
@@ -73,28 +73,28 @@ def join_ranks(settings: EngineConfig, communicator: Communicator, loaded: Loade
 
 
 def probe_rank(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
-    """Return the seconds that this many prompt tokens take on a rank: in a step, or by themselves."""
+    """Return the seconds of a `num_tokens` prompt on this rank: as a step, or eagerly without `warm_up`."""
     if warm_up is None:
         return prefill_seconds(loaded.model, loaded.device, num_tokens)
     return warm_up.step_seconds(num_tokens)
 
 
 def shape_of(state: BatchState) -> StateShape:
-    """Return the size of the state that a device keeps for a batch."""
+    """Return the shape of the state that a device keeps for a batch."""
     num_tables, num_rows, max_blocks = state.tables.shape
     return StateShape(num_rows, max_blocks, state.block_size, num_tables)
 
 
 class DeviceBuild(NamedTuple):
-    """The parts of a rank that are made before its device half, which makes the rest."""
+    """Builds the parts of one rank."""
 
     config: ResolvedConfig
     loaded: LoadedModel
-    bank: AdapterBank | None  # the room for its LoRA adapters
-    communicator: Communicator | None  # joins the ranks of the model
+    bank: AdapterBank | None  # memory for LoRA adapters
+    communicator: Communicator | None  # connects the model's ranks; None: there is one rank
 
     def bind(self, pipe: Pipe | None) -> Callable[[], bool]:
-        """Choose what the model multiplies with; call the result before the first step (layers/bind.py)."""
+        """Choose the model's matrix products; call the result before the first step (layers/bind.py)."""
         config, loaded, communicator = self.config, self.loaded, self.communicator
         if isinstance(communicator, DeviceRanks):
             communicator.deterministic = config.deterministic
@@ -114,13 +114,13 @@ class DeviceBuild(NamedTuple):
         )
 
     def rehearse(self, wait_for_linears: Callable[[], bool]) -> StepBytes | None:
-        """Run the largest step on a GPU, and return the memory that it takes; None: it is only computed."""
+        """Run the largest step on a GPU and return the memory it takes; None: not measured, on a CPU."""
         config, loaded = self.config, self.loaded
         if not (config.uses_gpu_device and is_gpu(loaded.device)):
             return None
         cache = config.settings.cache
         enforce_limit(loaded.device, cache.device_memory)
-        if config.backends.attention == "flash":  # it cannot attend to padding
+        if config.backends.attention == "flash":  # FlashAttention cannot attend to padding
             return compute_step(config, loaded)
 
         def make_warm_up() -> WarmUp:
@@ -131,9 +131,9 @@ class DeviceBuild(NamedTuple):
             return WarmUp(device)
 
         def compile_steps(warm_up: WarmUp) -> None:
-            warm_up.compile()  # Triton's kernels, while others compile those in CUDA C++
+            warm_up.compile()  # Triton's kernels, while the CUDA C++ kernels compile in threads
             if not wait_for_linears():
-                warm_up.compile()  # Triton's kernels in place of unavailable ones
+                warm_up.compile()  # Triton's kernels in place of CUDA kernels that failed to compile
             warm_up.device.wait_for_compilers()
 
         return rehearse(
@@ -147,7 +147,7 @@ class DeviceBuild(NamedTuple):
         )
 
     def make_store(self, size: CacheSize) -> KVStore:
-        """Return the memory of keys and values, with as many blocks as rank 0 has found room for."""
+        """Allocate the memory of keys and values, with the number of blocks that rank 0 has found."""
         config, loaded = self.config, self.loaded
         layout = kv_layout(loaded.config, config)
         num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
@@ -165,7 +165,7 @@ class DeviceBuild(NamedTuple):
                 fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
                 state=state_size(loaded.config),
             )
-        except RuntimeError as error:  # free memory was taken since, or the driver's limit is reached
+        except RuntimeError as error:  # another process took the memory, or the driver's limit is reached
             raise ConfigError(
                 f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
                 f"memory could not be allocated{for_each(config.settings.load.num_ranks)} "
@@ -180,9 +180,9 @@ class DeviceBuild(NamedTuple):
         graph_bytes: int = 0,
         drafter: TorchDevice | GpuDevice | None = None,
     ) -> TorchDevice | GpuDevice:
-        """Return the device half that keeps its state on the GPU, or the one that is plain PyTorch and C.
+        """Return the device half: `GpuDevice` keeps its state on a GPU, `TorchDevice` is plain PyTorch and C.
 
-        `drafter` drafts for it, and follows its steps if it is a head.
+        `drafter`: the device half of the draft model; an EAGLE head runs after each of its steps.
         """
         config, loaded = self.config, self.loaded
         if not config.uses_gpu_device:
@@ -229,26 +229,26 @@ class DeviceBuild(NamedTuple):
         step: StepBytes | None,
         drafter: TorchDevice | GpuDevice | None = None,
     ) -> tuple[TorchDevice | GpuDevice, WarmUp | None]:
-        """Return the device half with the memory of its steps, and what prepares it on a GPU."""
+        """Return the device half with the memory of its steps, and on a GPU its warm-up."""
         graph_bytes = 0 if step is None else step.graph_block
         device = self.make_device(store, shape, graph_bytes, drafter)
         if not isinstance(device, GpuDevice):
             return device, None
         warm_up = WarmUp(device)
         device.wait_for_compilers()
-        if step is not None:  # after the device's own buffers, which would lie in the arena for good
+        if step is not None:  # after the device's permanent buffers, which must not occupy the arena
             device.arena = _make_arena(step, self.loaded.device)
-        if isinstance(self.communicator, DeviceRanks):  # not while a kernel of one waits for another
+        if isinstance(self.communicator, DeviceRanks):  # loading must not block on a waiting kernel
             warm_up.load()
         return device, warm_up
 
 
 def _make_arena(step: StepBytes, device: torch.device) -> Arena:
-    workspace = GRAPH_WORKSPACE if step.graphs else 0  # the thread that captures keeps one for good
+    workspace = GRAPH_WORKSPACE if step.graphs else 0  # held permanently by the thread that captures
     try:
         return Arena(step.activations + workspace, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the {format_bytes(step.activations)} that the largest step needs are taken by another "
-            f"process ({str(error).splitlines()[0]}); start again, or lower device_memory"
+            f"another process has taken the {format_bytes(step.activations)} that the largest step needs "
+            f"({str(error).splitlines()[0]}); start again, or lower device_memory"
         ) from None

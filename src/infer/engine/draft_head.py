@@ -1,31 +1,32 @@
-"""An EAGLE-3 head that drafts: the turns of a draft model, without anything to catch up with.
+"""An EAGLE-3 head that drafts: the turns of a draft model, but it never has to catch up with a text.
 
-The head follows every step of the model on the device (execution/head_model.py), so it has seen the text of
-each row that has drawn an id since its sequence took it. A sequence that came back from host memory, or that
-was forked a moment ago, has not drawn in its row: it gets drafts after its next step.
+The head runs after every step of the model on the device (execution/head_model.py), so it has seen the text
+of each row that has sampled an id for its current sequence. A sequence that was just swapped in or forked has
+not sampled in its row: it gets drafts after its next step.
 
     turn    text known so far    given     draws
-    0       t0 .. t9             t9        d10        from what the model made of t8
-    1                            d10       d11        from what the head made of t9
+    0       t0 .. t9             t9        d10        from the model's hidden state of t8
+    1                            d10       d11        from the head's hidden state of t9
 
 It draws with the noise of the sequence, as a draft model does (draft_model.py).
 
-Following takes time in every step, so steps in which rows only decode are left out where no draft will pay:
+Running the head takes time in every step, so it skips steps in which rows only decode while drafts do not
+pay. A step with the head is called *followed*:
 
     requests    A        B        C  D  E  ..        a trial, one of several
     followed    ■■■■■■■  ■■■■■■■  ·  ·  ·            ■■■■■■■· · · ·
-                drafts are kept   drafts do not pay  PATIENCE steps without a draft
+                drafts accepted   drafts do not pay  PATIENCE steps without a draft
 
-A sequence that drew an id in such a step gets no drafts any more. Sequences that begin later may: all of them
-while drafts pay at the mean rate, and else one now and then (`DraftLengths.is_tried`). Prompts are always
-followed: any later sequence may begin with their blocks.
+A sequence that sampled an id in a skipped step gets no more drafts. Later sequences may: all of them while
+drafts pay at the average acceptance rate, otherwise one now and then (`DraftLengths.is_tried`). Prompts are
+always followed, because any later sequence may share their blocks.
 
-Steps that are left out leave entries of the head's cache unwritten. A set has the blocks with such entries,
-on the device and in host memory, and their copies. A sequence that begins with one of these blocks gets no
-drafts: it has come back after a preemption, or its prompt goes on from an answer that was not followed.
+A skipped step leaves entries of the head's cache unwritten. `_gaps` is the set of blocks with such entries,
+on the device and in host memory, and of their copies. A sequence that begins with one of these blocks gets no
+drafts: it was preempted, or its prompt continues an answer that was not followed.
 
-    entries of a block      ■ ■ · ■      in the set: one was left out
-                            ■ ■ · ·      no longer: a followed step has begun the block anew
+    entries of a block      ■ ■ · ■      in the set: an entry was skipped
+                            ■ ■ · ·      removed: a followed step has started the block again
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
 from infer.speculative.adaptive import DraftLengths
 
-PATIENCE = 128  # steps without drafts after which steps are not followed
+PATIENCE = 128  # steps without drafts after which the head skips steps
 
 
 class DraftHead(DraftModel):
-    """Drafts with a head that follows the sequences' own model. One engine thread owns it."""
+    """Drafts with a head on the hidden states of the target model. One engine thread owns it."""
 
     def __init__(
         self,
@@ -60,19 +61,19 @@ class DraftHead(DraftModel):
         lengths: DraftLengths | None = None,
         target: GpuDevice | None = None,
     ) -> None:
-        """`num_drafts`: the most of a sequence; `lengths` know what pays, None: all steps are followed.
+        """`num_drafts`: the most drafts of a sequence; `target`: as in `DraftModel`.
 
-        `target`: as in `DraftModel`.
+        `lengths` estimates whether drafts pay; None: every step is followed.
         """
         super().__init__(device, state, 0, max_tokens=0, target=target)
         self._num_drafts, self._lengths = num_drafts, lengths
-        self._drawn = np.full(len(state.tenancy), NOBODY, dtype=np.int64)  # last stay in which a row drew
-        self._is_seen = np.zeros(len(state.tenancy), dtype=bool)  # True: the head has seen its text
+        self._drawn = np.full(len(state.tenancy), NOBODY, dtype=np.int64)  # tenancy in which a row last drew
+        self._is_seen = np.zeros(len(state.tenancy), dtype=bool)  # True: the head has seen the row's text
         self._gaps = set[int]()  # blocks with entries that the head has not written; ~block: in host memory
-        self._num_idle = 0  # steps since a row had drafts, or one began that may get some
+        self._num_idle = 0  # steps since a row had drafts, or since a sequence began that may get some
 
     def note(self, plan: StepPlan) -> None:
-        """Remember which rows draw, and the blocks that tables get: the head needs them before the model."""
+        """Record which rows sample, and the new blocks of tables: the head needs them before the model."""
         super().note(plan)
         self._changes = list(plan.table_changes)
         chunks, state, is_plain = plan.chunks, self._state, plan.chunks.is_repeated
@@ -89,13 +90,13 @@ class DraftHead(DraftModel):
             self._is_seen[chunks.rows] = False
             self._gaps.update(state.tables[0, chunks.rows, chunks.starts // size].tolist())
         elif self._gaps:
-            firsts, stops = -(-chunks.starts // size), -(-chunks.stops // size)  # blocks that it begins
+            firsts, stops = -(-chunks.starts // size), -(-chunks.stops // size)  # blocks that the step begins
             for number in (firsts < stops).nonzero()[0].tolist():
                 begun = state.tables[0, chunks.rows[number], firsts[number] : stops[number]]
                 self._gaps.difference_update(begun.tolist())
 
     def _begin(self, chunks: Chunks, numbers: list[int]) -> None:
-        """Find out which of the rows that draw for the first time in their stay may get drafts."""
+        """Find out which rows that sample for the first time in their tenancy may get drafts."""
         state, rows = self._state, chunks.rows[numbers]
         stops = -(-chunks.starts[numbers] // state.block_size)
         found = [state.tables[0, row, :stop].tolist() for row, stop in zip(rows, stops, strict=True)]
@@ -107,7 +108,7 @@ class DraftHead(DraftModel):
         self._is_seen[rows] = self._follows & np.array(can_draft)
 
     def _move(self, transfers: Seq[Transfer]) -> None:
-        """Let a block that is copied or swapped be in the set if its source is, and else not."""
+        """Copy the gap mark of each copied or swapped block from its source to its destination."""
         for kind, source, destination in transfers:
             has_gaps = (~source if kind == SWAP_IN else source) in self._gaps
             place = ~destination if kind == SWAP_OUT else destination
@@ -115,22 +116,22 @@ class DraftHead(DraftModel):
 
     @property
     def _follows(self) -> bool:
-        """True if it follows steps in which rows only decode."""
+        """True if the head runs in steps in which rows only decode."""
         return self._lengths is None or self._num_idle <= PATIENCE
 
     def _is_tried(self, seq: Sequence) -> bool:
-        """True if steps are to be followed for a sequence that begins."""
+        """True if steps should be followed because of a sequence that begins."""
         if self._lengths is None or seq.group.request.params.num_speculative_tokens == 0:
             return self._lengths is None
         return self._lengths.is_tried(len(self._state.sequences), self._num_drafts)
 
     def is_ready(self, seq: Sequence) -> bool:
-        """True if the row of a sequence has drawn, and the head has seen all of it."""
+        """True if the row of a sequence has sampled, and the head has seen its whole text."""
         return bool(self._is_seen[seq.row] and self._drawn[seq.row] == self._state.tenancy[seq.row])
 
     def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:
-        """The position from which each text goes on: its last token, for the head has seen all others."""
+        """Return the position of each text's last token: the head has seen all tokens before it."""
         return [len(seq.tokens) - 1 for seq in sequences]
 
     def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
-        """Remember nothing: the next step is followed, whatever was drafted."""
+        """Do nothing: the next step is followed, whatever was drafted."""

@@ -1,24 +1,24 @@
-"""A small model that drafts trees: in each turn it computes all nodes so far, and draws the best ids of each.
+"""A draft model that drafts trees: each turn computes all nodes so far and draws the best ids after each.
 
-    turn    computes                     draws, next to the newest nodes
-    0       what it has missed: t8 t9    three guesses of t10: a b c          (its nodes: speculative/tree.py)
+    turn    computes                     draws, after the newest nodes
+    0       the missed tokens: t8 t9     three guesses of t10: a b c          (shapes: speculative/tree.py)
     1       t9 | a b c                   three after a, three after b, ..     as many as the tree has
-    2       t9 | a b c, aa ab ba         and so on, until the tree is as deep as it should be
+    2       t9 | a b c, aa ab ba         and so on, until the tree is deep enough
 
-Its orders are windows like the judging model's, with the same masks and slots, so a draft model
-needs nothing of its own to see a tree. It computes nodes again in each turn: that takes hardly longer than
-the newest alone. What it keeps of a window is the main line, whose keys and values lie where a text's would.
+Its orders are windows like the target model's, with the same masks and slots, so a draft model needs no extra
+code for trees. Each turn computes the earlier nodes again, which takes hardly longer than the newest alone.
+Only the main line of a window stays in its cache: its keys and values lie where a chain's would.
 
-On a GPU all turns are one graph, as for a chain (execution/gpu/tree_turns.py). A turn computes the
-newest nodes alone. The device judges trees, too, and moves keys and values of the kept path in both models,
-so turns begin before the host knows what is kept. All sequences of a step then have the first nodes of one
-tree, as many as they have places for.
+On a GPU all turns are one graph, as for a chain (execution/gpu/tree_turns.py), and a turn computes the newest
+nodes alone. The device also verifies trees and moves keys and values of the accepted path in both models, so
+turns begin before the host knows which path was accepted. All sequences of a step then use the first nodes of
+one tree, as many as they have places for.
 
-Ids are drawn with the noise of the sequence, as in a chain (draft_model.py), so the best of them is the one
-that the model draws as well where the two agree.
+Ids are drawn with the noise of the sequence, as in a chain (draft_model.py): where the two models agree, the
+best id is the one that the target model samples.
 
-Where all tokens before a position count, for penalties or for a mask, a sequence gets a chain: devices keep
-such counts along a row and not along a path.
+A sequence whose logits depend on all earlier tokens (penalties, masks) gets a chain: devices keep these
+counts per row, not per path.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from infer.speculative.tree import WIDTH, chain_of, tree_of
 
 
 class TreeModel(DraftModel):
-    """Drafts trees with a second model next to the sequences' own. One engine thread owns it."""
+    """Drafts trees with a second model next to the target model. One engine thread owns it."""
 
     def _new_host(self) -> HostHalf:
-        """The maker of its orders; where each turn is one, they draw several ids next to each token."""
+        """Return a host half; if each turn is an order, the order draws several ids after each token."""
         return HostHalf(self._state, is_draft=True, num_best=0 if self.is_late else WIDTH)
 
     def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
-        """Draft for the next window of these sequences; the step that verifies it waits for its order."""
+        """Draft for the next window of these sequences; the step that verifies it is not launched yet."""
         super().go_on(sequences, counts, verifies=False)
 
     def _is_tree(self, seq: Sequence) -> bool:
-        """True unless all tokens before a position decide what is drawn there."""
+        """True if the logits of a sequence do not depend on counts of its earlier tokens."""
         params = seq.group.request.params
         return not (params.has_penalties or params.min_tokens > 0 or params.is_guided)
 
     def _tree_for(self, seq: Sequence, num_drafts: int) -> DraftTree:
-        """The tree that drafts of a sequence are."""
+        """Return the shape of a sequence's drafts."""
         return (tree_of if self._is_tree(seq) else chain_of)(num_drafts)
 
     def _shape(self, seq: Sequence, num_drafted: int) -> None:
-        """Note what the drafts of a sequence are to each other: the first nodes of a larger tree."""
+        """Set the tree shape of a sequence's drafts: the first nodes of a larger tree."""
         seq.draft_backs = self._tree_for(seq, num_drafted).backs[: len(seq.drafts)]
 
     def _run_turns(self, sequences: Seq[Sequence]) -> None:
@@ -77,11 +77,11 @@ class TreeModel(DraftModel):
             seq.drafts, seq.draft_backs = tuple(drafts), tree.backs
 
     def _read_turns(self) -> list[list[int]]:
-        """The drafts of turns that have been read."""
+        """Return the drafts; `_run_turns` has read them already."""
         return [list(seq.drafts) for seq in self._sequences]
 
     def _note_text(self, seq: Sequence, drafts: list[int]) -> None:
-        """Remember that the main line is computed, whose keys and values lie where a text's would."""
+        """Record the main line as computed: its keys and values lie where a chain's would."""
         super()._note_text(seq, drafts[: main_line(seq.draft_backs)])
 
     def _turn(
@@ -92,7 +92,7 @@ class TreeModel(DraftModel):
         starts: Seq[int],
         found: list[list[int]],
     ) -> None:
-        """Compute the nodes up to a depth, and find those one deeper."""
+        """Compute the nodes up to the depth `turn`, and draw the nodes one level deeper."""
         numbers = [number for number, tree in enumerate(trees) if tree.depth > turn]
         known = np.array([len(sequences[number].tokens) for number in numbers])
         begins, counts = known - 1 if turn else np.array(starts)[numbers], 0 * known

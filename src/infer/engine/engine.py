@@ -1,4 +1,4 @@
-"""The loop: every `step()` makes the same five moves.
+"""The engine loop: every `step()` goes through the same five phases.
 
     plan     the scheduler picks chunks and reserves blocks            (integers)
     order    the host half turns the plan into numbers                 (integers; engine/host_half.py)
@@ -6,42 +6,41 @@
     commit   full blocks enter the prefix tree                         (integers)
     report   stop conditions are checked, finished sequences released  (integers; engine/requests.py)
 
-If sequences get drafts (engine/speculation.py), `propose` comes before the plan and `complete` after it.
+With speculative decoding (engine/speculation.py), `propose` runs before the plan and `complete` after it.
 
-A device runs a launched step without the host. With *overlap* the last two moves come late, so that the CPU
-plans step N + 1 while the device computes step N:
+A device runs a launched step without the host. With *overlap* the last two phases are delayed, so that the
+CPU plans step N + 1 while the device computes step N:
 
     CPU      plan 1  launch 1  plan 2  launch 2  retire 1  plan 3  launch 3  retire 2 ...
     device           [ step 1           ][ step 2                   ][ step 3
 
-A sampled token then has its place (`num_tokens`) before its id is known; only the device needs the id. If a
-sequence stops at an id that is read late, its further computed tokens are not reported. The number of steps
-that are launched ahead of the one that is read:
+`num_tokens` then counts a sampled token before the host knows its id; only the device needs the id. If a
+sequence turns out to have stopped, tokens computed after the stop are not reported. The number of steps that
+may be in flight when the next one is planned:
 
-    none          the next step of some request depends on ids (forks, beams), or the next step should have
+    0             the next step of some request depends on ids (forks, beams), or the next step should have
                   drafts, or the last one has
-    1             a request waits or the last plan computes prompts, so that a newcomer waits for few steps;
-                  or some sequence is guided (2, of which one has been read)
-    steps_ahead   all decode and none waits: enough launched steps to survive one delay of the host
+    1             a request waits or the last plan computes prompts, so that new requests wait for few steps
+    2             some sequence is guided; the first of the two steps has been read
+    steps_ahead   all sequences decode and no request waits: enough to cover one delay of the host
 
 Integers decide this, never a clock, so a repeated run makes the same plans.
 
-A step with *guided* sequences (engine/guided.py) samples late, when the ids before it are known and the masks
-are filled. The model runs meanwhile. The ids are reported when the model of the next step is launched, unless
-enough forced ids follow them to make appending worth it:
+A step with *guided* sequences (engine/guided.py) launches the model first. It samples when the ids of the
+previous step are known and the masks are filled. The ids are reported after the model of the next step is
+launched, unless enough forced ids follow them to make appending worth it:
 
     CPU      plan 2  begin 2  retire 0  wait 1  fill masks  sample 2  plan 3  begin 3  retire 1 ...
     device   step 1                    ][ model 2                  ][ sampler 2 ][ model 3
 
-A request whose constraint must be compiled first waits outside the scheduler's queue (`_compiling`). It
+A request whose constraint is still being compiled waits outside the scheduler's queue (`_compiling`). It
 counts as waiting, may be aborted, and enters the queue in the step after the compilation.
 
 A step is atomic: nothing counts as computed until the launch has succeeded. If the launch raises, the
-requests of that plan end with an error, all others continue, and the books balance. An interrupt is raised
-again after that, and the next step reports which requests it ended.
+requests of that plan end with an error, all others continue, and every block is accounted for. An interrupt
+(Ctrl-C) is handled in the same way and raised again; the next step reports which requests it ended.
 
-The engine speaks token ids. The code that turns ids into text finds stop *strings*, and then calls `abort`
-for the sequence.
+The engine works with token ids only. The detokenizer finds stop *strings* and calls `abort` for the sequence.
 """
 
 from __future__ import annotations
@@ -83,17 +82,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_STEPS = 3
-IDLE_S = 1.0  # seconds without work before the work that no request waits for begins
+IDLE_S = 1.0  # idle seconds before background work begins
 
 
 class _Flight(NamedTuple):
-    """A step the device is working on."""
+    """A step that was launched and is not reported yet."""
 
     plan: StepPlan
     step: PendingStep
-    dropped: set[int]  # chunks whose ids are not wanted: others took their place
-    result: StepResult | None = None  # once it has been read
-    launched_at: float = 0.0  # just before the device got it; 0: nobody asks how long steps take
+    dropped: set[int]  # chunks whose sampled ids are discarded: forced ids took their place
+    result: StepResult | None = None  # None: not read yet
+    launched_at: float = 0.0  # time just before the launch; 0: steps are not timed
 
 
 class Engine:
@@ -122,11 +121,11 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
-        self.phases = Phases() if phases is None else phases  # phases of its start
+        self.phases = Phases() if phases is None else phases  # phases of the start
         self.context_len = context_len
         self._form = asdict(form or EngineForm())
-        self.model_len = model_len or context_len  # the model's own context, where less is served
-        self.family = family  # family of the model's network
+        self.model_len = model_len or context_len  # the model's context; the engine may serve less
+        self.family = family  # the model's architecture family
         self._device, self._host = device, HostHalf(scheduler.state, window_tokens=device.window_tokens)
         self.vocab_size = vocab_size
         self._eos_ids, self._has_head = eos_ids, has_head
@@ -135,43 +134,43 @@ class Engine:
         self._requests = RequestTable(scheduler, clock, observer, speculation)
         self._guided = self._requests.guided
         self._empty_steps = 0
-        self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next one brings them
-        # at most this many; 0: each step is read before the next is planned, as it must be without a cache
+        self._unreported: list[StepOutput] = []  # outputs of an interrupted step; the next step returns them
+        # the most steps in flight; 0, and always without a KV cache: each step is read before the next plan
         self._steps_ahead = steps_ahead if scheduler.keeps_cache else 0
-        self.ranks: RankGroup | None = None  # the other ranks of its model
-        self.remake: Callable[[], Engine] | None = None  # builds it anew on the same weights; None: cannot
-        self.prepare = prepare  # one piece of what steps can need, ahead of them; False: all is done
-        self._flights: deque[_Flight] = deque()  # steps that the device works on, the oldest first
-        self._adapters, self._rank_times = adapters, rank_times  # the latter: fields of its stats
+        self.ranks: RankGroup | None = None  # the model's other ranks
+        self.remake: Callable[[], Engine] | None = None  # rebuilds the engine on its weights; None: cannot
+        self.prepare = prepare  # does one piece of warm-up work (captures, kernels); False: none is left
+        self._flights: deque[_Flight] = deque()  # steps in flight, the oldest first
+        self._adapters, self._rank_times = adapters, rank_times  # `rank_times` returns fields of the stats
         self.speculation = speculation
-        self._has_drafts = False  # the last step launched has drafts, so it is read before the next
+        self._has_drafts = False  # the last launched step has drafts, so it is read before the next plan
         self._wants_drafts = False  # the next step should have drafts
-        self._is_guided = False  # the last step launched is guided: its masks need all ids before it
+        self._is_guided = False  # the last launched step is guided: its masks need all previous ids
         self._token_bytes = token_bytes or TokenBytes(None, vocab_size=vocab_size)
         self._compile_s = Histogram(GRAMMAR_SECONDS)
         self._compiling: CompilingRequests[tuple[SequenceGroup, array[int]]] = CompilingRequests(
             Compiler(self._token_bytes), self._compile_s.observe
         )
         self._step_tokens = Histogram(STEP_TOKENS)
-        self._stories: Stories | None = None  # None: requests are not followed, and no event costs anything
-        self._live = LiveView(scheduler, clock)  # the view that pages see, while any look
-        self._pace, self._has_pace = StepPace(), False  # it is taken where requests may go to other engines
-        self._ended_at = 0.0  # the end of the last step that was concluded
+        self._stories: Stories | None = None  # None: no story is recorded, and events cost nothing
+        self._live = LiveView(scheduler, clock)  # the live view for the server's pages
+        self._pace, self._has_pace = StepPace(), False  # measured if a router chooses between engines
+        self._ended_at = 0.0  # end of the last reported step
 
     # -- requests ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Accept a request, or raise a `RequestError` that says why it can never be served."""
+        """Accept a request; raise a `RequestError` with the reason if it can never be served."""
         if self.is_serving(request.request_id):
             raise RequestError(
                 f"request id {request.request_id!r} is already being served", param="request_id"
             )
         if request.pooling is not None and not self._device.can_embed:
-            raise RequestError("this engine has no model that embeds: it makes up tokens")
+            raise RequestError("this engine cannot embed: it has no model and makes up its tokens")
         if request.pooling is None and not self._has_head:
             raise RequestError(
-                "this model has no head that makes tokens: it is made for /v1/embeddings, /v1/rerank and "
-                "/v1/score"
+                "this model has no language model head and cannot generate tokens; use /v1/embeddings, "
+                "/v1/rerank or /v1/score"
             )
         slot = 0
         if request.adapter:
@@ -200,7 +199,7 @@ class Engine:
             self._stories.add(request, group.added_at)
 
     def _accept(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None) -> None:
-        """Let an admitted request wait for its turn."""
+        """Put an admitted request into the scheduler's queue."""
         self._observer.on_add(self.scheduler.step, group.request)
         self._requests.add(group, tokens, grammar)
         if self._stories is not None:
@@ -208,7 +207,7 @@ class Engine:
 
     @property
     def adapters(self) -> Adapters:
-        """The LoRA adapters of the model; `RequestError` if the engine was built without room for any."""
+        """The LoRA adapters of the model; raises `RequestError` if the engine was built without LoRA."""
         if self._adapters is None:
             raise RequestError(
                 "this engine has no room for LoRA adapters; start it with lora_modules or enable_lora",
@@ -217,10 +216,10 @@ class Engine:
         return self._adapters
 
     def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        """Load the LoRA adapter in a directory under a name; None: unload it.
+        """Load the LoRA adapter in the directory `path` under a name; None: unload it.
 
-        With `replaces` another one may have the name. Requests that began with an adapter go on with it when
-        it is unloaded.
+        With `replaces` it takes the place of a loaded adapter with this name. Running requests keep the
+        adapter they began with, even if it is unloaded.
         """
         if path is None:
             self.adapters.unload(name)
@@ -230,26 +229,26 @@ class Engine:
         self.adapters.load(name, path, running=running, replaces=replaces)
 
     def compile_aside(self, wake: Callable[[], None]) -> None:
-        """Compile constraints in threads from now on; `wake` is called there when `step` has to be.
+        """Compile constraints in threads from now on; they call `wake` when `step` has to be called.
 
-        Until this is called, `add` compiles, and raises what it finds.
+        Until then, `add` compiles constraints itself and raises their errors.
         """
         self._compiling.wake = wake
 
     def keep_stories(self, limit: int) -> None:
-        """Follow requests from now on, so that they can be explained: while they run, and the last `limit`.
+        """Record the stories of running requests and of the last `limit` that ended; 0: record none.
 
-        0: none is followed. To be called before the first request.
+        Call this before the first request.
         """
         if limit:
             self._stories = Stories(limit, self.scheduler, self._step_tokens, self._clock)
             self._requests.stories = self._stories
 
     def use_idle_time(self) -> float | None:
-        """Do one piece of the work that no request waits for, first after `IDLE_S` idle seconds.
+        """Do one piece of background work; the first is due after `IDLE_S` idle seconds.
 
-        Returns the seconds without work before the next piece; None: there is no more. The vocabulary of
-        constraints is read in a thread. Steps are timed again, unless the run is written down with its costs.
+        Returns the idle seconds before the next piece; None: there is no more. The vocabulary for constraints
+        is read in a thread. Steps are timed again, unless an observer records the run and its step costs.
         """
         self._token_bytes.start()
         if self.speculation is None or self._is_observed:
@@ -257,7 +256,7 @@ class Engine:
         return IDLE_S if self.num_requests else self.speculation.measure_again()
 
     def abort(self, request_id: str, index: int | None = None) -> list[StepOutput]:
-        """End a request, or one sequence of it, at any stage; returns the last output of each it ended."""
+        """End a request or one of its sequences at any stage; returns a last output for each that ended."""
         group = self._requests.groups.get(request_id)
         if group is None:
             waiting = self._compiling.abort(request_id) if index is None else None
@@ -276,9 +275,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if any request is waiting or running, a step still under way, or an output not yet told.
+        """True if a request waits or runs, a step is in flight, or an output is not yet returned.
 
-        A request whose constraint is being compiled is not: there is nothing that a step could do for it.
+        A request whose constraint is being compiled does not count: a step could do nothing for it.
         """
         return self.scheduler.has_work or bool(self._flights or self._unreported) or self._compiling.has_done
 
@@ -289,16 +288,16 @@ class Engine:
 
     @property
     def device(self) -> DeviceHalf:
-        """The device half that executes its orders."""
+        """The device half that runs the engine's steps."""
         return self._device
 
     @property
     def num_requests(self) -> int:
-        """Requests waiting or running."""
+        """The number of requests that wait or run."""
         return len(self._requests.groups) + len(self._compiling)
 
     def stats(self) -> EngineStats:
-        """Counts for metrics, health and the router, as of now."""
+        """Return the current counts for metrics, health and the router."""
         pool = self.scheduler.pool
         usage = pool.usage()
         return EngineStats(
@@ -334,7 +333,7 @@ class Engine:
         )
 
     def look(self) -> LiveSnapshot:
-        """The engine as a page shows it; for some seconds from now on steps are written down for the next."""
+        """Return a snapshot for the live page; steps are recorded for the next seconds."""
         return self._live.look(group for group, _ in self._compiling)
 
     def _draft_counts(self) -> dict[str, Any]:
@@ -350,27 +349,27 @@ class Engine:
         }
 
     def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request that is served or was; None: it is not known, or not any more."""
+        """Return the story of a running or ended request; None: the request is unknown or forgotten."""
         return None if self._stories is None else self._stories.tell(request_id)
 
     def watch_prefixes(self) -> None:
-        """Keep news of cached prefixes and the pace of steps: requests may go to other engines as well."""
+        """Track changes of the prefix cache and the pace of steps, for a router between engines."""
         self._has_pace = True
         self.scheduler.pool.tree.watch()
 
     def take_prefix_news(self) -> dict[int, bool]:
-        """The prefixes that have come (true) or gone since the last call, by hash (`chain_hashes`)."""
+        """Return the prefixes added (True) or evicted since the last call, by hash (`chain_hashes`)."""
         return self.scheduler.pool.tree.take_news()
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        """Evict all cached prefixes; returns the number of blocks."""
         self._observer.on_reset(self.scheduler.step)
         return self.scheduler.pool.reset_prefix_cache()
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Plan, run, commit, report; returns what the step made, in the order of the plan."""
+        """Plan, run, commit, report; returns the outputs in the order of the plan."""
         if self._compiling.has_done:
             self._unreported += self._take_compiled()
         outputs = self._step()
@@ -382,7 +381,7 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         num_flights, speculation = len(self._flights), self.speculation
         self._wants_drafts = num_flights > 0 and speculation is not None and speculation.is_due()
-        if num_flights > self._num_ahead:  # a request has come; others that come meanwhile join the same plan
+        if num_flights > self._num_ahead:  # a request has arrived; later ones can join the same plan
             return self._retire(all_but=num_flights - 1)
         if not num_flights and self._guided.guides:
             self._unreported += self._guided.jump(None, set())
@@ -410,13 +409,13 @@ class Engine:
                 speculation.settle(order)
             self._observer.on_order(order)
             self.scheduler.advance(plan)
-        except DeviceLost:  # every further step would fail as well: the supervisor must start anew
+        except DeviceLost:  # every further step would fail too: the supervisor must restart the engine
             raise
-        except Exception as error:  # whatever the model raised, its requests end and the engine lives on
+        except Exception as error:  # the requests of this plan end, and the engine continues
             names = [seq.group.request.request_id for seq in sequences]
             logger.exception("step %d failed for %s", plan.step, ", ".join(dict.fromkeys(names)))
             return self._retire() + self._give_up(plan, error)
-        except BaseException as error:  # Ctrl-C: where it is caught, the books are balanced
+        except BaseException as error:  # Ctrl-C: release the blocks before it is raised again
             self._unreported += self._give_up(plan, error)
             raise
         self._step_tokens.observe(self.scheduler.num_planned_tokens)
@@ -427,9 +426,9 @@ class Engine:
         return self._retire(all_but=self._num_ahead)
 
     def _sample(self, plan: StepPlan, step: PendingStep, launched_at: float) -> list[StepOutput]:
-        """Sample a step that has begun, once all ids before it are known: they say what may come next.
+        """Sample a launched step once all previous ids are known: guides need them to fill its masks.
 
-        The device waits for that. Everything else that they mean is found out while it samples.
+        The device waits for the masks. The previous ids are reported while it samples.
         """
         outputs: list[StepOutput] = []
         try:
@@ -454,7 +453,7 @@ class Engine:
         return outputs + self._retire(all_but=self._num_ahead)
 
     def _take_compiled(self) -> list[StepOutput]:
-        """Let requests with compiled constraints into the queue; return the last outputs of all others."""
+        """Queue requests whose constraints are compiled; return the last outputs of failed requests."""
         outputs: list[StepOutput] = []
         for (group, tokens), result in self._compiling.take():
             if isinstance(result, Grammar):
@@ -462,7 +461,7 @@ class Engine:
                 try:
                     self._accept(group, tokens, result)
                     continue
-                except RequestError as refused:  # an observer has refused it: only this request hears of it
+                except RequestError as refused:  # an observer refused it; only this request fails
                     error = refused
             else:
                 error = result
@@ -473,7 +472,7 @@ class Engine:
 
     @property
     def _num_ahead(self) -> int:
-        """The number of steps that may be under way when the next one is planned."""
+        """The number of steps that may be in flight when the next one is planned."""
         requests = self._requests
         if requests.waiting_for_ids or self._has_drafts or self._wants_drafts:
             return 0
@@ -485,7 +484,7 @@ class Engine:
         return self._steps_ahead if is_quiet else min(self._steps_ahead, 1)
 
     def _retire(self, *, all_but: int = 0) -> list[StepOutput]:
-        """Wait for the steps under way, except the last ones, and report what came of them."""
+        """Wait for the steps in flight, except the last `all_but`, and report their results."""
         outputs: list[StepOutput] = []
         while len(self._flights) > all_but:
             try:
@@ -497,14 +496,14 @@ class Engine:
         return outputs
 
     def _conclude_read(self) -> list[StepOutput]:
-        """Report what came of the steps that have been read."""
+        """Report the results of the steps that have been read."""
         outputs: list[StepOutput] = []
         while self._flights and self._flights[0].result is not None:
             outputs += self._conclude(self._flights.popleft())
         return outputs
 
     def _read(self) -> StepResult:
-        """Wait for the oldest of the steps under way, unless it has been read."""
+        """Return the result of the oldest step in flight; wait for it if it has not been read."""
         flight = self._flights[0]
         if flight.result is not None:
             return flight.result
@@ -520,7 +519,7 @@ class Engine:
         return result
 
     def _conclude(self, flight: _Flight) -> list[StepOutput]:
-        """Report what came of a step that has been read."""
+        """Report the results of a step that has been read."""
         plan, step, _, result, launched_at = flight
         assert result is not None
         if launched_at:
@@ -538,7 +537,7 @@ class Engine:
         self._observer.on_step(plan, result.ids)
         if result.is_whole:
             return self._requests.report(plan, result)
-        broken = [  # except sequences that have ended since: theirs are not reported
+        broken = [  # sequences that ended meanwhile are left out: their ids are not reported
             seq
             for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True)
             if NO_TOKEN in ids and seq.finish_reason is None
@@ -549,14 +548,14 @@ class Engine:
         return failed + self._requests.report(plan, result)
 
     def _give_up(self, plan: StepPlan, error: BaseException) -> list[StepOutput]:
-        """End the requests of a plan that did not run; other sequences it moved blocks for start over."""
+        """End the requests of a plan that failed; other sequences whose blocks it moved start over."""
         self._host.forget(plan)
         outputs = self._fail(plan.chunks.sequences, f"{type(error).__name__} in step {plan.step}")
         self.scheduler.abandon(plan)
         return outputs
 
     def _step_without_work(self) -> list[StepOutput]:
-        """An empty plan is normal when idle; several in a row with work waiting are a bug, not a wait."""
+        """Handle an empty plan: normal when idle, but a bug if it repeats while requests wait."""
         if not self.has_work:
             return []
         self._empty_steps += 1
@@ -565,7 +564,7 @@ class Engine:
         self._empty_steps = 0
         stuck = self.scheduler.sequences()
         logger.error("no progress: %s; usage %s", stuck[:8], self.scheduler.usage())
-        return self._fail(stuck, "the scheduler found no room for it in the KV cache")
+        return self._fail(stuck, "the scheduler found no room for this request in the KV cache")
 
     def _fail(self, sequences: Seq[Sequence], reason: str) -> list[StepOutput]:
         """End the requests of these sequences with an error."""
@@ -577,15 +576,15 @@ class Engine:
 
 
 def _why_no_token(params: SamplingParams) -> str:
-    """The reason why a request has no next token; its own rules are to blame only where it has any."""
+    """Return why a request has no next token; only a request with constraints can have caused it itself."""
     broken = (
-        "the logits of this request are not finite: the weights are probably damaged, or too large for the "
-        "dtype (dtype=float32 has room for more)"
+        "the logits of this request are not finite: the weights are probably damaged, or their values "
+        "overflow the dtype (try dtype=float32)"
     )
     if params.is_guided or params.min_tokens or params.logit_bias:
         return (
-            "every token is forbidden by what this request asks (its constraint, min_tokens, logit_bias, "
-            "bad_words or allowed_token_ids), "
+            "the request's own parameters (its constraint, min_tokens, logit_bias, bad_words or "
+            "allowed_token_ids) forbid every token, "
             f"or {broken}"
         )
     return broken

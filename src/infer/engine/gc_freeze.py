@@ -1,19 +1,18 @@
-"""Objects that were built to stay are kept out of the garbage collector's sight.
+"""Hides long-lived objects from Python's garbage collector.
 
-Python frees most memory by counting references. For objects that refer to each other in a circle it has a
-collector, which now and then walks through *every* object it knows. In a process that has imported PyTorch
-and compiled kernels that takes more than a tenth of a second; it comes in the middle of a step, and the
-device runs out of work.
+Python frees most memory by counting references. For reference cycles it has a collector, which now and then
+walks through *every* object it tracks. In a process that has imported PyTorch and compiled kernels that takes
+more than a tenth of a second. If it happens in the middle of a step, the device runs out of work.
 
-`gc.freeze` moves all objects of the moment to where the collector never looks:
+`gc.freeze` moves all current objects to a generation that is never collected:
 
-    build ──► freeze ──► steps, between which only younger objects are walked ──► engine gone ──► unfreeze
+    build ──► freeze ──► steps: only younger objects are walked ──► engine deleted ──► unfreeze
     idle: compile, capture ──► freeze ──┘
 
-Frozen or not, references are counted. But an engine has circles in it (a device half and its graphs), and a
-frozen circle would hold its memory for good, the cache of keys and values with it. So an engine that goes
-unfreezes everything, and the next collection finds what is left of it. Another engine of the same process is
-then in sight, too, until something is built or captured again: slower now and then, never wrong.
+Reference counting still works on frozen objects. But an engine contains cycles (a device half and its
+graphs), and a frozen cycle would never free its memory, including the KV cache. So deleting an engine
+unfreezes everything, and the next collection frees the engine. Another engine of the same process is then
+unfrozen too, until something is built or captured again: its steps may be slower, never wrong.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from collections.abc import Callable
 
 
 def freeze() -> None:
-    """Collect what is garbage now, and never look again at what is not."""
+    """Collect the current garbage, and exclude all remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 def freeze_with(owner: object) -> None:
-    """`freeze`, until this object is gone."""
+    """Freeze all objects until `owner` is deleted."""
     weakref.finalize(owner, gc.unfreeze).atexit = False
     freeze()
 
 
 def collect() -> None:
-    """Find what is left of an engine that has gone, and give its memory back to the device and the host."""
-    import torch  # here: an engine without a model, and the process around it, need none
+    """Free the memory of a deleted engine, on the device and on the host."""
+    import torch  # imported late: a simulated engine needs no torch
 
     gc.collect()
     torch.cuda.empty_cache()  # nothing where there is no GPU
@@ -54,7 +53,7 @@ def empty_host_cache() -> None:
 
 
 def freezing(prepare: Callable[[], bool]) -> Callable[[], bool]:
-    """`prepare`, which does a piece of work and says whether it did; after the last one comes a `freeze`."""
+    """Return a `prepare` that calls `freeze` after its last piece of work; True: it did a piece."""
     has_worked = False
 
     def run() -> bool:

@@ -1,10 +1,11 @@
-"""Guided sequences, whose text decides what may follow (constraints/): fills their masks, appends forced ids.
+"""Guided sequences, whose constraint allows only some next ids: fills their masks, appends forced ids.
 
-    ids of step N ──► `fill`: each guide consumes its ids and writes the mask of its row in step N + 1 step N
-    + 1 samples under the masks
-                  ──► `may_jump`, `jump`: forced ids are appended without the model
+    ids of step N ──► `fill`: each guide consumes its ids and writes the mask of its row in step N + 1
+                      step N + 1 samples under the masks
+                  ──► `may_jump`, `jump`: forced ids are appended without running the model
 
-The engine owns the steps and calls this file; the request table owns outputs and ends of sequences.
+The engine owns the steps and calls this module; the request table makes outputs and ends sequences. The
+guides themselves are in constraints/.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from infer.scheduling.request import StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 
-Read = tuple[StepPlan, StepResult]  # a step, and what came of it
-Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]  # its ids, and their logprobs
+Read = tuple[StepPlan, StepResult]  # a step and its result
+Sampled = tuple[Sequence, tuple[int, ...], tuple[RowLogprobs | None, ...]]  # sampled ids and their logprobs
 
 
 class Outputs(Protocol):
@@ -50,12 +51,12 @@ class Outputs(Protocol):
         *,
         has_ended: bool = False,
     ) -> StepOutput:
-        """The output of a step that says more than its ids."""
+        """Return an output with more than ids."""
 
     def end(
         self, group: SequenceGroup, ended: Seq[Sequence], reason: FinishReason, *, error: str | None = None
     ) -> list[StepOutput]:
-        """Finish sequences of a request before their time."""
+        """End sequences of a request early."""
 
 
 class GuidedRequests:
@@ -63,20 +64,20 @@ class GuidedRequests:
 
     def __init__(self, requests: Outputs, scheduler: Scheduler) -> None:
         self.guides: dict[int, Guide] = {}  # guides by seq_id
-        self.jumps = True  # whether ids that must follow are appended without a step for each
-        self.is_worth_it: Callable[[int, int], bool] = ge  # draws that are saved, sequences of the batch
+        self.jumps = True  # True: forced ids are appended without a step for each
+        self.is_worth_it: Callable[[int, int], bool] = ge  # arguments: saved draws, sequences of the batch
         self._requests, self._scheduler = requests, scheduler
         self._masks = MaskFiller()
-        self._broken: list[Guide] = []  # guides of the step filled last that have reached a limit
+        self._broken: list[Guide] = []  # guides that reached a limit when masks were last filled
 
     def add(self, leader: Sequence, grammar: Grammar | None) -> None:
-        """Guide a sequence from its first id on."""
+        """Guide a sequence from its first sampled id on."""
         params = leader.group.request.params
         bans = Bans(params.allowed_token_ids, params.banned_ids) if params.has_bans else None
         self.guides[leader.seq_id] = Guide(grammar, params.reasoning, bans)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Guide a child as its parent is guided."""
+        """Give a child a copy of its parent's guide."""
         if (guide := self.guides.get(parent.seq_id)) is not None:
             self.guides[child.seq_id] = guide.copy()
 
@@ -84,7 +85,7 @@ class GuidedRequests:
         """Forget a sequence that has ended."""
         self.guides.pop(seq.seq_id, None)
 
-    # -- before a step draws ----------------------------------------------------------------------
+    # -- before a step samples --------------------------------------------------------------------
 
     def are_in(self, plan: StepPlan) -> bool:
         """True if any sequence of a plan is guided."""
@@ -97,10 +98,10 @@ class GuidedRequests:
         last: Read | None,
         memory: Callable[[int], np.ndarray],
     ) -> tuple[list[int], list[int]]:
-        """Write the masks of a plan into `memory(number of masks)`; returns each one's chunk and position.
+        """Write the masks of a plan into `memory(number of masks)`; returns the chunk and position of each.
 
-        `last` is the step before, where its ids have been read and not reported: they come first. A chunk has
-        a mask for its next id, and one for the id after each draft of its sequence.
+        `last`: the previous step, if its ids are read but not reported; guides consume them first. A chunk
+        has a mask for its next id, and one for the id after each draft of its sequence.
         """
         stories = self._requests.stories
         begun = perf_counter() if stories is not None else 0.0
@@ -121,7 +122,7 @@ class GuidedRequests:
         return numbers, positions
 
     def _show(self, plan: StepPlan, result: StepResult) -> None:
-        """Let guides consume what a step has drawn, before it is reported: masks can be filled sooner."""
+        """Let guides consume the sampled ids of a step before it is reported, to fill masks sooner."""
         guides = self.guides
         for seq, ids in zip(plan.chunks.sequences, result.ids, strict=True):
             guide = guides.get(seq.seq_id)
@@ -130,10 +131,10 @@ class GuidedRequests:
             if result.is_whole or NO_TOKEN not in ids:
                 guide.advance(ids, seq.stop_ids)
 
-    # -- when ids are appended --------------------------------------------------------------------
+    # -- append ids -------------------------------------------------------------------------------
 
     def report(self, sampled: Iterable[Sampled], outputs: list[StepOutput]) -> Iterator[Sampled]:
-        """Yield what each sequence sampled, except for guided ones, whose outputs are made here."""
+        """Append the ids of guided sequences and add their outputs; yield all other sequences unchanged."""
         for seq, ids, logprobs in sampled:
             guide = self.guides.get(seq.seq_id)
             if guide is None or seq.is_beam:
@@ -144,7 +145,7 @@ class GuidedRequests:
     def _follow(
         self, seq: Sequence, guide: Guide, ids: tuple[int, ...], logprobs: Seq[RowLogprobs | None]
     ) -> list[StepOutput]:
-        """Append ids to a guided sequence, up to the one that ends it or its request."""
+        """Append ids to a guided sequence, up to the id that ends it or its request."""
         num_taken, has_ended = guide.take(ids, seq.stop_ids)
         seq.tokens.extend(ids[:num_taken])
         if guide.error is not None:
@@ -165,23 +166,24 @@ class GuidedRequests:
         )
         return [msgspec.structs.replace(output, param=param) for output in ended]
 
-    # -- ids that need no draw --------------------------------------------------------------------
+    # -- forced ids -------------------------------------------------------------------------------
 
     def may_jump(self, plan: StepPlan) -> bool:
-        """True if it may be worth appending what must follow in the sequences of the step filled last.
+        """True if it may pay to append forced ids to the sequences whose masks were just filled.
 
-        Every guide that has a mask is asked: what is forced once stays so, appended or drawn. A guide that
-        has reached a limit ends its request then.
+        Every guide with a mask is asked, because asking fixes its forced ids: the output must not depend on
+        whether they are appended or sampled. A guide that has reached a limit then ends its request.
         """
         num_saved = self._masks.look_back()
         return bool(self._broken) or self.is_worth_it(num_saved, len(plan.chunks.sequences))
 
     def jump(self, plan: StepPlan | None, dropped: set[int]) -> list[StepOutput]:
-        """Append what must follow in the sequences of a step under way, or, without one, in all that run.
+        """Append forced ids to the sequences of `plan`, a step in flight; None: to all running sequences.
 
-        None gets any ids unless at least as many draws are saved as the batch has sequences: the step that
-        computes them is longer for all. Otherwise they are drawn one by one, under masks that allow no other.
-        `dropped` gets the chunks whose draws are not wanted: the first of these ids is in their place.
+        Appended ids make the next step longer for every sequence, so nothing is appended unless at least as
+        many draws are saved as the batch has sequences. Otherwise forced ids are sampled one by one, under
+        masks that allow no other id. `dropped` receives the chunks whose sampled ids are discarded, because
+        a forced id takes their place.
         """
         outputs: list[StepOutput] = []
         sequences: Seq[Sequence] = self._scheduler.running if plan is None else plan.chunks.sequences
@@ -205,10 +207,10 @@ class GuidedRequests:
         return outputs
 
     def _due(self, seq: Sequence) -> tuple[tuple[int, ...], int]:
-        """The ids that must follow, where they may be appended, and how many of them are being drawn.
+        """Return the forced ids that may be appended, and how many of them the step in flight samples.
 
-        A request that asks for logprobs gets all its tokens from steps, as the prompt's come with its first.
-        Its guide is asked as well: what is forced once stays so, appended or drawn.
+        A request with logprobs gets all its tokens from steps, which compute the logprobs; its guide is asked
+        all the same (see `may_jump`).
         """
         guide, params = self.guides[seq.seq_id], seq.group.request.params
         ids = guide.forced() if guide.has_mask else ()
@@ -216,6 +218,6 @@ class GuidedRequests:
             return (), 0
         if num_logprobs(seq.group) is not None or params.prompt_logprobs is not None:
             return (), 0
-        num_drawn = seq.num_tokens - len(seq.tokens)  # ids that are not known yet: one or none
+        num_drawn = seq.num_tokens - len(seq.tokens)  # ids in flight: one or none
         ids = ids[: seq.max_total - len(seq.tokens)]
         return (ids, num_drawn) if len(ids) > num_drawn else ((), 0)

@@ -1,27 +1,27 @@
 """The host half of a step: turns a plan and its sequences into the order that devices execute.
 
-    plan      chunks of sequences, blocks that were reserved, blocks to move     (scheduling/plan.py)
-    order     rows, ids, slots, differences of state: numbers only               (execution/order.py)
+    plan      chunks of sequences, reserved blocks, blocks to move               (scheduling/plan.py)
+    order     rows, ids, slots, changes of state: numbers only                   (execution/order.py)
 
-A device keeps state from step to step, so an order contains only changes. For this the host half remembers
-two facts for each row of the batch state:
+A device keeps state from step to step, so an order contains only changes. For this the host half keeps two
+facts about each row of the batch state:
 
-    tenancy       the stay of a sequence that the device has entered in the row; if it changes, the row begins
-    has_newest    whether the device drew the row's newest token itself; if not, the order gives it
+    tenancy       the tenancy of the row that the device knows; a new tenancy means that the row begins
+    has_newest    True if the device sampled the row's newest token itself; if not, the order contains it
 
-Only this file decides the kind of each row. A chunk with drafts verifies them. A chunk of one token that is
-followed by one draw decodes, even the last token of a prompt, because it is computed in the same way. Any
-other chunk is a prompt or part of one. In a step with drafts no row decodes: if one row waits for its last
-ids, all do, and a chunk of one token is a window without drafts.
+Only this module decides the kind of each row. A chunk with drafts verifies them. A chunk of one token that
+samples one id decodes, even if it is the last token of a prompt, because it is computed in the same way. Any
+other chunk is a prompt or part of one. In a step with drafts no row decodes: a chunk of one token is then a
+window without drafts.
 
-A model that *drafts* has its own host half over the same batch state. Its rows draw with the same noise as
-the sequences, but without penalties, masks and logprobs. If it drafts trees, its rows are windows as well, in
-which it draws the best ids next to each token.
+A *draft model* has its own host half over the same batch state. Its rows draw with the same noise as the
+sequences, but without penalties, masks and logprobs. If it drafts trees, its rows are windows too, in which
+it draws the best ids after each token.
 
-If an order decodes the same rows as the previous order, each position differs by one. The order says so
-(`REPEATS`), and a device need not look at its rows.
+If an order decodes the same rows as the previous order, each position grows by one. The order is then marked
+`REPEATS`, and a device need not look at its rows.
 
-After a plan that could not run, its rows begin again if they ever return; their requests have ended by then.
+A plan that failed ends its requests; its rows begin again when they are next used.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from infer.scheduling.beam import num_logprobs
 from infer.scheduling.plan import Chunks, StepPlan
 from infer.scheduling.sequence import Sequence
 
-NOBODY = -1  # tenancy of a row that has to begin anew
+NOBODY = -1  # tenancy of a row that must begin again
 
 
 class HostHalf:
-    """Makes the orders of one engine, each from the plan that follows the last."""
+    """Makes the orders of one engine, in the order of its plans."""
 
     def __init__(
         self, state: BatchState, *, window_tokens: int = 0, is_draft: bool = False, num_best: int = 0
     ) -> None:
-        """`window_tokens`: as in a device (execution/device.py); `is_draft`: for a model that drafts.
+        """`window_tokens`: as in execution/device.py; `is_draft`: True for a draft model.
 
-        `num_best`: ids that it draws next to each token, if it drafts trees.
+        `num_best`: ids that a draft model draws after each token of a tree.
         """
         self._state, num_rows = state, len(state.tenancy)
         self._window_tokens, self._is_draft, self._num_best = window_tokens, is_draft, num_best
@@ -76,12 +76,12 @@ class HostHalf:
         self._has_newest = np.zeros(num_rows, dtype=bool)
         self._has_uses = np.zeros(num_rows, dtype=bool)  # rows whose tokens the device counts
         self._is_beam = np.zeros(num_rows, dtype=bool)
-        self._adapters = np.zeros(num_rows, dtype=np.int16)  # slots of rows
+        self._adapters = np.zeros(num_rows, dtype=np.int16)  # adapter slots of rows
         self._reads_prompt = np.zeros(num_rows, dtype=bool)  # rows of embeddings, or with prompt logprobs
         self._steady: StepOrder | None = None  # the last order, if all of its rows decode
 
     def order(self, plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
-        """The order of a plan; with `awaits_masks` it is sampled when masks are there."""
+        """Return the order of a plan; with `awaits_masks` it is sampled later, when masks are filled."""
         flags = (AWAITS_MASKS if awaits_masks else 0) | (UNSEEN if self._state.is_unseen else 0)
         steady = self._steady
         if steady is not None and plan.chunks.is_repeated:
@@ -97,7 +97,7 @@ class HostHalf:
         return order
 
     def forget(self, plan: StepPlan) -> None:
-        """Let the rows of a plan that did not run begin anew."""
+        """Mark the rows of a plan that failed: they begin again."""
         self._tenancy[plan.chunks.rows] = NOBODY
         self._steady = None
 
@@ -110,7 +110,7 @@ class HostHalf:
         is_drawn_on_host = (chunks.num_samples > 1) | (self._is_beam[rows] & chunks.draws)
         has_drafts = np.zeros(len(kinds), dtype=bool)
         table_changes = plan.table_changes
-        if self._is_draft:  # the part of a text that it has missed is a window, whose last token draws
+        if self._is_draft:  # the tokens missing from the draft model's cache are a window that draws once
             self._has_newest[rows[chunks.stops <= [len(seq.tokens) for seq in sequences]]] = False
             if table_changes and begins.any():
                 table_changes = _but_those_of(rows[begins], table_changes, len(self._tenancy))
@@ -125,9 +125,9 @@ class HostHalf:
             has_drafts[:] = [bool(seq.drafts) for seq in sequences]
             kinds[has_drafts | (kinds == DECODE)] = VERIFY
             if PROMPT in kinds or int((chunks.stops - chunks.starts).sum()) > self._window_tokens:
-                # uses and masks change from one draft to the next
+                # token counts and masks differ from one draft to the next
                 is_drawn_on_host |= has_drafts & (self._has_uses[rows] | bool(flags & AWAITS_MASKS))
-        if is_drawn_on_host.any():  # the host's sampler needs to know all tokens of rows that count them
+        if is_drawn_on_host.any():  # the host's sampler needs all tokens of rows with token counts
             flags |= ON_HOST
             begins |= self._has_uses[rows]
         reading = self._reading(chunks)
@@ -161,7 +161,7 @@ class HostHalf:
         )
 
     def _note(self, seq: Sequence) -> None:
-        """Take a sequence's row for it."""
+        """Record what the host half needs about a sequence that begins in its row."""
         row, params = seq.row, seq.group.request.params
         self._tenancy[row] = self._state.tenancy[row]
         self._has_newest[row] = False
@@ -172,9 +172,9 @@ class HostHalf:
         self._has_uses[row] = _has_uses(seq)
 
     def _reading(self, chunks: Chunks) -> list[int]:
-        """The numbers of the chunks whose hidden states are all read.
+        """Return the numbers of the chunks whose hidden states are all read.
 
-        They are for an embedding, and for logprobs of a prompt, whose last token predicts the output.
+        Embeddings and prompt logprobs read them; a prompt's last token predicts the output, not the prompt.
         """
         found = []
         for number in self._reads_prompt[chunks.rows].nonzero()[0].tolist():
@@ -184,7 +184,7 @@ class HostHalf:
         return found
 
     def _unknown_tokens(self, chunks: Chunks, kinds: np.ndarray) -> np.ndarray:
-        """Rows that decode, their tokens and their positions, where the device has not drawn them itself."""
+        """Return rows, tokens and positions of decoding rows whose token the device did not sample."""
         (unknown,) = ((kinds == DECODE) & ~self._has_newest[chunks.rows]).nonzero()
         if not len(unknown):
             return EMPTY.known
@@ -194,14 +194,14 @@ class HostHalf:
         return np.array([chunks.rows[unknown], tokens, starts], dtype=np.int64)
 
     def _advance(self, chunks: Chunks, has_drafts: np.ndarray, *, is_on_host: bool) -> None:
-        """Note which newest tokens a device knows after this order."""
+        """Note which newest tokens the device knows after this order."""
         rows = chunks.rows
         self._has_newest[rows] = False if is_on_host else chunks.draws & ~has_drafts
-        if is_on_host or has_drafts.any():  # the host says what came of it
+        if is_on_host or has_drafts.any():  # only the host knows the tokens: it sends them again
             self._tenancy[rows[self._has_uses[rows] & (is_on_host | has_drafts)]] = NOBODY
 
     def _lay_out(self, chunks: Chunks, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of all rows that do not decode, end to end, and their slots in each table."""
+        """Return the tokens of all rows that do not decode, concatenated, and their slots in each table."""
         (given,) = (kinds != DECODE).nonzero()
         tables, size = self._state.tables, self._state.block_size
         if not len(given):
@@ -220,7 +220,7 @@ class HostHalf:
         return np.frombuffer(ids, dtype=np.uint32), slots.astype(np.int32)
 
     def _table(self, seq: Sequence) -> np.ndarray:
-        """The whole tables of a sequence: a line of (row, index, block) for each block."""
+        """Return the whole tables of a sequence: a line of (row, index, block) for each block."""
         row, num_blocks = seq.row, seq.num_reserved // self._state.block_size
         num_tables, num_rows, _ = self._state.tables.shape
         lines_KB3 = np.empty((num_tables, num_blocks, 3), dtype=np.int32)
@@ -230,7 +230,7 @@ class HostHalf:
         return lines_KB3.reshape(-1, 3)
 
     def _entries(self, arrived: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sample lines of rows that begin, their facts, and their lists end to end."""
+        """Return the sample lines of rows that begin, their facts, and their lists, concatenated."""
         if not arrived:
             return EMPTY.lines, EMPTY.facts, EMPTY.extras
         lines, facts, extras = bytearray(), list[RowFacts](), array("I")
@@ -255,17 +255,17 @@ class HostHalf:
 
 
 def _banned(seq: Sequence) -> tuple[int, ...]:
-    """The ids that a sequence may not draw before its `min_tokens`."""
+    """Return the ids that a sequence may not sample before its `min_tokens`."""
     return seq.group.stop_ids if seq.group.request.params.min_tokens else ()
 
 
 def _has_uses(seq: Sequence) -> bool:
-    """True if the tokens of a sequence are counted: for penalties, or with ids that are banned at first."""
+    """True if the tokens of a sequence are counted: for penalties or `min_tokens`."""
     return seq.group.request.params.has_penalties or bool(_banned(seq))
 
 
 def _line(seq: Sequence) -> SampleLine:
-    """The sampling parameters of a sequence, as a line."""
+    """Return the sampling parameters of a sequence as a line."""
     params = seq.group.request.params
     return SampleLine(
         seq.row,
@@ -297,9 +297,9 @@ def _facts(seq: Sequence) -> RowFacts:
 
 
 def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
-    """The token after each chunk's last, where it is known and the step does not draw it, or is read for it.
+    """Return the token after each chunk, where it is known and not sampled, or its logprob is read.
 
-    There is none at all if every chunk draws, as in most steps.
+    Empty if every chunk samples, as in most steps.
     """
     (numbers,) = (~chunks.draws).nonzero()
     if not len(numbers) and not reading:
@@ -312,7 +312,7 @@ def _followers(chunks: Chunks, reading: list[int]) -> np.ndarray:
 
 
 def _backs(chunks: Chunks, has_drafts: np.ndarray, num_given: int) -> np.ndarray:
-    """The distance of each given token from its parent; none at all if no drafts have branches."""
+    """Return the distance of each given token from its parent; empty if no drafts have branches."""
     (numbers,) = has_drafts.nonzero()
     branched = [
         number for number in numbers.tolist() if any(b != 1 for b in chunks.sequences[number].draft_backs)
@@ -327,9 +327,9 @@ def _backs(chunks: Chunks, has_drafts: np.ndarray, num_given: int) -> np.ndarray
 
 
 def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
-    """A line of (row, index, block) for each block that tables have got, padded to a power of two.
+    """Return a line of (row, index, block) for each new block of a table, padded to a power of two.
 
-    A device that runs a program for each line then sees few numbers of them.
+    The padding keeps the number of different launch sizes on a GPU small.
     """
     num_lines = len(changes) // 3 + sum(map(len, tables))
     if not num_lines:
@@ -340,7 +340,7 @@ def _diffs(changes: list[int], tables: Seq[np.ndarray] = ()) -> np.ndarray:
 
 
 def _but_those_of(rows: np.ndarray, changes: list[int], num_rows: int) -> list[int]:
-    """The changes of tables, except of some rows, whose whole tables are sent."""
+    """Return the table changes without those rows, whose whole tables are sent."""
     kept = np.array(changes, dtype=np.int64).reshape(-1, 3)
     found: list[int] = kept[~np.isin(kept[:, 0] % num_rows, rows)].reshape(-1).tolist()
     return found

@@ -1,11 +1,11 @@
-"""The live view of a running engine for a page: its last steps, its blocks, its queue, its prefix tree.
+"""The live view of a running engine for the server's pages: recent steps, blocks, queue and prefix tree.
 
-    page looks  ──► LiveView.look()   turns the view on for WATCH_S more seconds; returns a LiveSnapshot
+    page polls  ──► LiveView.look()   turns the view on for WATCH_S more seconds; returns a LiveSnapshot
     step ends   ──► LiveView.note()   writes one row of integers into a ring; called only while the view is on
 
-While nobody looks, a step costs one look at a flag. A snapshot is made between two steps, at most every
-MIN_INTERVAL_S and so rarely that all of them take at most MAX_SHARE of the time: where one takes long, the
-next comes later. Whoever asks earlier gets the last one again, so any number of pages costs as much as one.
+While no page polls, a step only checks a flag. A snapshot is made between two steps, at most every
+MIN_INTERVAL_S, and so rarely that all snapshots together take at most MAX_SHARE of the time. A page that
+polls earlier gets the last snapshot again, so any number of pages costs as much as one.
 
 **Blocks** are drawn as a row of cells, one per block, in the order of their numbers:
 
@@ -13,11 +13,11 @@ next comes later. Whoever asks earlier gets the last one again, so any number of
              3 held by a sequence of a request that is not listed   4 + i: held by one of `requests[i]`
     cells    [4, 3, 2, 1, 0, 252]    run lengths: 3 blocks of request 0, 1 shared, 252 free
 
-More than MAX_CELLS blocks are drawn `blocks_per_cell` to a cell, which shows the kind of most of them (where
-two kinds are equally many, the first of held, shared, cached, free) and, if that is held, the owner of the
-first one held. `counts` are exact.
+With more than MAX_CELLS blocks, a cell stands for `blocks_per_cell` blocks and shows their most frequent kind
+(in a tie the first of held, shared, cached, free). If that is held, it shows the owner of the first held
+block. `counts` are exact.
 
-A snapshot holds ids and counts. No token, no text and no prompt is in it.
+A snapshot contains ids and counts, but no tokens and no text.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from infer.scheduling.sequence import SequenceGroup
 from infer.scheduling.watch import BATCH_FULL
 
 WAITS: Final = "step", "place", "budget", "blocks", "batch"  # words for pages: one for each of HOLDS
-WATCH_S: Final = 3.0  # seconds after the last look in which steps are still written down
-MIN_INTERVAL_S: Final = 0.1  # seconds between two snapshots
-MAX_SHARE: Final = 0.005  # share of the time that snapshots may take
-SLOW_INTERVAL_S: Final = 1.0  # seconds between two looks at what changes slowly: prefix tree, host memory
+WATCH_S: Final = 3.0  # seconds after the last poll in which steps are still recorded
+MIN_INTERVAL_S: Final = 0.1  # least seconds between two snapshots
+MAX_SHARE: Final = 0.005  # largest share of the time that snapshots may take
+SLOW_INTERVAL_S: Final = 1.0  # seconds between two updates of prefix tree and host memory
 MAX_STEPS: Final = 512  # rows of the ring
 MAX_CELLS: Final = 4096
-MAX_RUNNING: Final = 256  # requests that are listed
-MAX_WAITING: Final = 100  # likewise
+MAX_RUNNING: Final = 256  # running requests that are listed
+MAX_WAITING: Final = 100  # waiting requests that are listed
 MAX_BRANCHES: Final = 24
 
 FREE, CACHED, SHARED, UNLISTED, FIRST_LISTED = range(5)  # codes of blocks
@@ -59,21 +59,21 @@ Held = tuple[int, list[int], list[int]]  # the code of a sequence's request, its
 STEP_COLUMNS: Final = (
     "step",
     "decode_rows",  # sequences that computed their last token, and drafts after it
-    "prompt_rows",  # chunks of prompts, and of what a preempted sequence computes again
+    "prompt_rows",  # chunks of prompts, and of tokens that a preempted sequence computes again
     "prompt_tokens",  # tokens of these chunks
-    "drafts",  # drafts judged by the step
+    "drafts",  # drafts verified by the step
     "accepted",  # drafts that were accepted
-    "forks",  # sequences that began as copies, since the row before
+    "forks",  # sequences forked since the previous row
     "preemptions",
     "transfers",  # blocks copied or swapped before the step
     "in_graph",  # 1: the model ran in a captured graph
-    "microseconds",  # time from the launch of the step, or from the end of the one before, to its end
+    "microseconds",  # time from the launch, or from the end of the previous step if later, to the step's end
 )
 NUM_COLUMNS: Final = len(STEP_COLUMNS)
 
 
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The state of one request; counts of several sequences are added up."""
+    """The state of one request; counts are summed over its sequences."""
 
     request_id: str
     state: str  # "decode", "prefill" or "waiting"
@@ -82,7 +82,7 @@ class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
     num_prompt: int  # tokens
     num_output: int  # tokens
     num_computed: int  # tokens whose keys and values are in the cache
-    num_cached: int  # prompt tokens found there when it was admitted
+    num_cached: int  # prompt tokens found in the prefix cache on admission
     num_blocks: int  # references to device blocks
     num_host_blocks: int
 
@@ -90,7 +90,7 @@ class LiveRequest(msgspec.Struct, frozen=True, array_like=True):
 class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An engine between two steps."""
 
-    number: int  # counts snapshots, from 1
+    number: int  # number of the snapshot, from 1
     made_at: float  # seconds since 1970
     interval_s: float  # seconds until the next one is made
     step: int  # number of the scheduler's step
@@ -102,14 +102,14 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     blocks_per_cell: int
     counts: tuple[int, int, int, int]  # blocks that are free, cached, shared, held by one sequence
-    cells: list[int]  # run lengths: a code and how many cells have it, alternating
+    cells: list[int]  # run lengths: a code and its number of cells, alternating
     num_host_blocks: int
     host_blocks_per_cell: int
     host_cells: list[int]
     requests: list[LiveRequest]  # running ones by urgency, then waiting ones in the order of their turns
-    num_unlisted: int  # sequences that are not among the requests
+    num_unlisted: int  # sequences of requests that are not listed
     branches: list[Branch]  # branches of the prefix tree, in blocks
-    host_bytes: tuple[int, int, int]  # the machine's memory, what this process uses, what is free
+    host_bytes: tuple[int, int, int]  # the machine's memory: total, used by this process, free
     steps: bytes  # rows of int64, see STEP_COLUMNS, the oldest first
 
 
@@ -121,9 +121,9 @@ class LiveView:
         self.clock = clock
         self._scheduler = scheduler
         self._until = 0.0
-        self._rows = array("q")  # one after the other; written much faster than numpy's
-        self._num_rows = 0  # written since the view was turned on
-        self._num_forks = 0  # counted up to the last row
+        self._rows = array("q")  # rows, concatenated; writing is much faster than with numpy
+        self._num_rows = 0  # rows written since the view was turned on
+        self._num_forks = 0  # forks counted up to the last row
         self._last: LiveSnapshot | None = None
         self._num_made = 0
         self._next_at = 0.0
@@ -132,7 +132,7 @@ class LiveView:
     # -- steps ------------------------------------------------------------------------------------
 
     def note(self, plan: StepPlan, ids: Seq[Seq[int]], seconds: float, *, in_graph: bool) -> None:
-        """Write down a step that has ended, before its drafts are taken back; turns off what nobody sees."""
+        """Record a step that has ended, before its drafts are retracted; turns the view off if unused."""
         now = self.clock()
         if now > self._until:
             self.is_on, self._last = False, None
@@ -172,7 +172,7 @@ class LiveView:
     # -- snapshots --------------------------------------------------------------------------------
 
     def look(self, compiling: Iterable[SequenceGroup] = ()) -> LiveSnapshot:
-        """The engine as of now, or as of a moment ago; `compiling` are requests outside the queue."""
+        """Return a new snapshot, or the last one if it is recent; `compiling`: requests not yet queued."""
         now = self.clock()
         if not self.is_on or now > self._until:
             self.is_on, self._num_rows = True, 0
@@ -258,10 +258,10 @@ class LiveView:
 
 
 def waits_for(scheduler: Scheduler, *, is_first: bool) -> str:
-    """The reason the first sequence of the queue waits (scheduling/watch.py); the others wait their turn.
+    """Return the reason why a sequence waits (scheduling/watch.py); "turn": it is not the first in the queue.
 
-    "place": the batch is full, for all of them. "blocks": there are too few. "budget": the steps' tokens are
-    spent on others. "batch": a static batch runs to its end. "step": nothing but the next plan.
+    "place": the batch is full, for all of them. "blocks": too few are free. "budget": other sequences use up
+    the tokens of a step. "batch": a static batch runs to its end. "step": it waits for the next plan.
     """
     if scheduler.hold == BATCH_FULL or is_first:
         return WAITS[scheduler.hold]
@@ -271,7 +271,7 @@ def waits_for(scheduler: Scheduler, *, is_first: bool) -> str:
 def _describe(
     group: SequenceGroup, scheduler: Scheduler, num_blocks: int, num_host_blocks: int, *, is_first: bool
 ) -> LiveRequest:
-    """One request as counts; it runs if one of its sequences does."""
+    """Return the counts of a request; it runs if one of its sequences runs."""
     sequences = group.unfinished
     states = {seq.state for seq in sequences}
     state = next((name for name in ("DECODE", "PREFILL") if name in states), "WAITING").lower()
@@ -291,13 +291,13 @@ def _describe(
 
 
 def _compiling(group: SequenceGroup) -> LiveRequest:
-    """A request that waits outside the queue until its constraint is compiled."""
+    """Return the counts of a request that waits until its constraint is compiled."""
     request = group.request
     return LiveRequest(request.request_id, "waiting", "compile", 1, len(request.prompt), 0, 0, 0, 0, 0)
 
 
 def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
-    """The numbers of blocks that each listed request's sequences hold on the device and on the host."""
+    """Return the number of blocks that each listed request holds on the device and on the host."""
     totals = [(0, 0)] * (FIRST_LISTED + num_requests)
     for code, blocks, host_blocks in held:
         num_blocks, num_host_blocks = totals[code]
@@ -308,7 +308,7 @@ def _tally(held: Iterable[Held], num_requests: int) -> list[tuple[int, int]]:
 def _codes(
     held: Iterable[tuple[int, list[int]]], num_blocks: int, free: Collection[int], idle: Collection[int]
 ) -> np.ndarray:
-    """A code for each block, from what sequences hold and whichever of `free` and `idle` are fewer."""
+    """Return a code for each block, from the blocks of sequences and the shorter of `free` and `idle`."""
     is_idle_few = len(idle) <= len(free)
     few = idle if is_idle_few else free
     codes = np.full(num_blocks, FREE if is_idle_few else CACHED, dtype=np.int64)
@@ -332,7 +332,7 @@ def _numbers(blocks: Collection[int]) -> np.ndarray:
 
 
 def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
-    """The number of blocks that a cell stands for, and the cells as run lengths."""
+    """Return the number of blocks per cell, and the cells as run lengths."""
     per_cell = max(-(-len(codes) // MAX_CELLS), 1)
     if per_cell > 1:
         codes = _summarise(codes, per_cell)
@@ -344,13 +344,13 @@ def _cells(codes: np.ndarray) -> tuple[int, list[int]]:
 
 
 def _summarise(codes: np.ndarray, per_cell: int) -> np.ndarray:
-    """The kind of most blocks of each cell; if that is held, the owner of the first one held."""
+    """Return the most frequent kind of each cell; if that is held, the owner of its first held block."""
     cells, kinds = np.arange(len(codes)) // per_cell, np.minimum(codes, HELD)
     num_cells = int(cells[-1]) + 1
     counts = np.bincount(cells * NUM_KINDS + kinds, minlength=num_cells * NUM_KINDS).reshape(-1, NUM_KINDS)
     most = HELD - np.argmax(counts[:, ::-1], axis=1)  # the highest kind if counts are equal
     held = np.flatnonzero(kinds == HELD)[::-1]
     first_held = np.zeros(num_cells, dtype=np.int64)
-    first_held[cells[held]] = codes[held]  # the first block of a cell is written last, so it stays
+    first_held[cells[held]] = codes[held]  # the first block of a cell is written last
     summary: np.ndarray = np.where(most == HELD, first_held, most)
     return summary

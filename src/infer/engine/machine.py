@@ -15,7 +15,7 @@ from infer.loader.load import LoadChoice, LoadedModel
 
 
 def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = None) -> Machine:
-    """Return what the device of this model has, or the part of it that a `device_memory` allows."""
+    """Return the facts about this model's device; `device_memory` limits its memory."""
     device = loaded.device
     memory = gpu_memory(device)
     if memory is not None and device_memory is not None:
@@ -26,25 +26,25 @@ def machine_of(loaded: LoadedModel | LoadChoice, device_memory: str | None = Non
         has_gpu_kernels=has_gpu_kernels(device),
         has_fp8=memory is None or nvidia_capability(device) >= (8, 9),
         profile=device_profile(device),
-        has_c_attention=loaded.config.delta is None  # steps with a delta rule are plain PyTorch
+        has_c_attention=loaded.config.delta is None  # models with a delta rule run in plain PyTorch
         and attention_library(device, loaded.dtype, loaded.config.head_dim) is not None,
     )
 
 
 def has_gpu_kernels(device: torch.device) -> bool:
-    """True if the kernels that keep the state of a batch on the device run there."""
+    """True if the kernels that keep the batch state on the device run on this device."""
     return is_gpu(device)
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Return what the devices of ranks on several machines must have in common."""
+    """Return the facts that must be equal for the devices of all ranks on several machines."""
     if not is_gpu(device):
         return {"device": device_kind(device)}
     return {"device": torch.cuda.get_device_name(device), "nccl": nccl_version()}
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the UUID of a GPU, by which other processes know it too; "": it has none."""
+    """Return the UUID of a GPU, which is the same in every process; "": it has none."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return "" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
 

@@ -1,8 +1,7 @@
-"""An engine's reports to observers: everything that decides its plans and its ids, in the order it happened.
+"""The events that an engine reports to observers: everything that decides its plans and ids, in order.
 
-An engine's clock is its step. Requests, aborts and resets are reported with the step they came after, so an
-observer that writes all of this down can have it happen again: that is what the recorder (tools/record.py)
-and the replay (tools/replay.py) are made of.
+An engine's clock is its step. Requests, aborts and resets are reported with the step after which they came.
+The recorder (tools/record.py) writes these events to a file, and the replay (tools/replay.py) repeats them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from infer.scheduling.sequence import SequenceGroup
 
 
 class EngineObserver:
-    """Sees everything that happens, in order; the recorder is one. The default looks away."""
+    """Receives an engine's events in order; the default ignores them."""
 
     def on_start(self, facts: RunFacts) -> None:
-        """The engine was built; together with the requests this decides all that follows."""
+        """The engine was built; the facts and the requests decide everything that follows."""
 
     def on_add(self, step: int, request: Request) -> None:
         """A request was accepted after this step."""
@@ -36,7 +35,7 @@ class EngineObserver:
         """A device has begun to execute an order."""
 
     def on_masks(self, step: int, masks: StepMasks) -> None:
-        """The order of a step is sampled under these masks, whose memory is about to be used again."""
+        """The order of a step is sampled under these masks, whose memory is reused afterwards."""
 
     def on_step(self, plan: StepPlan, ids: Sequence[tuple[int, ...]]) -> None:
         """A plan ran and these ids were sampled, chunk by chunk."""
@@ -49,7 +48,7 @@ class EngineObserver:
 
 
 class Observers(EngineObserver):
-    """Tells several observers everything, one after the other."""
+    """Passes each event to several observers, one after the other."""
 
     def __init__(self, observers: Iterable[EngineObserver]) -> None:
         told = tuple(observers)

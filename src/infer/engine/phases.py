@@ -1,9 +1,9 @@
-"""The phases of a start, with the seconds each took.
+"""The phases of a start, and the seconds that each took.
 
     with phases("load weights"):
         ...
 
-A phase that is entered again goes on counting. Phases do not overlap: one inside another is counted twice.
+Entering a phase again adds to its seconds. Phases must not be nested: the inner time would count twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Phases(dict[str, float]):
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time of a block to a phase."""
+        """Add the time of a `with` block to a phase."""
         started = perf_counter()
         try:
             yield
@@ -27,5 +27,5 @@ class Phases(dict[str, float]):
 
 
 def spell_phases(seconds: dict[str, float]) -> str:
-    """Phases as the end of a log line: `find_s=0.12 load_weights_s=1.40`."""
+    """Return phases as fields of a log line: `find_s=0.12 load_weights_s=1.40`."""
     return " ".join(f"{name.replace(' ', '_')}_s={value:.2f}" for name, value in seconds.items())

@@ -1,4 +1,4 @@
-"""The cost of work on this machine, measured once when an engine is built: preemption, and prompts."""
+"""Measures, while an engine is built, what preemption and prompts cost on this machine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.models.model import Model
 from infer.scheduling.preemption import PreemptionCost
 
-PROBE_TOKENS = 64  # tokens of the prefill that measures what recomputing costs
-GPU_PROBE_TOKENS = 512  # tokens of it on a GPU, where a shorter one measures launches
-PROBE_BLOCKS = 16  # blocks that are copied to measure what swapping costs
-NUM_PROBES = 3  # the best counts: another process may disturb one
+PROBE_TOKENS = 64  # tokens of the prefill that measures recomputation
+GPU_PROBE_TOKENS = 512  # tokens of this prefill on a GPU, where a shorter one would measure kernel launches
+PROBE_BLOCKS = 16  # blocks that are copied to measure swapping
+NUM_PROBES = 3  # runs, of which the fastest counts: another process may slow one down
 
 
 @torch.inference_mode()
 def measure_cost(
     prefill: Callable[[int], float], model: Model, store: KVStore, block_size: int, max_tokens: int
 ) -> PreemptionCost:
-    """Time some blocks' way to host memory and a short `prefill` of the model, and return both per token.
+    """Time copies of blocks to host memory and a short prefill; return the seconds per token of both.
 
-    `max_tokens`: tokens of the largest step; there is memory for no more.
+    `prefill` runs a prompt of a given length. `max_tokens`: tokens of the largest step that fits in memory.
     """
     probe = GPU_PROBE_TOKENS if is_gpu(store.device) else PROBE_TOKENS
     num_tokens, num_tables = min(probe, max_tokens, model.config.context_len), max(store.tables) + 1
@@ -40,7 +40,7 @@ def measure_cost(
 
 @torch.inference_mode()
 def prefill_seconds(model: Model, device: torch.device, num_tokens: int) -> float:
-    """The seconds that the model takes for one prompt, launched kernel by kernel; the best of three."""
+    """Return the seconds that the model takes for one prompt without graphs; the best of three runs."""
 
     def prefill() -> None:
         step = WholeSequence(attend_sdpa, device)
@@ -52,7 +52,7 @@ def prefill_seconds(model: Model, device: torch.device, num_tokens: int) -> floa
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    work()  # the first time pays for allocations
+    work()  # the first run includes allocations
     synchronize(device)
     start = time.perf_counter()
     work()

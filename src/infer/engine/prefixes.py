@@ -1,7 +1,7 @@
 """The public view of an engine's prefix cache: hashes of the prefixes that it holds.
 
-An engine with replicas reports what its prefix tree gains and loses (`take_prefix_news`), so whoever
-chooses between the replicas knows what each has, evictions included.
+Each replica's engine reports additions to its prefix tree and evictions from it (`take_prefix_news`), so the
+router knows which prefixes each replica has cached.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from infer.scheduling.request import Request
 
 
 def prefix_hashes(request: Request, block_size: int, max_blocks: int) -> list[int]:
-    """The hashes of a prompt's first whole blocks, the shortest first; salt and adapter are part of each.
+    """Return the hashes of a prompt's first whole blocks, the shortest first; each includes salt and adapter.
 
-    Prefixes of an adapter match no engine's: each load has a random salt there (adapters.py).
+    Prefixes of an adapter match in no engine, where each load has a random salt (adapters.py).
     """
     salt = f"{request.adapter}\0{request.cache_salt}" if request.adapter else request.cache_salt
     return list(chain_hashes(request.prompt[: max_blocks * block_size], block_size, salt))
 
 
 def update_prefixes(known: set[int], news: Mapping[int, bool]) -> None:
-    """Bring a set of cached prefixes up to date."""
+    """Apply the news of `take_prefix_news` to a set of cached prefixes."""
     for prefix, is_there in news.items():
         if is_there:
             known.add(prefix)

@@ -1,16 +1,16 @@
-"""The loop of a rank other than 0, which has a part of the weights and a device half, and nothing else.
+"""The loop of a rank other than 0: it loads its shard of the weights, then handles messages from rank 0.
 
-    load its part ──► told ──► bind        its projections; ranks can compute together now
-                      told ──► probe       a prompt of made-up tokens, which rank 0 measures
-                      told ──► build       its KV store, as large as rank 0 has found, and its device half
-                      told ──► prepare     on a GPU, everything that steps need: kernels, captured graphs
-                      told ──► agree       the captured graphs that all ranks have: no others are used
-                      told ──► order       its part of a step
-                      told ──► adapter     its part of a LoRA adapter, into a slot
-                      told ──► ids         drawn ids, if the next order has come before them
+    bind        chooses its projections; after that, ranks can compute together
+    probe       runs a prompt of made-up tokens, which rank 0 times
+    build       allocates its KV store, with the size that rank 0 has found, and builds its device half
+    prepare     on a GPU, compiles kernels and captures graphs
+    agree       finds the captured graphs that all ranks have; no others are used
+    order       runs its part of a step
+    adapter     loads its part of a LoRA adapter into a slot
+    ids         receives sampled ids, if the next order arrived before them
 
-Messages arrive in the order in which rank 0 sends them (execution/rank_ring.py). Between two exchanges a rank
-is never more than one message behind.
+Messages arrive in the order in which rank 0 sends them (execution/rank_ring.py). Between two collectives a
+rank is never more than one message late.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from infer.kernels.cpu.library import library, why_not
 from infer.kernels.runtime.dispatch import is_gpu
 from infer.loader.load import LoadedModel
 
-LOOK_S: Final = 0.25  # seconds between two looks at the GPU of a rank
+LOOK_S: Final = 0.25  # seconds between two checks of a rank's GPU
 
 
 def make_memory(size: int) -> int:
-    """A file without a name for the memory that this many ranks share: it is gone when all of them end."""
+    """Return an anonymous file for the memory shared by `size` ranks; it is freed when all of them end."""
     make = getattr(os, "memfd_create", None)
     if make is not None:
         handle: int = make("infer-ranks")
@@ -59,7 +59,7 @@ def make_memory(size: int) -> int:
 
 
 def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLink:
-    """One rank's end of this memory."""
+    """Return one rank's link over the memory that `make_memory` has made."""
     c = library()
     if c is None:
         name = "tensor_parallel_size" if num_stages == 1 else "pipeline_parallel_size"
@@ -68,7 +68,7 @@ def open_link(handle: int, rank: int, size: int, num_stages: int = 1) -> RankLin
 
 
 def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None]) -> NoReturn:
-    """Do what rank 0 says until it is gone, a `DeviceLost`; `on_done` follows each part of a start."""
+    """Handle rank 0's messages until it ends, which raises `DeviceLost`; call `on_done` after each phase."""
     on_done()
     build, device, warm_up, communicator, slots = None, None, None, None, None
     while True:
@@ -83,7 +83,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             else:
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == RankMessage.BIND:
-            build = device = warm_up = slots = None  # parts of an engine before this one
+            build = device = warm_up = slots = None  # free the parts of the previous engine
             settings = EngineConfig.from_knobs(**json.loads(body))
             communicator = communicator or join_ranks(settings, link.communicator, loaded)
             config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
@@ -100,7 +100,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
         elif kind == RankMessage.ADAPTER:
             assert slots is not None
             slot, path = json.loads(body)
-            slots.fill(slot, Path(path))  # rank 0 says why where one of them cannot
+            slots.fill(slot, Path(path))  # rank 0 reports the error if any rank fails
         elif kind == RankMessage.AGREE:
             assert isinstance(device, GpuDevice)
             device.agree()
@@ -113,10 +113,10 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
 
 
 def watch_device(device: torch.device, on_lost: Callable[[DeviceLost], None]) -> None:
-    """Ask a GPU for faults until there is one, and say so; runs in a thread of its own.
+    """Poll a GPU until it has a fault, and then call `on_lost`; runs in a separate thread.
 
-    A rank launches steps and waits for none of them, while kernels of other ranks wait for its sums. A stream
-    on which nothing runs is asked: after a fault, every call says so. A CPU has no faults of this kind.
+    A rank launches steps without waiting for them, while kernels of other ranks wait for its sums. An idle
+    stream is polled: after a fault, every CUDA call raises. A CPU has no faults of this kind.
     """
     if not is_gpu(device):
         return
@@ -132,5 +132,5 @@ def watch_device(device: torch.device, on_lost: Callable[[DeviceLost], None]) ->
 
 def _receive_ids(link: RankLink, device: TorchDevice) -> None:
     kind, body = link.receive()
-    assert kind == RankMessage.IDS, f"ids come before the next order, not a message of kind {kind}"
+    assert kind == RankMessage.IDS, f"expected the sampled ids, got a message of kind {kind}"
     device.learn(body)

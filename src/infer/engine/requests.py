@@ -1,4 +1,4 @@
-"""The requests being served, and what a sampled id means for them.
+"""The table of running requests: appends sampled ids, forks sequences, and ends them.
 
 A request begins as one sequence, its *leader*, which computes the prompt for all outputs:
 
@@ -7,12 +7,11 @@ A request begins as one sequence, its *leader*, which computes the prompt for al
                    ├───id──id── length              and the leader forks: the children share its blocks
                    └───id──id──id──id── stop
     beams     leader, then W sequences that advance together and replace each other     (beam.py)
-    pooling   leader alone, which draws nothing: it ends with its prompt and answers with an embedding
+    pooling   leader alone, which samples nothing: it ends with its prompt and returns an embedding
 
-Every id that arrives is appended, and it is the last if it is a stop or if no more tokens fit. A sequence
-that ends leaves the scheduler at once; a request is served until its last sequence has ended. For guided
-sequences, engine/guided.py appends ids. In every case, each sequence that the client waits for gets exactly
-one output with a finish reason.
+Every sampled id is appended. A sequence ends at a stop id or at its length limit and is then removed from the
+scheduler at once; a request ends with its last sequence. For guided sequences, engine/guided.py appends ids.
+In every case, each sequence that the client waits for gets exactly one output with a finish reason.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from infer.scheduling.request import Request, StepOutput
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence, SequenceGroup
 
-ARRIVALS_PER_GROUP = 1 << 20  # room between arrival numbers, for the forks of a group
+ARRIVALS_PER_GROUP = 1 << 20  # gap between the arrival numbers of requests, filled by their forks
 
 
 class RequestTable:
-    """Makes, advances and ends the sequences of every request. One engine thread owns it."""
+    """Creates, advances and ends the sequences of every request. One engine thread owns it."""
 
     def __init__(
         self,
@@ -57,19 +56,19 @@ class RequestTable:
         self._observer, self._speculation = observer, speculation
         self.groups: dict[str, SequenceGroup] = {}  # groups by request id
         self.waiting_for_ids: set[str] = set()  # running requests whose next step depends on ids: no overlap
-        self.queued_joint: set[str] = set()  # requests that will be among them when they begin
+        self.queued_joint: set[str] = set()  # queued requests that join `waiting_for_ids` when they begin
         self.guided = GuidedRequests(self, scheduler)
-        self.stories: Stories | None = None  # None: requests are not followed
+        self.stories: Stories | None = None  # None: no stories are recorded
         self.num_added = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._scheduler = scheduler
         self._next_seq_id = 0
 
-    # -- to begin ---------------------------------------------------------------------------------
+    # -- begin ------------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup, tokens: array[int], grammar: Grammar | None = None) -> None:
-        """Make the leader of an admitted request with its prompt's ids, and let it wait for its turn."""
+        """Create the leader of an admitted request from its prompt's ids, and queue it."""
         params = group.request.params
         group.added_at = group.added_at or self._clock()  # earlier, if a constraint was compiled first
         leader = self._new_sequence(group, 0, tokens)
@@ -77,8 +76,8 @@ class RequestTable:
         leader.num_slots = params.num_sequences
         leader.num_samples = 1 if group.is_beam else params.num_sequences
         if group.request.pooling is not None:
-            leader.num_samples = 0  # it never draws: its last chunk is pooled
-        self._scheduler.add(leader)  # first: a policy of the user's own may refuse it
+            leader.num_samples = 0  # it samples nothing: its chunks are pooled
+        self._scheduler.add(leader)  # first, because a user's own policy may raise
         self.num_added += 1
         if params.is_guided:
             self.guided.add(leader, grammar)
@@ -87,7 +86,7 @@ class RequestTable:
         self.groups[group.request.request_id] = group
 
     def begin(self, leader: Sequence) -> None:
-        """Let a request leave the queue; while its steps depend on ids, none may overlap."""
+        """Note that a request has left the queue; while its steps depend on ids, no steps overlap."""
         group = leader.group
         group.queue_s = self._clock() - group.added_at
         if group.has_joint_sequence:
@@ -102,7 +101,7 @@ class RequestTable:
         return seq
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
-        """Let a child continue along with its parent; its next token already has its place."""
+        """Fork a child from its parent; the place of its next token is already counted."""
         child = self._new_sequence(parent.group, index, parent.tokens)
         child.num_cached = parent.num_cached
         child.arrival = parent.arrival - parent.arrival % ARRIVALS_PER_GROUP + parent.group.num_made
@@ -110,14 +109,14 @@ class RequestTable:
         self.guided.fork(parent, child)
         return child
 
-    # -- to go on ---------------------------------------------------------------------------------
+    # -- advance ----------------------------------------------------------------------------------
 
     def report(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
-        """Give every sequence of a plan its ids, one or several; outputs come in plan order, beams last."""
+        """Append a step's ids to its sequences; returns outputs in the plan's order, beams last."""
         sequences = plan.chunks.sequences
         if result.prompt_logprobs:
             for number, (chunk, seq) in enumerate(zip(plan.chunks, sequences, strict=True)):
-                # from its own position on: a prompt that was preempted half way is computed again
+                # a preempted prompt is computed again, so its earlier logprobs are overwritten
                 seq.group.prompt_logprobs[chunk.start :] = result.prompt_logprobs.get(number, ())
         outputs: list[StepOutput] = []
         offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]] = {}
@@ -133,7 +132,7 @@ class RequestTable:
             tokens = seq.tokens
             for token_id in ids:
                 tokens.append(token_id)
-                if token_id in seq.stop_ids:  # ids after it are not part of the output
+                if token_id in seq.stop_ids:  # ids after a stop id are not part of the output
                     break
             else:
                 if len(tokens) < seq.bare_until:
@@ -154,13 +153,13 @@ class RequestTable:
         return outputs
 
     def _report_pooled(self, plan: StepPlan, pooled: Mapping[int, np.ndarray]) -> list[StepOutput]:
-        """Add up the pooled states of a step's chunks; one output for each embedding that is complete."""
+        """Add up the pooled states of a step's chunks; returns an output for each complete embedding."""
         outputs: list[StepOutput] = []
         for number, (chunk, seq) in enumerate(zip(plan.chunks, plan.chunks.sequences, strict=True)):
             group, states_D = seq.group, pooled.get(number)
             if states_D is None or seq.finish_reason is not None:
                 continue
-            if group.pooled_D is not None and chunk.start:  # one from 0 starts over, after a preemption
+            if group.pooled_D is not None and chunk.start:  # a chunk at 0 starts over, after a preemption
                 states_D = group.pooled_D + states_D
             group.pooled_D = states_D
             if chunk.stop < seq.num_prompt:
@@ -182,7 +181,7 @@ class RequestTable:
         sampled: Iterable[Sampled],
         offers: dict[int, tuple[SequenceGroup, list[tuple[Sequence, RowLogprobs]]]],
     ) -> Iterator[Sampled]:
-        """Yield what each sequence sampled, a leader's ids one by one for its forks, and set beams aside."""
+        """Yield each sequence's ids; a leader's ids are split among its forks, beams go into `offers`."""
         for seq, ids, logprobs in sampled:
             if seq.is_beam and ids and seq.finish_reason is None:
                 row = logprobs[0]
@@ -197,7 +196,7 @@ class RequestTable:
             elif not seq.is_beam:
                 yield seq, ids, logprobs
 
-    # -- what an output says ----------------------------------------------------------------------
+    # -- outputs ----------------------------------------------------------------------------------
 
     def describe(
         self,
@@ -207,9 +206,9 @@ class RequestTable:
         *,
         has_ended: bool = False,
     ) -> StepOutput:
-        """The output of a step that says more than its ids: the first, the last, or one with logprobs.
+        """Return an output with more than ids: a sequence's first or last one, or one with logprobs.
 
-        `has_ended`: its text is complete, and only an end of text could follow.
+        `has_ended`: the constrained text is complete; only an end of text could follow.
         """
         group, last = seq.group, seq.tokens[-1]
         token_ids = ids[: ids.index(last) + 1] if last in seq.stop_ids else ids
@@ -227,7 +226,7 @@ class RequestTable:
                 self.stories.first(seq.request_id)
         for row in rows:
             seq.cumulative_logprob += row.logprob
-        seq.bare_until = 0 if rows else seq.max_total  # a guided one never comes to ask
+        seq.bare_until = 0 if rows else seq.max_total  # outputs with logprobs are all described
         if seq.finish_reason is not None:
             self._forget_if_done(group)
         return _output(
@@ -240,7 +239,7 @@ class RequestTable:
     def _advance_beams(
         self, group: SequenceGroup, offers: list[tuple[Sequence, RowLogprobs]]
     ) -> list[StepOutput]:
-        """Let a beam search make its step; the n best hypotheses when it has ended."""
+        """Advance a beam search by one step; returns the n best hypotheses when it has ended."""
         first, n = offers[0][0], group.request.params.n
         if first.num_output == 1:
             self.num_prompt_tokens += first.num_prompt
@@ -263,12 +262,12 @@ class RequestTable:
         self.num_output_tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
-    # -- to end -----------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     def end(
         self, group: SequenceGroup, ended: Seq[Sequence], reason: FinishReason, *, error: str | None = None
     ) -> list[StepOutput]:
-        """Finish sequences of a request before their time; one last output for each the client waits for."""
+        """End sequences of a request early; returns a last output for each that the client waits for."""
         for seq in ended:
             self._finish(seq, reason)
         self._forget_if_done(group, error)
@@ -288,7 +287,7 @@ class RequestTable:
 
     def _forget_if_done(self, group: SequenceGroup, error: str | None = None) -> None:
         request_id = group.request.request_id
-        if group.is_finished and self.groups.get(request_id) is group:  # else the id is another's by now
+        if group.is_finished and self.groups.get(request_id) is group:  # the id may have been used again
             del self.groups[request_id]
             if self._observer is not None:
                 self._observer.on_end(group)
@@ -329,7 +328,7 @@ def _output(
 
 
 def unserved(request: Request, reason: FinishReason, error: RequestError | None = None) -> list[StepOutput]:
-    """The outputs of a request that ends before it was served: one for each that the client waits for."""
+    """Return the outputs of a request that ends before it is queued: one for each awaited sequence."""
     said = None if error is None else str(error)
     param = None if error is None else error.param or "structured"
     return [

@@ -1,16 +1,16 @@
-"""Drafts for the sequences of an engine: decides who gets drafts and how many, and judges them.
+"""Speculative decoding: decides which sequences get drafts and how many, and learns from acceptance.
 
     propose    before a plan: sequences whose ids are all known get drafts, or places for drafts
-    complete   after the plan, when blocks are reserved: a model that drafts fills the places
-    judge      after the step: learns from the number of right drafts how many are worth trying
+    complete   after the plan, when blocks are reserved: a draft model fills the places
+    judge      after the step: the number of accepted drafts decides how many are tried next
 
-A step with drafts is read before the next is planned, since the kept ids decide what comes next; and drafts
-pay off only while the model waits for its weights. So sequences get none while prompts are computed or could
-be admitted, or while the batch is too large. Steps then overlap as without speculation, and the newest ids
-are still on the device: `is_due` looks at the known ids and says if it is worth waiting for the rest.
+A step with drafts is read before the next is planned, because the accepted ids decide what comes next. Drafts
+pay only while a step is limited by reading the weights. So no sequence gets drafts while prompts are computed
+or could be admitted, or while the batch is too large. Steps then overlap as without speculation, and the
+newest ids are still on the device: `is_due` estimates from the known ids if waiting for the rest pays.
 
-A penalty or a mask depends on all tokens before it, so it differs from one draft to the next; devices know
-(execution/host_sampling.py, execution/gpu/lanes.py).
+Penalties and masks depend on all earlier tokens, so they differ from one draft to the next; devices handle
+this (execution/host_sampling.py, execution/gpu/lanes.py).
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from infer.scheduling.sequence import Sequence
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
-LONGEST_PAUSE = 16  # steps that overlap after ids were waited for and no draft was found
+LONGEST_PAUSE = 16  # most overlapping steps after waiting for ids in vain: no draft was found
 
 
 class Drafter(Protocol):
-    """A model that drafts: it fills places whose blocks are reserved."""
+    """A draft model: fills places whose blocks are reserved."""
 
     @property
     def is_late(self) -> bool:
         """True if `collect` may come after the step that verifies the drafts is launched."""
 
     def fitted(self, sequences: Seq[Sequence], counts: list[int]) -> list[int]:
-        """The drafts that these sequences get instead of these counts, given the ones being made."""
+        """Return the counts, limited to drafts that are already being made for these sequences."""
 
     def begin(self, sequences: Seq[Sequence]) -> None:
-        """Begin to draft for these sequences, as many ids as each has places for."""
+        """Begin to draft for these sequences, one draft for each reserved place."""
 
     def go_on(self, sequences: Seq[Sequence], counts: Seq[int], *, verifies: bool) -> None:
-        """Begin to draft for their next window, if that need not wait for the step that was launched.
+        """Begin to draft for the next window while the launched step runs, if possible.
 
-        `verifies`: that window may begin as well.
+        `verifies`: the step that verifies that window may be launched as well.
         """
 
     def collect(self) -> Seq[Seq[int]]:
-        """The drafts that were begun, sequence by sequence."""
+        """Return the drafts that were begun, sequence by sequence."""
 
     def note(self, plan: StepPlan) -> None:
-        """See a plan that is about to run, with or without drafts."""
+        """Record a plan that is about to run, with or without drafts."""
 
     def is_ready(self, seq: Sequence) -> bool:
-        """True if it can draft for a running sequence now, or only after its next step."""
+        """True if it can draft for a running sequence now; False: only after its next step."""
 
     def take_missed(self) -> int:
-        """The number of tokens of texts that it had missed, and has computed since the last call."""
+        """Return the number of missing tokens that it has computed since the last call."""
 
 
 class Speculation:
-    """Gives sequences drafts before each step that can use some. One engine thread owns it."""
+    """Gives sequences drafts before each step in which they pay. One engine thread owns it."""
 
     def __init__(
         self,
@@ -87,39 +87,38 @@ class Speculation:
         prepare: Callable[[], bool] = lambda: False,
         again: Iterable[tuple[StepCosts, float | None]] = (),
     ) -> None:
-        """`max_rows`: rows of a batch with drafts; `max_len`: tokens of the longest text with drafts.
+        """`max_rows`: most rows of a batch with drafts; `max_len`: most tokens of a text with drafts.
 
-        `again`: times a step at each turn; yields the costs known then and the idle seconds until the next.
-
-        `is_synthetic`: chance decides what is kept, so drafts that were found are replaced by as many as fit.
+        `again`: an iterator that times a step at each turn and yields the costs and the idle seconds until
+        the next turn. `is_synthetic`: acceptance is random, so every place gets a draft, found or not.
         """
-        assert (proposer is None) != (drafter is None), "either looks drafts up, or a model makes them"
+        assert (proposer is None) != (drafter is None), "give a proposer or a draft model, not both"
         self._scheduler, self._lengths = scheduler, lengths
         self._proposer, self._drafter = proposer, drafter
         self._max_drafts, self._vocab_size, self._max_len = max_drafts, vocab_size, max_len
         self._is_adaptive, self._is_synthetic, self._has_trees = is_adaptive, is_synthetic, has_trees
-        self.prepare = prepare  # one piece of what drafting needs; False: all is there
+        self.prepare = prepare  # does one piece of warm-up work for drafting; False: none is left
         self._pool = scheduler.pool
-        # tokens of a step with drafts: more than pay anywhere
+        # most tokens of a step with drafts; more pay on no device
         self._max_tokens = min(WINDOW_TOKENS, scheduler.config.max_num_batched_tokens)
         self._most_rows = min(max_rows, scheduler.config.max_batch_size, self._max_tokens - 1)
         self._max_rows = self._paying_rows()
         self._again = iter(again)
-        # wishes of the next step and the size of its batch, and how many drafts each gets
+        # wishes for the next step, the size of its batch, and the number of drafts for each wish
         self._chosen: tuple[list[tuple[int, int]], int, list[int]] = ([], 0, [])
-        # steps that overlap again after a wait that found nothing, and the last of them
+        # overlapping steps after a wait that found no draft, and the step at which they end
         self._pause = self._pause_end = 0
         self._drafted: list[Sequence] = []  # sequences whose drafts are being made
-        self._limits: dict[int, int] = {}  # most drafts of each sequence that was looked at, by seq_id
+        self._limits: dict[int, int] = {}  # most drafts of each known sequence, by seq_id
         self.totals = lengths.totals
 
     @property
     def costs(self) -> StepCosts:
-        """The seconds of steps by which lengths are chosen."""
+        """The measured seconds of steps, from which draft lengths are chosen."""
         return self._lengths.costs
 
     def measure_again(self) -> float | None:
-        """Time a step while no sequence is there; returns the idle seconds until the next; None: no more."""
+        """Time a step of an idle engine; returns the idle seconds until the next one; None: no more."""
         costs, wait_s = next(self._again, (self.costs, None))
         if costs != self.costs:
             self._lengths.use(costs)
@@ -129,9 +128,9 @@ class Speculation:
     # -- before a step ----------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """True if the next step should have drafts, as far as the ids that are known can tell.
+        """True if the next step should have drafts, judging by the ids that are known.
 
-        Steps that were waited for without finding drafts are followed by a pause, twice as long each time.
+        After a wait that found no draft there is a pause, which doubles each time.
         """
         if self._scheduler.step < self._pause_end or not self._is_quiet():
             return False
@@ -145,7 +144,7 @@ class Speculation:
         return self._lengths.is_worth_it(self._scheduler.step, asked, num_others, self._seen())
 
     def propose(self) -> None:
-        """Give sequences drafts for the next step, or places for them; the ids of all are known."""
+        """Give sequences drafts for the next step, or places for them; all their ids are known."""
         self._scheduler.state.ahead = 0
         if not self._is_quiet():
             return
@@ -172,7 +171,7 @@ class Speculation:
         self._pause_end = self._scheduler.step + self._pause
 
     def complete(self, plan: StepPlan) -> None:
-        """Fill the places of a plan whose blocks are reserved, where a model drafts."""
+        """Let a draft model fill the places of a plan whose blocks are reserved."""
         if self._drafter is None:
             return
         self._drafter.note(plan)
@@ -188,7 +187,7 @@ class Speculation:
         drafted, drafter = self._drafted, self._drafter
         if not drafted or drafter is None:
             return
-        # while the device works: what is chosen now need not be chosen before the next
+        # choose the next lengths now, while the device works
         pairs = list(self._wishes())
         asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
         counts = self._choose(asked) if self._is_adaptive else [count for _, count in asked]
@@ -204,17 +203,17 @@ class Speculation:
             order.tokens[place + 1 : place + 1 + len(seq.drafts)] = seq.drafts
 
     def _fill(self) -> None:
-        """Wait for drafts, and let sequences have them in place of what they have."""
+        """Wait for drafts, and put them into the places of their sequences."""
         assert self._drafter is not None
         for seq, drafts in zip(self._drafted, self._drafter.collect(), strict=True):
             assert len(drafts) == len(seq.drafts), "each place gets one draft"
             seq.drafts = tuple(draft if draft != NO_TOKEN else 0 for draft in drafts)
         self._drafted = []
 
-    # -- after it ---------------------------------------------------------------------------------
+    # -- after a step -----------------------------------------------------------------------------
 
     def judge(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
-        """Learn what became of a step's drafts, before they are taken back."""
+        """Count a step's accepted drafts, before the rejected ones are retracted."""
         sequences = plan.chunks.sequences
         longest, num_drafted = max(map(_longest, sequences)), sum(1 for seq in sequences if seq.drafts)
         kept_s, draft_s = self.costs.per_draft(len(sequences), num_drafted, plan.chunks.num_drafts, longest)
@@ -233,7 +232,7 @@ class Speculation:
         self._lengths.charge(before_s - self.totals.saved_s + self.costs.catch_up_s(missed))
 
     def accepted_by_position(self) -> tuple[int, ...]:
-        """The number of drafts kept at each position of a window that a sequence can have."""
+        """Return the number of accepted drafts at each position of the longest window."""
         counts = self.totals.by_position
         return tuple(counts + [0] * (self._max_drafts - len(counts)))
 
@@ -245,25 +244,25 @@ class Speculation:
             self._proposer.finish(self._wish(seq, 0))
         self._lengths.forget(seq.seq_id)
 
-    # -- who and how many -------------------------------------------------------------------------
+    # -- which sequences, how many drafts ---------------------------------------------------------
 
     def _paying_rows(self) -> int:
-        """The largest batch that drafts can pay for."""
+        """Return the largest batch in which drafts can pay."""
         return self._lengths.most_rows(self._most_rows) if self._is_adaptive else self._most_rows
 
     def _is_quiet(self) -> bool:
-        """True if no prompt is computed or about to be, and the batch is small enough for drafts to pay."""
+        """True if no prompt is computed or could be admitted, and drafts pay in a batch of this size."""
         scheduler = self._scheduler
         if not 0 < len(scheduler.running) <= self._max_rows:
             return False
         if scheduler.may_admit:
             return False
         if self._has_trees and any(not seq.num_output or seq.is_beam for seq in scheduler.running):
-            return False  # all tokens of a step with trees must be drawn in the same way
+            return False  # a step with trees samples all tokens in the same way
         return all(seq.num_pending == 1 for seq in scheduler.running)
 
     def _wishes(self) -> Iterator[tuple[Sequence, Wish]]:
-        """The sequences that could use drafts."""
+        """Yield the sequences that could use drafts, with the most that each could use."""
         for seq in self._scheduler.running:
             limit = self._limits.get(seq.seq_id)
             if limit is None:
@@ -275,7 +274,7 @@ class Speculation:
                 yield seq, self._wish(seq, limit)
 
     def _limit(self, seq: Sequence) -> int:
-        """The most drafts of a sequence; 0: it never gets any."""
+        """Return the most drafts of a sequence; 0: it never gets any."""
         request = seq.group.request
         asked = request.params.num_speculative_tokens
         if seq.is_beam or request.pooling is not None:
@@ -286,21 +285,21 @@ class Speculation:
         return Wish(seq.seq_id, seq.tokens, seq.num_prompt, seq.group.request.cache_salt, num_drafts)
 
     def _usable(self, seq: Sequence, drafts: Seq[int]) -> Seq[int]:
-        """The drafts up to the first that is not a token or would end the text: nothing follows it."""
+        """Return the drafts before the first that is not in the vocabulary or would end the text."""
         for place, token_id in enumerate(drafts):
             if not 0 <= token_id < self._vocab_size or token_id in seq.stop_ids:
                 return drafts[:place]
         return drafts
 
     def _counts(self, pairs: Seq[tuple[Sequence, Wish]], found: Seq[Seq[int]]) -> list[int]:
-        """The number of found drafts that each sequence computes.
+        """Return how many of the found drafts each sequence gets.
 
-        No sequence is preempted or left out of the step for a draft: ids of others would then be under way.
+        Drafts never cause a preemption and never push a sequence out of the step.
         """
         scheduler, available = self._scheduler, [len(drafts) for drafts in found]
         asked = [(wish.seq_id, count) for (_, wish), count in zip(pairs, available, strict=True)]
         is_late = self._drafter is not None and self._drafter.is_late
-        scheduler.state.ahead = self._max_drafts + 1 if is_late else 0  # turns may begin before this is known
+        scheduler.state.ahead = self._max_drafts + 1 if is_late else 0  # turns may begin before the results
         if not self._has_room(asked):
             scheduler.state.ahead = 0
             if not (is_late and self._has_room(asked)):
@@ -313,7 +312,7 @@ class Speculation:
         return [end - start for start, end in pairwise(ends)]
 
     def _has_room(self, asked: list[tuple[int, int]]) -> bool:
-        """True if there are blocks for what sequences could use, and for as many more as they get ahead."""
+        """True if there are blocks for the asked drafts and for `ahead` more tokens of each sequence."""
         count_of, num_blocks, ahead = dict(asked), 0, self._scheduler.state.ahead
         for seq in self._scheduler.running:
             num_short = seq.num_tokens + count_of.get(seq.seq_id, 0) + ahead - seq.num_reserved
@@ -321,21 +320,21 @@ class Speculation:
         return num_blocks <= self._pool.num_free_blocks
 
     def _choose(self, asked: list[tuple[int, int]]) -> list[int]:
-        """The drafts of each sequence that are worth their time, given how many it could use."""
+        """Return the number of drafts that pay for each sequence, given how many it could use."""
         scheduler = self._scheduler
         num_others = len(scheduler.running) - len(asked)
         return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen())
 
     @property
     def _room(self) -> int:
-        """The number of drafts that a step has room for, after one token of each sequence."""
+        """The number of drafts that fit into a step, in addition to one token of each sequence."""
         return max(self._max_tokens - len(self._scheduler.running), 0)
 
     def _seen(self) -> float:
-        """The number of positions that a token of the batch attends to, on average."""
+        """Return the average number of positions that a token of the batch attends to."""
         return float(self._scheduler.state.num_tokens.mean())
 
 
 def _longest(seq: Sequence) -> int:
-    """The number of drafts on the longest path of a window; 0: it has none in this step."""
+    """Return the number of drafts on the longest path of a window; 0: it has no drafts in this step."""
     return main_line(seq.draft_backs) if seq.drafts and seq.draft_backs else len(seq.drafts)

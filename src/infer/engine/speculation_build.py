@@ -1,9 +1,9 @@
-"""Builds what drafts for an engine, from the knobs of speculative decoding.
+"""Builds the drafter of an engine from the knobs of speculative decoding.
 
-ngram, suffix     a proposer over texts: nothing to load
+ngram, suffix     a proposer that looks up earlier text: nothing to load
 draft_model       a second model on the same device, with as many blocks as the first, and a device half
-tree              the same, which drafts several ids next to each token (draft_tree.py)
-eagle3            a head on the model's own states, with as many blocks, and a device half that follows the
+tree              a draft model that drafts several ids after each token (draft_tree.py)
+eagle3            a head on the model's hidden states, with as many blocks, and a device half that follows the
                   model's (execution/head_model.py)
 """
 
@@ -59,30 +59,30 @@ from infer.speculative.tree import survival, tree_of, turns_of
 
 logger = logging.getLogger(__name__)
 
-DRAFT_ROWS: Final = 64  # sequences that a model drafts for at once
-DRAFT_TOKENS: Final = 2048  # tokens of one order of a model that drafts, which catches up with long texts
-HOST_GAP_S: Final = 0.3e-3  # seconds in which the host plans and reports, where steps do not overlap
+DRAFT_ROWS: Final = 64  # most sequences with drafts in a batch
+DRAFT_TOKENS: Final = 2048  # most tokens of an order of a draft model that catches up with a long text
+HOST_GAP_S: Final = 0.3e-3  # seconds of planning and reporting on the host between steps without overlap
 PROPOSES: Final = ("propose", "has_match", "finish")  # methods of a proposer
-ROW_GAP_S: Final = 80e-6  # seconds more of that for each sequence
+ROW_GAP_S: Final = 80e-6  # additional host seconds for each sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadHeaders:
-    """The facts of a head, read from its files."""
+    """The facts about an EAGLE-3 head, read from its files."""
 
     source: ModelSource
     eagle: EagleConfig
-    eos_ids: tuple[int, ...] = ()  # the model's own ids end its texts
+    eos_ids: tuple[int, ...] = ()  # empty: the target model's ids end texts
 
     @property
     def config(self) -> ModelConfig:
-        """The config of its one block."""
+        """The config of its only layer."""
         return self.eagle.block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedHead:
-    """A head that is ready to run, in the dtype and on the device of its model."""
+    """An EAGLE-3 head that is ready to run, in the dtype and on the device of its model."""
 
     headers: HeadHeaders
     head: Eagle3
@@ -96,12 +96,12 @@ class LoadedHead:
 
     @property
     def config(self) -> ModelConfig:
-        """The config of its block, as its files have it."""
+        """The config of its only layer."""
         return self.headers.config
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Empty: a head has none of its own."""
+        """Empty: a head has no eos ids."""
         return self.headers.eos_ids
 
 
@@ -111,9 +111,9 @@ def read_draft(
     name: str,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> ModelHeaders | HeadHeaders | None:
-    """Return the facts of the model or head that drafts, from its files, if there is one; refuse a wrong one.
+    """Read the headers of the draft model or head, if there is one; refuse one that does not fit the model.
 
-    `find` replaces how a model's are found: a plan and a benchmark may have a config.json alone.
+    `find` replaces how a draft model's headers are found: a plan or a benchmark may have only a config.json.
     """
     if not settings.is_on or settings.draft_model is None:
         return None
@@ -129,20 +129,20 @@ def read_draft(
     if headers.config.delta is not None or headers.config.layer_specs:
         raise ConfigError(
             f"draft_model={settings.draft_model} has layers that keep a state, or layers of several sizes, "
-            "and cannot draft; use another"
+            "and cannot draft; use another draft model"
         )
     if settings.method == "tree":
         check_tree(headers.config, f"draft_model={settings.draft_model}")
     if headers.config.vocab_size != model.vocab_size:
         raise ConfigError(
             f"draft_model={settings.draft_model} has {headers.config.vocab_size} tokens and {name} has "
-            f"{model.vocab_size}: a model can only draft for one with the same vocabulary"
+            f"{model.vocab_size}; use a draft model with the same vocabulary"
         )
     return headers
 
 
 def check_tree(model: ModelConfig, name: str) -> None:
-    """ConfigError if a model can neither judge trees nor draft them."""
+    """Raise a ConfigError if a model can neither verify nor draft trees."""
     why = {
         "has layers of several sizes": bool(model.layer_specs),
         "has layers that see a window of the text": any(map(model.window, range(model.num_layers))),
@@ -157,7 +157,7 @@ def check_tree(model: ModelConfig, name: str) -> None:
 
 
 def _find_draft(name: str) -> ModelSource:
-    """Return the place of the files of what drafts."""
+    """Return the files of the draft model or head."""
     try:
         return resolve_model(name, show_progress=False)
     except ModelSourceError as error:
@@ -165,7 +165,7 @@ def _find_draft(name: str) -> ModelSource:
 
 
 def _is_head(settings: SpeculationConfig, path: Path) -> bool:
-    """True if what drafts is a head on another model's states, by its settings or by its config."""
+    """True if the settings or the config in `path` name an EAGLE-3 head, not a whole model."""
     if settings.method == "eagle3":
         return True
     raw = read_hf_config(path) if (path / "config.json").is_file() else {}
@@ -174,7 +174,7 @@ def _is_head(settings: SpeculationConfig, path: Path) -> bool:
 
 
 def _read_head(settings: SpeculationConfig, source: ModelSource, model: ModelConfig) -> HeadHeaders:
-    """Return what the files of a head say; one that is not for this model is refused."""
+    """Return the facts about a head from its files; a head for another model is refused."""
     if settings.speculative_method in ("draft_model", "tree"):
         raise ConfigError(
             f"draft_model={settings.draft_model} is an EAGLE-3 head and "
@@ -201,8 +201,8 @@ def _find_shape(name: str) -> ModelHeaders:
 
 
 def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | LoadedHead | None:
-    """Load the model or head that drafts, if there is one, in addition to the model it drafts for."""
-    settings, is_made_up = config.settings.speculation, loaded.source is None  # weights of a benchmark
+    """Load the draft model or head, if there is one."""
+    settings, is_made_up = config.settings.speculation, loaded.source is None  # True: random weights
     find = _find_shape if is_made_up else None
     headers = read_draft(settings, loaded.config, loaded.name, find)
     if headers is None:
@@ -218,7 +218,7 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
             head,
             loaded.device,
             deterministic=config.deterministic,
-            cpu_products=config.settings.run.cpu_products,  # mode of matrices that it shares with the model
+            cpu_products=config.settings.run.cpu_products,  # the mode of the matrices shared with the model
         )()
         return LoadedHead(headers=headers, head=head, dtype=loaded.dtype, device=loaded.device)
     dtype, device = config.settings.load.dtype, str(loaded.device)
@@ -233,9 +233,9 @@ def load_draft(config: ResolvedConfig, loaded: LoadedModel) -> LoadedModel | Loa
 def draft_bytes(
     config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, layout: KVLayout, states_width: int = 0
 ) -> DraftBytes:
-    """Return what the model that drafts takes: a token of each of the model's tables, and its steps.
+    """Return the bytes of a draft model or head: its keys and values in all block tables, and its steps.
 
-    `states_width`: width of the states that a head reads for each token of the model's steps.
+    `states_width`: width of the hidden states that a head reads for each token of the model's steps.
     """
     scheduler = config.scheduler
     num_tokens = scheduler.max_num_batched_tokens if states_width else DRAFT_TOKENS
@@ -251,8 +251,8 @@ def draft_bytes(
         bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
     )
-    states = 2 * num_tokens * states_width * dtype.itemsize  # the model's own states, and side by side
-    crossing = 0  # a head's blocks go to host memory with the model's, through a buffer of its own
+    states = 2 * num_tokens * states_width * dtype.itemsize  # states of the layers, and their concatenation
+    crossing = 0  # a head's blocks are swapped with the model's, through a separate buffer
     cache = config.settings.cache
     if states_width and cache.has_host_memory and config.device.startswith("cuda"):
         crossing = crossing_bytes(cache.block_size * each)
@@ -270,9 +270,9 @@ def make_speculation(
     shape: StateShape,
     costs: StepCosts | None = None,
 ) -> Speculation | None:
-    """Return what gives sequences drafts; None: it is off. `costs` replace this machine's.
+    """Return the part that gives sequences drafts; None: speculative decoding is off.
 
-    `draft_device` is the device half of a model or a head that drafts.
+    `costs` replace the ones measured here; `draft_device`: the device half of the draft model or head.
     """
     settings = config.settings.speculation
     if not settings.is_on:
@@ -342,7 +342,7 @@ def make_speculation(
 
 
 def _make_proposer(settings: SpeculationConfig) -> Proposer:
-    """Return the proposer that looks drafts up, which may be of a class that the user has written."""
+    """Return the proposer that looks drafts up: ngram, suffix or a user's class."""
     if names_code(settings.method):
         found = load_code(settings.method, "speculative_method")
         if not (isinstance(found, type) and all(callable(getattr(found, name, None)) for name in PROPOSES)):
@@ -363,9 +363,9 @@ def make_draft_device(
     layout: KVLayout,
     shape: StateShape,
 ) -> TorchDevice | DraftDevice | None:
-    """Return the device half of what drafts, whose layers are all kept by the first table; None: none does.
+    """Return the device half of the draft model or head, whose layers use the first table; None: no drafter.
 
-    What moves a block of the model moves the head's, so it has as many blocks in host memory.
+    A head's blocks are swapped together with the model's, so it has as many blocks in host memory.
     """
     if draft is None:
         return None

@@ -1,12 +1,12 @@
-"""The one line that a start logs about an engine: what fits into it, and what computes it.
+"""The line that is logged when an engine is built: its limits, its kernels and its number formats.
 
     engine built model=SmolLM2-135M-Instruct max_seq_len=8192 max_batch_size=64 kv_cache=5.6GiB
         kv_cache_tokens=130112 prefix_caching=on preemption=recompute device=cpu threads=4 attention=c
         decode_attention=c mlp=kernels weights="Q4_1+Q8_0 92.0MiB, kept as int4 ..." products=exact
         dtype=float32 kv_cache_dtype=float32 speculation=ngram,8
 
-It answers first why a prompt is refused, why requests wait, and why a step is slow. A setting that another
-setting turns off is named at the end, as `note="..."`.
+Read it first to find out why a prompt is refused, why requests wait, or why a step is slow. A setting that
+another setting turns off is named at the end, as `note="..."`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PRODUCTS = {"exact": "exact", "fast": f'"fast, activations in 8 bits: {FAST_PROD
 def describe_engine(
     model: str, config: ResolvedConfig, size: CacheSize, *, attention: tuple[str, str]
 ) -> str:
-    """Return the line: a fixed text and what a start has decided, as key=value.
+    """Return the line: a fixed text and the decisions of the start as key=value.
 
-    `attention` names what computes it: for prompts, and for rows that decode.
+    `attention`: the kernels that compute attention for prompts, and for decoding rows.
     """
     pairs = {
         "model": model,
@@ -55,7 +55,7 @@ def describe_engine(
 
 
 def _weights(config: ResolvedConfig) -> str:
-    """The form of the weights; for a quantized checkpoint also what it holds and what became of that."""
+    """Return the form of the weights; for a quantized checkpoint also its format and how it was kept."""
     form = config.dtype if config.weights in ("as stored", "none") else config.weights
     if config.kept_as:
         return f'"{", ".join(filter(None, (config.published_as, config.kept_as)))}"'
@@ -66,14 +66,14 @@ def _weights(config: ResolvedConfig) -> str:
 
 
 def products(config: ResolvedConfig) -> str:
-    """The way integer products round activations on a CPU: exact or fast; empty where there are none."""
+    """Return how integer products on a CPU round activations: exact or fast; "": there are none."""
     if config.device.startswith("cuda") or not config.weights.startswith("int"):
         return ""
     return "fast" if config.settings.run.cpu_products == "fast" else "exact"
 
 
 def kv_cache_dtype(config: ResolvedConfig) -> str:
-    """The number format in which keys and values are kept."""
+    """Return the number format of keys and values."""
     kept_as = config.settings.cache.kv_cache_dtype.removesuffix("_per_token_head")
     return config.dtype if kept_as in ("auto", "none") else kept_as
 
@@ -91,18 +91,18 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
 
 
 def _host_tier(size: CacheSize) -> dict[str, object]:
-    """The blocks in host memory, if there are any."""
+    """Return the size of the host blocks, if there are any."""
     num_bytes = size.num_host_blocks * size.bytes_per_block
     return {"host_cache": format_bytes(num_bytes).replace(" ", "")} if num_bytes else {}
 
 
 def _speculation(config: ResolvedConfig) -> dict[str, object]:
-    """The method that proposes drafts, and their largest number; nothing where there are none."""
+    """Return the speculative method and the most drafts of a sequence; empty if it is off."""
     settings = config.settings.speculation
     return {"speculation": f"{settings.method},{settings.max_drafts}"} if settings.is_on else {}
 
 
 def _preemption(config: ResolvedConfig) -> str:
-    """The mode; `auto` without host memory to swap to is recompute."""
+    """Return the preemption mode; `auto` without host memory for swapping is recompute."""
     mode = config.scheduler.preemption
     return "recompute" if mode == "auto" and not config.settings.cache.has_host_memory else mode

@@ -1,20 +1,20 @@
-"""The time of a step by its number of tokens, measured with the device itself before the first request.
+"""Measures the time of a step by its number of tokens, on the device, before the first request.
 
-A row of state that no sequence has yet computes windows of 1, 2, 4, ... tokens, in blocks that hold nothing
-yet. The engine decides by these seconds how many drafts pay (speculative/adaptive.py), so they are written
-down with a recorded run: equal queues must give equal plans. Where steps overlap, as on a GPU, some are
-launched behind each other: one takes what it adds to the time of the others, and the rest is the host's.
-Rows that decode have kernels of their own there, and are timed as well. A step is padded to the next size
-that is captured, so that 5 tokens take as long as 8. Not all sizes that are close to each other are timed:
+An unused row of state computes windows of 1, 2, 4, ... tokens in empty blocks. From these seconds the engine
+decides how many drafts pay (speculative/adaptive.py). A recorded run includes them, because equal queues must
+give equal plans. Where steps overlap, as on a GPU, several are launched at once: the device time of a step is
+what it adds to the total, and the rest is host time. Decoding rows have separate kernels on a GPU and are
+timed too. A step is padded to the next captured size, so 5 tokens take as long as 8. Not all sizes close to
+each other are timed:
 
     captured   1  2  4  8  12  16  24  32  40  48  56  64  80  96  112  128
     timed      1  2  4  8  12  16  24  32      48      64      96       128
 
-A step of more than a millisecond is timed once, for a start waits for all of this.
+A step of more than a millisecond is timed once, because the start waits for all of this.
 
-Other programs can slow a start, above all on a CPU, and windows would stay short for as long as the engine
-lives. So a server's engine that is idle measures again, one step at a time, and keeps the shortest time of
-each window. A run that is recorded or repeated keeps the seconds it began with.
+Other programs can slow down the measurement, above all on a CPU, and windows would stay short for as long as
+the engine runs. So the engine of a server measures again when it is idle, one step at a time, and keeps the
+shortest time of each window. A recorded or repeated run keeps its first measurements.
 
     start  [1 2 4 .. 128]   idle 1 s  [1] [2] [4] .. [128]   idle 10 s  [1] [2] ..   idle 60 s ..
 """
@@ -49,15 +49,15 @@ from infer.speculative.adaptive import StepCosts
 from infer.speculative.tree import WIDTH, turns_of
 
 NUM_PROBES = 3  # runs of each window, of which the fastest counts
-LONG_STEP_S = 1e-3  # seconds of a step that is run once: disturbances on a GPU are short
-NUM_BEHIND = 2  # steps that are launched behind another to be timed: a device has buffers for three
-MOST_ROWS = 64  # rows of a step without drafts that is timed
+LONG_STEP_S = 1e-3  # longer steps are run once: disturbances on a GPU are short
+NUM_BEHIND = 2  # additional steps launched at once with a timed one: a device has buffers for three
+MOST_ROWS = 64  # most rows of a timed step without drafts
 DRAFT_PROBES = 4  # drafts that are timed together
-MOST_SECONDS = 2.0  # time for the runs of a table: costs that are not measured by then follow the last two
-BEGINNING = ("table_changes", "lines", "facts", "known")  # what an order says of rows that begin
+MOST_SECONDS = 2.0  # time limit for a table: later sizes are extrapolated
+BEGINNING = ("table_changes", "lines", "facts", "known")  # fields of an order about rows that begin
 IDLE_WAITS_S = (10.0, 60.0, 600.0, None)  # pauses after measuring all windows again; None: no more
 
-Work = Callable[[], PendingStep | PendingTensor]  # what is timed: it launches something to wait for
+Work = Callable[[], PendingStep | PendingTensor]  # launches the timed work; returns a handle to wait on
 
 
 def measure_step_costs(
@@ -74,15 +74,15 @@ def measure_step_costs(
     draft_start: int,
     has_trees: bool,
 ) -> StepCosts:
-    """Return what steps of a device take; the gaps are the host's where it overlaps other steps.
+    """Return the measured step costs of a device; the gaps are host seconds, 0 if steps do not overlap.
 
-    `max_tokens`: tokens of a text that models can see and the cache can hold; a table may have room for more.
-    `draft_start`: the position of the first token that the drafter can compute; a head can compute none at 0.
-    A step of one token is the time to read the weights, so keys and values take as much for each byte.
+    `max_tokens`: most tokens of a text that the models can see and the cache can hold.
+    `draft_start`: position of the first token that the drafter can compute; a head can compute none at 0.
+    A step of one token takes the time to read the weights, so a byte of keys and values takes as long.
     """
-    room, most_rows = min(WINDOW_TOKENS, max_tokens), -(-shape.num_rows // 2)  # others end as rows begin
+    room, most_rows = min(WINDOW_TOKENS, max_tokens), -(-shape.num_rows // 2)  # half: others still end
     for count in (1, min(16, room)) if has_trees and isinstance(device, GpuDevice) else ():
-        device.run(_window(shape, vocab_size, count)).wait()  # Triton compiles, which is not counted
+        device.run(_window(shape, vocab_size, count)).wait()  # not counted: Triton compiles here
     plain, overlaps = list[tuple[int, float]](), gap_s > 0
     graphs = device.graphs if isinstance(device, GpuDevice) else None
 
@@ -92,7 +92,7 @@ def measure_step_costs(
 
     padded = None if graphs is None else graphs.padded_window
     pairs, alone_s = _table(window, _stretches(room, padded), can_be_few=overlaps)
-    gap_s += alone_s - pairs[0][1]  # what the host takes for a step, and for the plan of the next
+    gap_s += alone_s - pairs[0][1]  # host seconds to launch and read a step
     if isinstance(device, GpuDevice) and graphs is not None and overlaps:
         sizes = _stretches(min(most_rows, MOST_ROWS), graphs.padded_rows)
         plain, _ = _table(partial(_decode_seconds, device, shape), sizes, can_be_few=True)
@@ -133,9 +133,9 @@ def measure_step_costs(
 def measure_again(
     device: TorchDevice, shape: StateShape, vocab_size: int, costs: StepCosts
 ) -> Iterator[tuple[StepCosts, float | None]]:
-    """Time windows again, one step at each turn; yields the costs so far and the idle seconds until the next.
+    """Time windows again, one step per turn; yields the costs and the idle seconds until the next turn.
 
-    The blocks in which a window is computed get their contents back.
+    The contents of the blocks in which a window is computed are restored.
     """
     for wait_s in IDLE_WAITS_S:
         for turn in range(NUM_PROBES):
@@ -152,7 +152,7 @@ def measure_again(
 
 
 def _faster(costs: StepCosts, place: int, seconds: float) -> StepCosts:
-    """Return costs with a shorter time of one window; what is attended to follows a step of one token."""
+    """Return the costs with a shorter time of one window; `seen_s` scales with a step of one token."""
     pairs = [*costs.pairs]
     pairs[place] = pairs[place][0], seconds
     repaired = StepCosts.measured(pairs).pairs
@@ -160,7 +160,7 @@ def _faster(costs: StepCosts, place: int, seconds: float) -> StepCosts:
 
 
 def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
-    """Return what one more draft takes: steps that go on from their own ids, launched one after another."""
+    """Return the seconds of one more draft: steps that continue from their own ids, launched at once."""
     first, best = _turn(shape, 1, start), float("inf")
     turns = [
         first._replace(
@@ -183,8 +183,8 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
 def _turn_seconds(
     device: DraftDevice, shape: StateShape, num_rows: int, num_drafts: int, *, are_trees: bool
 ) -> tuple[float, float]:
-    """Return what all turns of a window take a device, and what it takes the host to launch them."""
-    device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # the token before has a place
+    """Return the device seconds of all turns of a window, and the host seconds to launch them."""
+    device.enter(_turn(shape, num_rows, 1), np.zeros(num_rows))  # position 1, after a first token
     rows, counts, trees = np.arange(num_rows), np.full(num_rows, num_drafts), np.full(num_rows, are_trees)
     _, behind = _fastest_of(lambda: device.draft(rows, counts, trees), overlaps=True)
     launches = []
@@ -197,22 +197,22 @@ def _turn_seconds(
 
 
 def later_turn_seconds(first_s: float, all_s: float, num_turns: int) -> float:
-    """Return the time of a turn after the first, even if the first one was slowed down."""
+    """Return the seconds of a turn after the first; if the first was disturbed, the average of all."""
     return (all_s - first_s) / (num_turns - 1) if num_turns > 1 and first_s < all_s else all_s / num_turns
 
 
 def _decode_seconds(
     device: GpuDevice, shape: StateShape, num_rows: int, num_probes: int
 ) -> tuple[float, float]:
-    """Return the times of a step without drafts that no head follows: alone, and launched after others."""
+    """Return the seconds of a step without drafts and without a head: alone, and launched after others."""
     first, nothing = _turn(shape, num_rows, 0), {name: getattr(EMPTY, name) for name in BEGINNING}
-    again = first._replace(flags=REPEATS | UNSEEN, **nothing)  # rows go on from their own ids
+    again = first._replace(flags=REPEATS | UNSEEN, **nothing)  # rows continue from their own ids
     begin = lambda: device.run(first).wait()  # noqa: E731
     return _fastest_of(lambda: device.run(again), overlaps=True, begin=begin, num_probes=num_probes)
 
 
 def _stretches(most: int, pad: Callable[[int], int] | None) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of counts that take as long, up to `most`; without padding 1, 2, 4, ..."""
+    """Yield ranges (first, last) of counts padded to the same size, up to `most`; unpadded 1, 2, 4, ..."""
     size = 0
     while (fewest := size + 1 if pad else max(2 * size, 1)) <= most:
         size = pad(fewest) if pad else fewest
@@ -227,9 +227,9 @@ def _table(
     *,
     can_be_few: bool,
 ) -> tuple[list[tuple[int, float]], float]:
-    """Return the seconds of counts, and the seconds of the first one alone.
+    """Return the seconds by count, and the seconds of the smallest count alone.
 
-    `seconds_of` is given a size and a number of runs. If these `can_be_few`, long steps run only once.
+    `seconds_of` takes a size and a number of runs. With `can_be_few`, long steps run only once.
     """
     counts, timed, first_s, num_probes = [*stretches], list[tuple[int, float]](), 0.0, NUM_PROBES
     spent_s = 0.0
@@ -244,14 +244,14 @@ def _table(
         timed.append((size, behind_s))
     costs, last, is_cut = StepCosts.measured(timed), timed[-1][0], timed[-1][0] < counts[-1][1]
     kept = [((size, size) if is_cut and size == last else (fewest, size)) for fewest, size in counts]
-    # counts after the last that was timed follow the slope up to it
+    # larger counts are extrapolated with the last slope
     return [
         (each, costs.seconds(size)) for few, size in kept if size <= last for each in {few, size}
     ], first_s
 
 
 def _fastest(device: DeviceHalf, order: StepOrder) -> float:
-    """Return the shortest time of a step."""
+    """Return the seconds of the fastest run of a step."""
     return _fastest_of(lambda: device.run(order), overlaps=False)[0]
 
 
@@ -262,12 +262,12 @@ def _fastest_of(
     begin: Callable[[], object] = lambda: None,
     num_probes: int = NUM_PROBES,
 ) -> tuple[float, float]:
-    """Return the shortest time of work alone, and the shortest of work launched while other work runs.
+    """Return the shortest time of work alone, and of work launched while other work runs.
 
-    `begin` comes before whatever is timed.
+    `begin` is called before each timed run.
     """
     begin()
-    launch().wait()  # the first one compiles, captures and allocates
+    launch().wait()  # the first run compiles, captures and allocates
     alone = min(_seconds(launch, 1, begin) for _ in range(num_probes))
     if not overlaps:
         return alone, alone
@@ -276,7 +276,7 @@ def _fastest_of(
 
 
 def _seconds(launch: Work, count: int, begin: Callable[[], object]) -> float:
-    """Return the time of work that is launched this many times at once, until all results are there."""
+    """Return the seconds until `count` launches at once have all finished."""
     begin()
     start = time.perf_counter()
     for pending in [launch() for _ in range(count)]:
@@ -285,7 +285,7 @@ def _seconds(launch: Work, count: int, begin: Callable[[], object]) -> float:
 
 
 def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
-    """Return an order that computes `num_tokens` tokens of row 0 and draws next to each."""
+    """Return an order that computes `num_tokens` tokens of row 0 and samples after each."""
     num_blocks = -(-num_tokens // shape.block_size)
     tables = np.arange(shape.num_tables)[:, None] * np.array([[shape.num_rows]])
     changes_KB3 = np.zeros((shape.num_tables, num_blocks, 3), dtype=np.int32)
@@ -309,14 +309,14 @@ def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
 
 
 def _best(order: StepOrder) -> StepOrder:
-    """Return an order that draws the best ids of each position, as a turn of a model that drafts trees."""
-    drawn = SampleLine(0, temperature=1.0, top_p=0.9).pack()  # the kind that takes longest
+    """Return the order with the best ids drawn at each position, like a turn of a tree-drafting model."""
+    drawn = SampleLine(0, temperature=1.0, top_p=0.9).pack()  # the parameters that take longest
     lines = np.frombuffer(drawn, dtype=np.int64).reshape(1, NUM_FIELDS)
     return order._replace(flags=DRAWS_BEST, num_draws=WIDTH * order.num_draws, lines=lines)
 
 
 def _turn(shape: StateShape, num_rows: int, start: int) -> StepOrder:
-    """Return an order in which rows that begin decode a token at `start`, all of them in the same block."""
+    """Return an order in which new rows decode a token at `start`, all in the same block."""
     rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, dtype=np.int16)
     lines = b"".join(SampleLine(row).pack() for row in range(num_rows))
     changes_KR3 = np.zeros((shape.num_tables, num_rows, 3), dtype=np.int32)

@@ -1,21 +1,21 @@
-"""The life of each request in numbers, kept while it runs and for the last ones that ended.
+"""The history of each request in numbers, kept for running requests and the last ones that ended.
 
-`GET /explain/{id}` tells a story (server/explain/). Here are its numbers, noted when something happens
-to the request, and not with every token:
+`GET /explain/{id}` turns these numbers into text (server/explain/). They are recorded at events of a request,
+not for every token:
 
-    accept   it joins the queue          admit    it is let in, for the first time or again
-    chunk    a part of its prompt        preempt  it loses its place
-    first    its first token             end      its last one
+    accept   it joins the queue          admit    it is admitted, for the first time or again
+    chunk    a part of its prompt        preempt  it is preempted
+    first    its first token             end      its last token
 
-Why a request waits is a fact about the queue: its first sequence is held back for one reason at a time
-(scheduling/watch.py). So the seconds of each reason are summed up for the whole queue, and a request that
-waits takes the sums when it comes and subtracts them when it is let in:
+Why a request waits is a fact about the queue: its first sequence waits for one reason at a time
+(scheduling/watch.py). So the seconds of each reason are summed for the whole queue. A request takes the sums
+when it arrives and subtracts them when it is admitted:
 
-    sums      batch full 4.0 s   cache full 0.5 s      a request comes
-              batch full 6.5 s   cache full 0.5 s      it is let in: 2.5 s, because the batch was full
+    sums      batch full 4.0 s   cache full 0.5 s      a request arrives
+              batch full 6.5 s   cache full 0.5 s      it is admitted: it waited 2.5 s for a full batch
 
-What is kept of a request does not grow with its length: counts, times, and the first MAX_EVENTS events and
-the last. Prompts, outputs and salts are never kept.
+The size of a record does not depend on the request's length: counts, times, and the first and last MAX_EVENTS
+events. Prompts, outputs and salts are never kept.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from infer.scheduling.sequence import Sequence, SequenceGroup
 from infer.scheduling.watch import HOLDS, NEXT_STEP
 
 MAX_EVENTS = 12  # events kept from the beginning of a story, and as many from its end
-MAX_ERROR = 300  # characters of an error
+MAX_ERROR = 300  # characters of an error message
 EVENT_NAMES: Final = ("chunk", "preempted", "swapped out", "returned")
 CHUNK, PREEMPTED, SWAPPED_OUT, RETURNED = range(len(EVENT_NAMES))
-MEMORY = 0.95  # weight of earlier prompts when another one is computed
+MEMORY = 0.95  # weight of earlier prompts in the moving average
 
 
 class StoryEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,12 +46,12 @@ class StoryEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: int  # an index of EVENT_NAMES
     step: int
     at: float  # perf_counter seconds
-    num_tokens: int  # computed with a chunk, lost or put aside by a preemption, found again by a return
-    num_running: int  # sequences of the batch
+    num_tokens: int  # tokens computed by a chunk, lost or swapped out by a preemption, or kept on a return
+    num_running: int  # running sequences
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of an engine that a story may have to do with."""
+    """The settings of an engine that may explain a story."""
 
     max_batch_size: int = 0
     max_num_batched_tokens: int = 0
@@ -66,20 +66,20 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStory(msgspec.Struct, kw_only=True):
-    """The engine's record of a request. Times are perf_counter seconds; 0: it has not come to that yet."""
+    """The engine's record of a request. Times are perf_counter seconds; 0: not reached yet."""
 
     request_id: str
-    now: float = 0.0  # time at which this was asked
+    now: float = 0.0  # time of the query
     added_at: float = 0.0
-    accepted_at: float = 0.0  # its constraint, if it has one, was compiled
-    begun_at: float = 0.0  # a plan let it in for the first time
+    accepted_at: float = 0.0  # time at which it joined the queue, its constraint compiled
+    begun_at: float = 0.0  # time of its first admission
     first_at: float = 0.0
     ended_at: float = 0.0
     begun_step: int = 0
     first_step: int = 0
     ended_step: int = 0
-    waited_steps: int = 0  # before it was let in for the first time
-    finish_reason: FinishReason | None = None  # None: it goes on
+    waited_steps: int = 0  # steps before its first admission
+    finish_reason: FinishReason | None = None  # None: it has not ended
     error: str | None = None
     num_prompt: int = 0
     num_output: int = 0
@@ -87,36 +87,36 @@ class EngineStory(msgspec.Struct, kw_only=True):
     priority: int = 0
     is_structured: bool = False
     held_s: tuple[float, ...] = ()  # seconds of its first wait by reason: one for each of HOLDS
-    num_ahead: int = 0  # sequences that waited when it came
-    num_running: int = 0  # sequences that ran when it came
-    num_overtakers: int = 0  # requests that came later and were let in before it, at least
-    num_cached: int = 0  # tokens of its prompt
-    num_from_host: int = 0  # tokens of these that were in host memory
-    prefill_s: float = 0.0  # seconds that a token of a prompt takes, by what was measured lately; 0: unknown
+    num_ahead: int = 0  # sequences that waited when it arrived
+    num_running: int = 0  # sequences that ran when it arrived
+    num_overtakers: int = 0  # later requests that were admitted before it (a lower bound)
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_from_host: int = 0  # prompt tokens found in host memory
+    prefill_s: float = 0.0  # recent average of the seconds per prompt token; 0: unknown
     num_chunks: int = 0
     num_computed: int = 0  # tokens of these chunks
-    most_beside: int = 0  # the most other sequences that ran in a step with a chunk of it
+    most_beside: int = 0  # most other running sequences in a step with one of its chunks
     num_preemptions: int = 0
-    num_swaps: int = 0  # preemptions that left blocks in host memory
-    num_moved: int = 0  # blocks that left
+    num_swaps: int = 0  # preemptions that moved blocks to host memory
+    num_moved: int = 0  # blocks moved to host memory
     num_recomputed: int = 0  # tokens
-    away_s: float = 0.0  # seconds that it waited to run again
-    away_first_s: float = 0.0  # seconds of these before its first token
+    away_s: float = 0.0  # seconds of waiting after preemptions
+    away_first_s: float = 0.0  # seconds of this before its first token
     is_away: bool = False
     num_draft_steps: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    mask_s: float = 0.0  # seconds in which steps waited for masks while it ran, its own or others'
-    num_jumped: int = 0  # tokens that had to come and were appended without a step for each
-    step_tokens: float = 0.0  # tokens of a step while it decoded, on average
+    mask_s: float = 0.0  # seconds that steps waited for masks of any request while it ran
+    num_jumped: int = 0  # forced tokens that were appended without a step for each
+    step_tokens: float = 0.0  # average number of tokens of a step while it decoded
     num_prompts_beside: int = 0  # tokens of prompts that were computed while it decoded
     events: list[StoryEvent] = []
-    num_omitted: int = 0  # events between the first and the last ones
+    num_omitted: int = 0  # events between the first and the last kept ones
     limits: EngineLimits = EngineLimits()
 
 
 class _Life:
-    """A request that has not ended: its story so far, and the sums of the engine to subtract from later."""
+    """A request that has not ended: its story so far, and the engine's sums at its start."""
 
     __slots__ = (
         "accepted_step", "away_since", "begun_before", "chunks_then", "group", "held_then", "last_events",
@@ -141,7 +141,7 @@ class _Life:
         self.last_events: deque[StoryEvent] | None = None
 
     def note(self, kind: int, step: int, at: float, num_tokens: int, num_running: int) -> None:
-        """Keep an event, if it is among the first or the last."""
+        """Keep an event if it is among the first or the last MAX_EVENTS."""
         event, story = StoryEvent(kind, step, at, num_tokens, num_running), self.story
         if len(story.events) < MAX_EVENTS:
             story.events.append(event)
@@ -153,7 +153,7 @@ class _Life:
 
 
 class Stories:
-    """The stories of an engine's requests, and of the last `limit` that have ended. One thread owns it."""
+    """The stories of running requests and of the last `limit` that ended. One thread owns it."""
 
     def __init__(
         self,
@@ -166,19 +166,19 @@ class Stories:
         self._scheduler, self._step_tokens, self._clock = scheduler, step_tokens, clock
         self._live: dict[str, _Life] = {}
         self._ended: OrderedDict[str, EngineStory] = OrderedDict()
-        self.hold = NEXT_STEP  # the reason that counts now
+        self.hold = NEXT_STEP  # the current reason for waiting
         self._held_since = clock()
-        self._held_s = [0.0] * len(HOLDS)  # seconds of each reason until then
+        self._held_s = [0.0] * len(HOLDS)  # seconds of each reason until `_held_since`
         self._num_begun = 0
-        self._chunk_tokens = 0  # tokens of chunks, of all requests
-        self._prefill_s = self._prefill_tokens = 0.0  # sums over the last prompts, older ones weigh less
+        self._chunk_tokens = 0  # tokens of all requests' chunks
+        self._prefill_s = self._prefill_tokens = 0.0  # decaying sums over recent prompts
         self.mask_s = 0.0  # seconds in which steps waited for masks
         scheduler.watch = self
 
     # -- the queue --------------------------------------------------------------------------------
 
     def turn(self, hold: int) -> None:
-        """Count another reason for which the queue is held back, from now on."""
+        """Change the reason for which the queue waits."""
         now = self._clock()
         self._held_s[self.hold] += now - self._held_since
         self.hold, self._held_since = hold, now
@@ -188,7 +188,7 @@ class Stories:
         sums[self.hold] += now - self._held_since
         return tuple(sums)
 
-    # -- a request's life -------------------------------------------------------------------------
+    # -- events of a request ----------------------------------------------------------------------
 
     def add(self, request: Request, added_at: float) -> None:
         """Begin the story of a request that waits for its constraint."""
@@ -207,7 +207,7 @@ class Stories:
         story.num_running, story.num_ahead = len(scheduler.running), scheduler.num_waiting - 1
 
     def on_admit(self, seq: Sequence) -> None:
-        """Note that a sequence was let in, for the first time or again."""
+        """Note that a sequence was admitted, for the first time or again."""
         life = self._live.get(seq.request_id)
         if life is None:
             return
@@ -227,20 +227,20 @@ class Stories:
         self._num_begun += 1
 
     def _end_wait(self, life: _Life, now: float) -> None:
-        """Write down what a request has waited for, from when it was accepted until now."""
+        """Record the seconds that a request has waited for each reason since it was accepted."""
         story, sums = life.story, self._sums(now)
         story.held_s = tuple(after - before for after, before in zip(sums, life.held_then, strict=True))
         story.waited_steps = self._scheduler.step - life.accepted_step
         story.num_overtakers = max(self._num_begun - life.begun_before - story.num_ahead, 0)
 
     def on_chunk(self, seq: Sequence, num_tokens: int, num_running: int) -> None:
-        """Note a chunk of a prompt; chunks that are computed again after a preemption only as tokens."""
+        """Note a chunk of a prompt; chunks computed again after the first token only count as tokens."""
         self._chunk_tokens += num_tokens
         life = self._live.get(seq.request_id)
         if life is None:
             return
         if life.story.first_at:
-            life.chunks_then += num_tokens  # its own tokens do not count as other prompts'
+            life.chunks_then += num_tokens  # `num_prompts_beside` must not count its own tokens
             return
         story = life.story
         story.num_chunks += 1
@@ -249,7 +249,7 @@ class Stories:
         life.note(CHUNK, self._scheduler.step, self._clock(), num_tokens, num_running)
 
     def on_preempt(self, seq: Sequence, num_computed: int, num_planned: int, num_moved: int) -> None:
-        """Note that a sequence has lost its place, and the chunk that it was about to get."""
+        """Note that a sequence was preempted and lost the chunk planned for it."""
         life = self._live.get(seq.request_id)
         if life is None:
             return
@@ -266,7 +266,7 @@ class Stories:
         life.note(kind, self._scheduler.step, now, num_computed, len(self._scheduler.running))
 
     def jump(self, request_id: str, num_tokens: int) -> None:
-        """Note tokens that had to come and were appended without a step for each."""
+        """Note forced tokens that were appended without a step for each."""
         if (life := self._live.get(request_id)) is not None:
             life.story.num_jumped += num_tokens
 
@@ -298,10 +298,10 @@ class Stories:
         while len(self._ended) > self._limit:
             self._ended.popitem(last=False)
 
-    # -- to be told -------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     def tell(self, request_id: str) -> EngineStory | None:
-        """The story of a request as of now; None: it never came here, or has been forgotten."""
+        """Return the current story of a request; None: it is unknown, or forgotten."""
         now = self._clock()
         if (life := self._live.get(request_id)) is not None:
             kept = life.story
@@ -318,7 +318,7 @@ class Stories:
         return msgspec.structs.replace(story, now=now, limits=self._limits())
 
     def _complete(self, life: _Life, now: float) -> None:
-        """Write down what is only known at the end, or when it is asked for."""
+        """Fill the fields that are computed only at the end, or for a query."""
         story, scheduler = life.story, self._scheduler
         if life.group is not None and not story.begun_at:
             self._end_wait(life, now)

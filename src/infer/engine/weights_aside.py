@@ -1,11 +1,11 @@
-"""The weights of a model whose engine is gone: in host memory, until another engine is built on them.
+"""Keeps the weights of a deleted engine in host memory until another engine is built on them.
 
-A tensor is a view of a *storage*. When a model's engine is gone, the storages that are left are the weights,
-as they were loaded: rounded, joined and put in order. On a GPU each is copied into pinned host memory and its
-own memory is freed; the tensors stay, with nothing behind them. Coming back means memory for each storage and
-one copy over the bus, and every view of it is what it was:
+A tensor is a view of a *storage*. After an engine is deleted, the remaining storages are its weights in their
+loaded form: quantized, fused and reordered. On a GPU, each storage is copied to pinned host memory and
+resized to zero bytes; the tensors stay and point to the empty storage. To come back, each storage is resized
+and filled with one copy over the bus, and all its views are valid again:
 
-    engine ──► gone ──► storages ──► pinned host memory, the device's is free ──► storages again ──► engine
+    engine deleted ──► storages ──► pinned host memory, GPU memory freed ──► storages ──► new engine
 
 On a CPU the weights are in host memory already and stay where they are.
 """
@@ -22,15 +22,15 @@ from infer.kernels.runtime.dispatch import is_gpu
 
 
 class WeightsAside:
-    """All tensors that this process has when its engine is gone."""
+    """All tensors that this process has after its engine was deleted."""
 
     def __init__(self) -> None:
-        """Find the tensors; no reference to the engine is left."""
-        gc.unfreeze()  # what is frozen is neither collected nor found
+        """Find the tensors; no reference to the engine may be left."""
+        gc.unfreeze()  # frozen objects are neither collected nor listed
         collect()
         found: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         for thing in gc.get_objects():
-            # by its type: some things warn when they are asked for their class
+            # `type()`, not `isinstance`: some objects warn when their __class__ is read
             if issubclass(type(thing), torch.Tensor) and not thing.is_meta and thing.layout == torch.strided:
                 storage = thing.untyped_storage()
                 found[storage.device, storage.data_ptr()] = storage
@@ -43,7 +43,7 @@ class WeightsAside:
         )
 
     def leave_device(self) -> None:
-        """Copy what is on a GPU to pinned memory, and give its memory back."""
+        """Copy the storages on GPUs to pinned memory, and free their GPU memory."""
         self._storages = [storage for storage in self._storages if is_gpu(storage.device)]
         for storage in self._storages:
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
@@ -55,16 +55,16 @@ class WeightsAside:
         collect()
 
     def come_back(self) -> None:
-        """Put everything back where it was."""
-        for number, storage in enumerate(self._storages):  # no name holds a copy longer than the list does
+        """Copy the storages back to their GPUs."""
+        for number, storage in enumerate(self._storages):  # no loop variable may keep a copy alive
             storage.resize_(self._copies[number].nbytes)
             _bytes_of(storage).copy_(self._copies[number], non_blocking=True)
         if self._storages:
-            torch.cuda.synchronize()  # the copies may go now
+            torch.cuda.synchronize()  # then the pinned copies can be freed
         self._copies.clear()
         empty_host_cache()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view of a storage, whatever it is a storage of."""
+    """Return a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

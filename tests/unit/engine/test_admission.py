@@ -189,6 +189,6 @@ def test_an_embedding_needs_a_device_half_that_pools() -> None:
     """Else it would compute its prompt and then wait for ever."""
     world = OracleWorld()
     engine = Engine(world.scheduler, SimulatedDevice(SLOW_MACHINE), context_len=32, vocab_size=100)
-    with pytest.raises(RequestError, match="no model that embeds"):
+    with pytest.raises(RequestError, match="this engine cannot embed"):
         engine.add(Request(request_id="r", prompt=(1, 2), pooling="last"))
     assert not engine.has_work

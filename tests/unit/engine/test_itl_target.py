@@ -33,7 +33,7 @@ def test_steps_of_few_tokens_have_no_more(max_tokens: int) -> None:
 def test_a_target_that_cannot_be_kept_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert prompt_tokens_within(0.1, lambda _: 0.5, max_tokens=64) == 16
-    assert "cannot be kept target_ms=0.1 of_which_for_prompts_ms=0.075" in caplog.text
+    assert "target cannot be met target_ms=0.1 of_which_for_prompts_ms=0.075" in caplog.text
     assert "prompt_tokens_per_step=16 measured_ms=500.00" in caplog.text
 
 

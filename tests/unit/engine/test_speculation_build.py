@@ -76,7 +76,7 @@ def test_another_vocabulary_is_refused_before_weights_are_read(
     make_checkpoint("llama", tmp_path / "other", sizes=Sizes(vocab_size=640))
     monkeypatch.setattr(load, "plan_moves", None)
     config = EngineConfig.from_knobs(model=checkpoint, draft_model=str(tmp_path / "other"), **KNOBS)
-    with pytest.raises(ConfigError, match="640 tokens and .* a model can only draft for one with the same"):
+    with pytest.raises(ConfigError, match="640 tokens and .* use a draft model with the same"):
         open_model(config, show_progress=False)
 
 
