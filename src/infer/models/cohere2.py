@@ -1,11 +1,11 @@
-"""Cohere 2 (Command R7B, Command A): attention and MLP side by side, on one norm of the stream.
+"""Cohere 2 (Command R7B, Command A): attention and MLP in parallel, on one norm of the residual stream.
 
    x ──► norm ──┬──► attention ──► (+) ──►
     │           └──► mlp ─────────► │
     └───────────────────────────────┘
 
 norm            LayerNorm with a weight and no bias, once per block
-three of four   layers see a sliding window, and neighbouring channels of their heads turn together
+three of four   layers have a sliding window, and rotate neighbouring channels of their heads together
 the fourth      sees everything and does not rotate
 logit_scale     multiplies the logits (Granite's divides them)
 """
@@ -32,7 +32,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     top = RawConfig(raw)
     top.refuse("use_qk_norm", "norms of queries and keys are not supported in this family")
     eps = top.number("layer_norm_eps", default=1e-5)
-    # a head is always an equal share
+    # head_dim is always hidden_size / num_attention_heads
     keys = top.without("head_dim").with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
     pattern = keys.size("sliding_window_pattern", default=4)
     shared = llama.read_shared_config(
@@ -52,7 +52,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 class Block(nn.Module):
-    """Attention and the MLP of one norm, both added to the residual stream."""
+    """Attention and the MLP, which read the same norm; both are added to the residual stream."""
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()

@@ -1,22 +1,21 @@
-"""An EAGLE-3 head: one layer that guesses a target model's next tokens from the target's own states.
+"""An EAGLE-3 head: one layer that guesses a target model's next tokens from the target's hidden states.
 
     states of three layers, side by side ──► fc ──► g ─┐ (drafts: the y of the row before)
                                                        ├──► block ──► y ──► norm ──► head ──► draft tokens
     embedding of the *next* token ─────────────────────┘
 
-A row stands at position t. It has the target's states of the tokens up to t, and token t + 1, which is known
-by then; it guesses token t + 2. A guess continues the chain: y of its row takes the place of g, the guessed
-token is the next one, and the position grows by one.
+The row at position t reads the target's states at t and token t + 1, which is known by then, and guesses
+token t + 2. The row after it continues the chain: it reads y in place of g, and the guessed token.
 
 The block is Llama's, with an input of twice the width: the norm of the embedding, then the norm of g. The
 residual is g, or with `norm_before_residual` its norm. Other differences between published heads:
 
     norm_before_fc    one norm over the states of all layers, before `fc`
-    fc_norm           one norm for each of them
-    norm_output       y is handed on after the last norm
+    fc_norm           one norm for each captured layer
+    norm_output       the next row reads y after the last norm
     draft_vocab_size  tokens that can be guessed; `token_ids` has their ids in the target's vocabulary
 
-A head without an embedding of its own, or without a matrix to the logits, shares the target's (`share`).
+A head without its own embedding or LM head shares the target's (`share`).
 
 Shapes:  T rows, S of them whose guess is needed, C captured layers, D hidden size, F width of the target's
 states, W draft vocabulary.
@@ -62,7 +61,7 @@ class EagleConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    has_embedding: bool  # True: it has its own
+    has_embedding: bool  # True: the head has its own embedding
     has_head: bool
 
     @property
@@ -77,15 +76,17 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def read_config(raw: Mapping[str, Any], tensors: Collection[str], target: ModelConfig) -> EagleConfig:
-    """Read the config of a head in the reference's layout, or in the one of `speculators`.
+    """Read the config of a head, in the layout of the reference or of the `speculators` library.
 
-    The names of its `tensors` say what the config does not: whether there are an embedding and QK-norms.
+    The names of its `tensors` tell whether it has an embedding and QK-norms, which the config does not.
     """
     top = RawConfig(raw)
     is_nested = raw.get("transformer_layer_config") is not None
     layer = top.section("transformer_layer_config") if is_nested else top
     if layer.size("num_hidden_layers", default=1, at_most=MAX_LAYERS) != 1:
-        raise ConfigError(f"num_hidden_layers in {layer.where} must be 1: heads of more are not supported")
+        raise ConfigError(
+            f"num_hidden_layers in {layer.where} must be 1: heads with more layers are not supported"
+        )
     block = llama.read_config({"num_hidden_layers": 1, **layer.raw, "tie_word_embeddings": False})
     if block.vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -103,7 +104,7 @@ def read_config(raw: Mapping[str, Any], tensors: Collection[str], target: ModelC
         draft_vocab_size=top.size("draft_vocab_size", default=block.vocab_size, at_most=block.vocab_size),
         target_hidden_size=width,
         captured_layers=_read_layers(top, target.num_layers),
-        # a nested config without the key is read as by the engine that these heads are published for
+        # default of nested configs: as in the engine that they are published for
         norm_before_residual=top.flag("norm_before_residual", default=is_nested),
         norm_before_fc=top.flag("norm_before_fc", default=False),
         fc_norm=top.flag("fc_norm", default=False),
@@ -115,14 +116,14 @@ def read_config(raw: Mapping[str, Any], tensors: Collection[str], target: ModelC
         raise ConfigError("tie_word_embeddings is not supported in a head that has its own embed_tokens")
     if not config.has_embedding and block.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"this head is {block.hidden_size} wide and has no embed_tokens; only one as wide as its model, "
-            f"{target.hidden_size}, can share the model's"
+            f"this head has no embed_tokens, and its hidden size {block.hidden_size} is not the model's, "
+            f"{target.hidden_size}, so it cannot share the model's embedding"
         )
     return config
 
 
 def _read_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers whose input is read; SGLang's `eagle_config` names them by the output before it."""
+    """The layers whose input is read; SGLang's `eagle_config` instead lists the layers before them."""
     name, nested = "eagle_aux_hidden_state_layer_ids", raw.section("eagle_config")
     outputs = nested.get(name)
     ids = raw.get(name) or outputs or list(default_layers(num_layers))
@@ -155,7 +156,7 @@ class EagleBlock(nn.Module):
     def forward(
         self, embedded_TD: torch.Tensor, states_TD: torch.Tensor, step: StepContext
     ) -> ResidualStream:
-        """The residual stream after the block: for all rows, or for those whose guess is needed."""
+        """The residual stream after the block, of all rows or of the rows whose guess is needed."""
         stream = self.attend(embedded_TD, states_TD, step)
         stream.add(self.mlp(self.mlp_norm(stream)))
         return stream
@@ -187,7 +188,7 @@ class Guess(NamedTuple):
 
 
 class Eagle3(nn.Module):
-    """One head; `layer` is the number of its layer in the store that has its keys and values."""
+    """One head; `layer` is the number of its layer in the KV store."""
 
     token_ids_W: torch.Tensor
 
@@ -223,14 +224,14 @@ class Eagle3(nn.Module):
         return as_tensor(self.fc(states_TF))
 
     def forward(self, next_tokens_T: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> Guess:
-        """Run rows of a state and the token after it, in the target's ids, at `step.positions`."""
+        """Run the rows at `step.positions`: each has a state and, in the target's ids, the token after it."""
         assert self.embedding is not None, "share has not been called"
         stream = self.layers[0](self.embedding(next_tokens_T), states_TD, step)
         hidden_SD = as_tensor(self.norm(stream))
         return Guess(hidden_SD, hidden_SD if self.config.norm_output else stream.settle())
 
     def remember(self, next_tokens_T: torch.Tensor, states_TD: torch.Tensor, step: StepContext) -> None:
-        """Cache the keys and values of these rows, without a guess."""
+        """Cache the keys and values of these rows without guessing."""
         assert self.embedding is not None, "share has not been called"
         block = self.layers[0]
         assert isinstance(block, EagleBlock)

@@ -22,7 +22,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     keys = top.with_defaults(rms_norm_eps=1e-5)
     window: int | None = None
     slides: Callable[[int], bool] = lambda layer: False
-    if "sliding_window" in raw and raw["sliding_window"] is None:  # the reference then ignores the types
+    if "sliding_window" in raw and raw["sliding_window"] is None:  # the reference then ignores `layer_types`
         keys = keys.without("layer_types")
     else:
         window, slides = keys.size("sliding_window", default=4096), _pattern(keys)
@@ -34,7 +34,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _pattern(keys: RawConfig) -> Callable[[int], bool]:
-    """The rule for windows where the config lists none: "LLLG", or all but every n-th (4 by default)."""
+    """Return the rule for layers with a window, if none are listed: "LLLG", or all but every n-th (4)."""
     pattern = keys.get("sliding_window_pattern")
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:

@@ -16,7 +16,7 @@ from infer.models.config import ModelConfig
 from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import WeightMap
 
-_DEFAULTS = {  # the reference's, where a config says nothing
+_DEFAULTS = {  # defaults of the reference for absent keys
     "vocab_size": 256_000,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -51,7 +51,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_cap(raw: RawConfig, name: str, default: float) -> float | None:
-    """A cap. Here null differs from absent: it switches the cap off."""
+    """Read a soft cap. Unlike an absent key, null switches the cap off."""
     if name in raw.raw and raw.raw[name] is None:
         return None
     return raw.number(name, default=default)

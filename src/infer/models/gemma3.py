@@ -9,8 +9,8 @@ Its differences from the Llama block:
     (1 + w) norms        weights are stored centred on zero: offset 1 in every norm
     scaled embedding     rows times sqrt(D), rounded to the dtype of the weights
     GeGLU                the gate's activation is GELU in its tanh form
-    local and global     five layers that see a sliding window, then one that sees everything; the local
-                         ones rotate positions with a base of 10 000, the global ones with 1 000 000
+    local and global     five layers with a sliding window, then one that sees everything; the RoPE base is
+                         10 000 in local layers and 1 000 000 in global ones
     query scale          1 / sqrt(query_pre_attn_scalar), which need not be the head size
 
 The text part of a `Gemma3ForConditionalGeneration` checkpoint is the same network under longer names;
@@ -35,7 +35,7 @@ from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.residual import ResidualStream
 
-_DEFAULTS = {  # the reference's: published multimodal configs leave out what equals them
+_DEFAULTS = {  # defaults of the reference, which published multimodal configs leave out
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -95,7 +95,7 @@ class Sandwich(llama.Llama):
     block = Block
 
 
-# A norm after each half; the name of Llama's second norm means another one here. Else Qwen 3's names.
+# Names that differ from Qwen 3's: in Llama, `post_attention_layernorm` is the norm *before* the MLP.
 SANDWICH_NORMS: WeightMap = {
     "model.layers.{}.post_attention_layernorm": Target("layers.{}.post_attention_norm"),
     "model.layers.{}.pre_feedforward_layernorm": Target("layers.{}.mlp_norm"),
@@ -105,7 +105,11 @@ TEXT_MAP: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
 _VISION = ("vision_tower.*", "multi_modal_projector.*")
 WEIGHT_MAP = nested(
     TEXT_MAP,
-    ("model", "language_model.model", "model.language_model"),  # text alone, then two that had images
+    (
+        "model",
+        "language_model.model",
+        "model.language_model",
+    ),  # prefixes of text-only and of multimodal files
     heads=("lm_head", "language_model.lm_head"),
     ignored=(*_VISION, *(f"model.{name}" for name in _VISION)),
 )

@@ -1,15 +1,15 @@
 """Gemma 4, text only: Gemma 3's block, in layers of two sizes, some of which share keys and values.
 
     plain norms         weights are used as they are stored; each half has a norm before and after
-    local and global    layers with a window have heads of `head_dim`, the others of `global_head_dim`, and
-                        perhaps fewer kv heads; in global layers the first quarter of each head's pairs turns
+    local and global    heads have the size `head_dim` in layers with a window, else `global_head_dim`; global
+                        layers may have fewer kv heads, and rotate the first quarter of each head's pairs
     norms of heads      queries and keys with a weight, values without one; scores are not scaled
-    values from keys    global layers may have no matrix of values: keys, before their norm, serve as both
-    shared keys         the last layers have no keys and values; they use the ones of the last layer of their
-                        kind that has some (`LayerSpec.kv_layer`)
-    inputs of layers    a second embedding has some numbers for each layer, which are mixed with a projection
-                        of the first one; a gate in the layer multiplies them, and the product is added
-    experts             next to the plain MLP: both read the stream, each has norms of its own
+    values from keys    global layers may have no value matrix: the keys before their norm are the values
+    shared keys         the last layers compute no keys and values; they read the cache of the last layer of
+                        their kind that does (`LayerSpec.kv_layer`)
+    inputs of layers    a second embedding holds a small vector for each layer, which is added to a projection
+                        of the first embedding; each layer gates its vector and adds the result to the stream
+    experts             next to the plain MLP: both read the stream, each with its own norms
     layer scalar        the stream is multiplied by one stored number after each layer
 
 The text part of a `Gemma4ForConditionalGeneration` checkpoint is the same network under longer names; images
@@ -49,7 +49,7 @@ from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, ResidualStream, as_tensor
 
-_DEFAULTS = {  # the reference's: published configs leave out what equals them
+_DEFAULTS = {  # defaults of the reference, which published configs leave out
     "vocab_size": 262_144,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -80,7 +80,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     keys = text.with_defaults(**_DEFAULTS)
     types = keys.get("layer_types")
-    if isinstance(types, list) and types:  # the last layer sees everything, whatever the list says
+    if (
+        isinstance(types, list) and types
+    ):  # the reference gives the last layer no window, whatever the list says
         keys = RawConfig({**keys.raw, "layer_types": [*types[:-1], "full_attention"]}, keys.where)
     num_layers = keys.size("num_hidden_layers")
     shared = llama.read_shared_config(
@@ -121,7 +123,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The sizes of each layer, given the sizes of the layers with a window."""
+    """The sizes of each layer; `shared` has the sizes of layers with a window."""
     num_layers, num_shared = shared.num_layers, 0
     if keys.get("num_kv_shared_layers") not in (None, 0):
         num_shared = keys.size("num_kv_shared_layers", at_most=num_layers - 1)
@@ -143,13 +145,15 @@ def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
         if shared.num_heads % num_kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"{own.where} has {num_kv_heads} kv heads of {head_dim} for {shared.num_heads} query heads; "
-                "the first must divide the last, and the size must be even"
+                "kv heads must divide query heads, and the head size must be even"
             )
         if not is_shared:
             owners[is_global] = layer
         source = owners.get(is_global)
         if source is None or (source < layer and sizes[source] != (num_kv_heads, head_dim)):
-            raise CheckpointError(f"{own.where} shares keys and values, and no earlier layer is of its kind")
+            raise CheckpointError(
+                f"{own.where} shares keys and values, but no earlier layer of its kind has any"
+            )
         sizes.append((num_kv_heads, head_dim))
         found.append(
             LayerSpec(
@@ -202,7 +206,7 @@ def _read_experts(keys: RawConfig, mlp_size: int) -> ExpertConfig | None:
 
 
 class LayeredStream(ResidualStream):
-    """A residual stream, with the inputs of all layers."""
+    """A residual stream together with the input vectors of all layers."""
 
     __slots__ = ("inputs_TLP",)
 
@@ -218,7 +222,7 @@ class LayeredStream(ResidualStream):
 
 
 class Gemma4Attention(SelfAttention):
-    """Attention whose values are normalised, too; it may have no values, or no keys either."""
+    """Attention that also normalises values; it may have no value matrix, or neither keys nor values."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         spec = config.layer_specs[layer]
@@ -251,7 +255,7 @@ class Gemma4Attention(SelfAttention):
 
 
 class Gemma4Block(nn.Module):
-    """Attention, the MLP and perhaps experts, the layer's own input; each between two norms."""
+    """Attention, then the MLP and perhaps experts, then the layer's own input, each between two norms."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         super().__init__()
@@ -267,7 +271,7 @@ class Gemma4Block(nn.Module):
         if config.experts is not None:
             self.dense_out_norm, self.router_norm = self._norm(size), self._norm(size)
             self.expert_norm = self._norm(size)
-            alone = replace(config.experts, shared_size=0)  # the plain MLP is next to them, not one of them
+            alone = replace(config.experts, shared_size=0)  # the plain MLP is not a shared expert
             self.experts = MixtureOfExperts(size, alone, activation=config.activation, scaled=True)
             self.expert_out_norm = self._norm(size)
         self.post_mlp_norm = self._norm(size)
@@ -282,7 +286,7 @@ class Gemma4Block(nn.Module):
         return RMSNorm(size, eps=self.eps)
 
     def forward(self, stream: LayeredStream, step: StepContext) -> None:
-        """Add to the stream what attention, the MLP and the layer's input give, then scale it."""
+        """Add the outputs of attention, the MLP and the layer's input to the stream, then scale it."""
         stream.add(self.post_attention_norm(self.attention(self.attention_norm(stream), step)))
         y_TD = self.mlp(self.mlp_norm(stream))
         if self.experts is not None:
@@ -315,7 +319,7 @@ class Gemma4(Model):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The tokens' embeddings, and with them the inputs of all layers."""
+        """The tokens' embeddings, together with the input vectors of all layers."""
         x_TD = super().embed(tokens_T, step).settle()
         if not self.input_size:
             return LayeredStream(x_TD, None)

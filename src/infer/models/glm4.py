@@ -1,10 +1,10 @@
-"""GLM-4-0414: Gemma's order of norms around Llama's halves, and a rotation of its own.
+"""GLM-4-0414: Llama's attention and MLP between Gemma's norms, with a partial rotation.
 
    x ──► attention_norm ──► attention ──► post_attention_norm ──► (+) ──► (same with the MLP) ──►
     └──────────────────────────────────────────────────────────────┘
 
 norms                four in a block; the file's `post_attention_layernorm` is the one *before* the MLP
-rotation             only the first half of a head; neighbours 2 i and 2 i + 1 turn together
+rotation             only the first half of a head; channels 2 i and 2 i + 1 rotate together
 biases               for queries, keys and values
 gate_up_proj         the rows of gate, then the rows of up
 """

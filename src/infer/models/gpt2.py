@@ -3,9 +3,8 @@
        x ──► attention_norm ──► attention ──► (+) ──► mlp_norm ──► mlp ──► (+) ──►
         └──────────────────────────────────────┘ └───────────────────────────┘
 
-The picture is Llama's, the parts are older: LayerNorm with a bias, a bias on every matrix, learned
-positions added to the embedding instead of rotary ones, a plain MLP with GELU, as many kv heads as
-query heads.
+The structure is Llama's, with older parts: LayerNorm with a bias, a bias on every matrix, learned positions
+added to the embedding instead of rotary ones, a plain MLP with GELU, as many kv heads as query heads.
 
 Its checkpoints store matrices [in, out] (the reference calls the layer Conv1D), so the weight map marks
 them transposed. They exist with and without the prefix `transformer.`, and old ones carry the causal
@@ -120,7 +119,7 @@ class GPT2(Model):
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream as the first layer gets it: the embeddings of tokens and positions."""
+        """The residual stream at the input of layer 0: the embeddings of tokens and positions."""
         stream = super().embed(tokens_T, step)
         stream.add(self.position_embedding(step.positions))
         return stream

@@ -2,12 +2,12 @@
 
     sinks            each query head has a score that belongs to no position (kernels/attention/reference.py)
     windows          even layers see 128 tokens, odd ones everything; one yarn table for both
-    router           a bias; a softmax over the best logits alone, which is the same as one over all of them,
-                     made to add up to 1
+    router           has a bias; its softmax is over the chosen experts' logits alone, which equals a softmax
+                     over all experts whose chosen weights are then scaled to sum to 1
     experts          biases, and  (up + 1) * gate * sigmoid(1.702 gate)  with gate <= 7 and |up| <= 7
 
-Files keep gate and up interleaved, and matrices of experts as [in, out] or as MXFP4; the names and the layout
-of this map are made by loader/formats/gpt_oss.py.
+Files interleave gate and up, and store expert matrices as [in, out] or as MXFP4; loader/formats/gpt_oss.py
+translates them to the names and the layout of this map.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     embedding_multiplier   scales the embeddings
     attention_multiplier   scales attention scores, in place of 1 / sqrt(head size)
     residual_multiplier    scales what attention and the MLP add to the residual stream
-    logits_scaling         divides the logits: without it tokens are the same, and their logprobs are wrong
+    logits_scaling         divides the logits: without it, greedy tokens are the same but logprobs are wrong
 
-Llama's three switches are used, too: biases of attention and of the MLP.
+Llama's options for biases (`attention_bias`, `mlp_bias`) hold here, too.
 """
 
 from __future__ import annotations

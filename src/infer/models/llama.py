@@ -11,11 +11,11 @@ Its members differ in three facts of ModelConfig, each read exactly once, in sel
     layer_windows    Mistral 7B v0.1
 
 (`attention_out_bias` and `mlp_bias` are options of Llama's own config that few checkpoints use.)
-A family with other parts in its blocks overrides `make_mlp` (mixtral.py) or `make_attention` (qwen3_5.py),
-and one that joins the two in another way `block` (granite.py, olmo2.py, gemma3.py).
+A family with another MLP or attention overrides `make_mlp` (mixtral.py) or `make_attention` (qwen3_5.py). A
+family that combines the two in another way overrides `block` (granite.py, olmo2.py, gemma3.py).
 
-x is the residual stream, an object that layers add to. Norms, projections and additions around it are fused
-by the projections themselves (quant/residual.py).
+x is the residual stream, an object that layers add to. The projections fuse the norms and additions next to
+them (quant/residual.py).
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size.
 """
@@ -68,9 +68,9 @@ def read_shared_config(
 ) -> ModelConfig:
     """Read the keys that the families of this block share.
 
-    A `window` holds for all layers, or for layers that `slides` selects, if the config does not list them.
-    `rotary_share` is the share of a head that turns if the config does not say; None: always all of it.
-    `attention_bias` is the default of that key, which gives all matrices of attention a bias; None: no key.
+    `window` applies to all layers, or to the layers that `slides` selects; the config's `layer_types` win.
+    `rotary_share` is the default share of a head that rotates; None: the family rotates whole heads.
+    `attention_bias` is the default of the key that gives all attention matrices a bias; None: no such key.
     """
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -104,7 +104,7 @@ def read_shared_config(
 
 
 def with_two_ropes(shared: ModelConfig, raw: RawConfig, *, theta: float, local_theta: float) -> ModelConfig:
-    """A config whose windowed layers turn with a base of their own; these are the defaults of both bases."""
+    """Give windowed layers their own RoPE base; `theta` and `local_theta` are the defaults of both bases."""
     context_len = raw.size("max_position_embeddings")
     theta, local_theta, scaling = read_two_ropes(
         raw, context_len, shared.head_dim, theta=theta, local_theta=local_theta
@@ -119,7 +119,7 @@ def with_two_ropes(shared: ModelConfig, raw: RawConfig, *, theta: float, local_t
 
 
 def with_outer_config(text: ModelConfig, top: RawConfig) -> ModelConfig:
-    """The config of a text model, completed from the config around it."""
+    """Complete the config of a text model from the multimodal config around it."""
     return replace(
         text,
         tie_embeddings=top.flag("tie_word_embeddings", default=text.tie_embeddings),
@@ -144,7 +144,7 @@ class Block(nn.Module):
 
 
 class Llama(Model):
-    """A stack of blocks that keep their global numbers."""
+    """A stack of blocks."""
 
     block: Callable[[ModelConfig, nn.Module, nn.Module], nn.Module] = Block
 

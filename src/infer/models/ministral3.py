@@ -1,7 +1,7 @@
 """Ministral 3: Llama's block with yarn, in which queries grow with their position.
 
-A query at position p is multiplied by  1 + beta ln(1 + floor(p / trained context)),  beta being
-`llama_4_scaling_beta`; keys are not. A missing `sliding_window` means that there is none.
+A query at position p is multiplied by  1 + beta ln(1 + floor(p / trained context)),  where beta is
+`llama_4_scaling_beta`; keys are not. Without `sliding_window`, layers have no window.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The text part of Mistral Small 3.1, 3.2 and of the multimodal Ministral 3; images are not read.
 
-`text_config` is a Mistral's without a window, or a Ministral 3's. Its tensors have longer names; the vision
-tower and the projector are left in the file.
+`text_config` is a Mistral config without a window, or a Ministral 3 config. The text part's tensors have
+longer names; the vision tower and the projector are not loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infer.models.config import ModelConfig
 from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import nested
 
-_DEFAULTS = {  # the reference's: published configs leave out what equals them
+_DEFAULTS = {  # defaults of the reference, which published configs leave out
     "vocab_size": 131_072,
     "hidden_size": 5120,
     "intermediate_size": 32_768,

@@ -1,9 +1,9 @@
 """Mixtral: Mistral's block with a mixture of experts as its MLP; Qwen 2 MoE and Qwen 3 MoE use this network.
 
-    router  ──►  2 of 8 experts, whose weights are made to add up to 1  ──►  weighted sum
+    router  ──►  2 of 8 experts, their weights scaled to sum to 1  ──►  weighted sum
 
-Published files hold three matrices per expert, called w1 (gate), w3 (up) and w2 (down); others may hold the
-stacks of all experts instead, as the reference keeps them in memory. Both spellings are known here.
+Published files hold three matrices per expert: w1 (gate), w3 (up) and w2 (down). Others may hold stacks of
+all experts instead, as the reference keeps them in memory. This map has both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infer.models.raw_config import RawConfig, read_window
 from infer.models.weight_map import Target, WeightMap
 
 MAX_EXPERTS = 4096
-_DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # the reference's, where a config says nothing
+_DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}  # defaults of the reference for absent keys
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -35,7 +35,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 def read_experts(
     raw: RawConfig, defaults: tuple[int, int], *, size: int, normalized: bool | None = None, **others: Any
 ) -> ExpertConfig:
-    """The experts of a size; `defaults` are their number, and the number that a token is sent to."""
+    """Read the experts, each of size `size`; `defaults`: number of experts, number of experts per token."""
     if normalized is None:
         normalized = raw.flag("norm_topk_prob", default=False)
     num_experts = raw.size("num_local_experts", "num_experts", default=defaults[0], at_most=MAX_EXPERTS)
@@ -50,7 +50,7 @@ def read_experts(
 
 
 class Mixtral(llama.Llama):
-    """Llama's stack, in which a layer has experts unless the config gives it none."""
+    """Llama's stack with a mixture of experts in each layer that the config does not make dense."""
 
     @staticmethod
     def make_mlp(config: ModelConfig, layer: int) -> GatedMLP | MixtureOfExperts:

@@ -3,27 +3,26 @@
     tokens_T ──► embedding ──► layer 0 ──► layer 1 ──► ... ──► norm ──► hidden_TD        forward
                                                                  hidden_SD ──► head ──► logits_SV
 
-The head is separate because only the rows that sample need it: a prompt of a thousand tokens needs one row of
-logits, and with a large vocabulary the head is the most expensive matrix of the model.
+The head is separate because few tokens need it: a prompt of a thousand tokens needs one row of logits, and
+with a large vocabulary the head is the most expensive matrix of the model.
 
-A prompt does not need all of the last layer either. The token that samples needs only the keys and values of
-the others; nothing reads their output of the last attention. A step names the S of its T tokens that need
-logits (`step.logit_indices`), and after the last attention only these remain:
+A prompt does not need all of the last layer either: its last token needs the keys and values of the earlier
+tokens, but nothing reads their output. A step lists the S of its T tokens that need logits
+(`step.logit_indices`), and after the last attention only these rows remain:
 
     last layer      norm ──► qkv ──► attend ──► out ──► (+) ──► mlp ──► (+) ──► norm
                     T rows               └──► S rows
 
-A model is single-device code for a ragged batch. It knows no cache, no padding, no phases: keys,
-values and the past are hidden behind `step.attend` (layers/attention.py).
+A model is single-device code for a ragged batch, without cache, padding or phases: `step.attend` hides the
+keys and values of earlier tokens (layers/attention.py).
 
 A layer takes the residual stream and adds to it (quant/residual.py). It declares its children in the order in
-which they run, from which the binder learns which matrix reads the output of which (layers/bind.py).
+which they run, so the binder can tell which matrix reads the output of which (layers/bind.py).
 
 A tied head *is* the embedding's parameter, not a copy of it.
 
-The model itself handles LoRA adapters of the embedding and the head (`outer`), because the rows that need
-logits are chosen outside of it: `forward` appends A x of its adapter to each hidden state, and `logits`
-removes it.
+The model itself handles LoRA adapters of the embedding and the head (`outer`), because its caller chooses the
+rows that need logits: `forward` appends A x to each hidden state, and `logits` removes it.
 
 Shapes:  T tokens of all sequences laid end to end, S rows that sample, D hidden size, V vocabulary.
 """
@@ -52,7 +51,7 @@ from infer.quant.residual import ResidualStream, as_tensor
 
 
 class Network(Protocol):
-    """The network of a device half: a model, or a head that drafts for one (execution/head_model.py)."""
+    """The network that a step runs: a model, or a draft head (execution/head_model.py)."""
 
     config: ModelConfig
 
@@ -67,7 +66,7 @@ class Model(nn.Module):
     """A decoder-only transformer; its parameters are uninitialised until a loader fills them."""
 
     layers: nn.ModuleList  # each takes the residual stream and the step, and adds to the stream
-    pipe: Pipe | None = None  # the stages before and after these layers; None: all layers are here
+    pipe: Pipe | None = None  # links to the stages before and after; None: this rank has all layers
     norm: RMSNorm | LayerNorm
 
     def __init__(self, config: ModelConfig) -> None:
@@ -76,7 +75,7 @@ class Model(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
         tied_weight = self.embedding.weight if config.tie_embeddings else None
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False, tied_weight=tied_weight)
-        self.outer: OuterAdapters | None = None  # adapters of these two, where there is room for them
+        self.outer: OuterAdapters | None = None  # adapters of embedding and head; None: no room is reserved
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return the hidden states after the final norm, for all tokens [T, D] or for some of them [S, D]."""
@@ -88,7 +87,7 @@ class Model(nn.Module):
             if number == last and step.logit_indices is not None:
                 step = LastLayerStep(step, stream, step.logit_indices)
             layer(stream, step)
-            if self.pipe is not None:  # silent ranks are looked for
+            if self.pipe is not None:  # reports progress to the watchdog
                 self.pipe.tick()
         if self.pipe is None or self.pipe.stage == self.pipe.num_stages - 1:
             hidden = as_tensor(self.norm(stream))
@@ -98,27 +97,27 @@ class Model(nn.Module):
         return hidden_TD
 
     def begin(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream as the first layer that is here gets it."""
+        """The residual stream at the input of this rank's first layer."""
         if self.pipe is None or self.pipe.stage == 0:
             return self.embed(tokens_T, step)
         return ResidualStream(self.pipe.take(len(tokens_T), self.config.hidden_size, self.dtype))
 
     def embed(self, tokens_T: torch.Tensor, step: StepContext) -> ResidualStream:
-        """The residual stream as the first layer gets it: the tokens' embeddings."""
+        """The residual stream at the input of layer 0: the tokens' embeddings."""
         x_TD = self.embedding(tokens_T)
         if self.outer is not None:
             x_TD = self.outer.add_embedded(x_TD, tokens_T, self.embedding.factor)
         return ResidualStream(x_TD)
 
     def with_layers(self, numbers: Iterable[int]) -> Self:
-        """A view of this model that has some of its layers, and shares all weights with it."""
+        """A view of this model with some of its layers; the weights are shared."""
         view = copy(self)
         view._modules = dict(self._modules)
         view.layers = nn.ModuleList(self.layers[number] for number in numbers)
         return view
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Return [S, V] for those rows of `forward`'s result that need them."""
+        """Return [S, V], the logits of some rows of `forward`'s result."""
         if hidden_SD.shape[1] == self.config.hidden_size:
             logits_SV = as_tensor(self.head(hidden_SD))
         else:
@@ -132,12 +131,12 @@ class Model(nn.Module):
 
 
 def norm_of(config: ModelConfig) -> RMSNorm:
-    """A norm of the residual stream."""
+    """Make a norm of the residual stream."""
     return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset)
 
 
 def layer_rotaries(config: ModelConfig) -> list[Rotary]:
-    """The rotary tables of each layer; layers that turn alike share theirs."""
+    """The rotary tables of each layer; layers with the same rotation share them."""
 
     @cache
     def rotary_of(head_dim: int, *, is_still: bool, is_local: bool) -> Rotary:
@@ -160,7 +159,7 @@ def layer_rotaries(config: ModelConfig) -> list[Rotary]:
 
 
 def make_rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
-    """The rotary tables of one base, stretched as the config says, for texts up to `config.context_len`."""
+    """Make the rotary tables of one base and scaling, for sequences up to `config.context_len`."""
     size, scale, query_P = config.rotary_dim or config.head_dim, 1.0, None
     if scaling is not None:
         original, scale = scaling.original_context_len, scaling.attention_factor

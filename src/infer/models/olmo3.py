@@ -1,7 +1,7 @@
 """OLMo 3: OLMo 2's block, in which three layers see a sliding window, and the fourth everything.
 
-Positions beyond the trained context are scaled in the layers that see everything, and only there: the others
-never look further than their window.
+Only layers without a window scale their rotary positions beyond the trained context: the others never look
+further back than their window.
 """
 
 from __future__ import annotations

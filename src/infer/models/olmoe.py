@@ -1,8 +1,8 @@
 """OLMoE: Llama's block with experts in every layer, and queries and keys normalised as OLMo 2 does it.
 
 projection_norm   all queries of a token are normalised together, and so are its keys
-clip_qkv          then queries, keys and values are cut off at this size, if the config names one
-norm_topk_prob    false in published models: weights of experts are probabilities among all 64
+clip_qkv          if set, queries, keys and values are then clamped to [-clip_qkv, clip_qkv]
+norm_topk_prob    false in published models: expert weights are probabilities over all 64 experts
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama's block, with fused matrices in the file.
 
 qkv_proj, gate_up_proj   the rows of q, k, v and of gate, up, one after the other
-longrope                 positions beyond the trained context; older files call it su, or yarn
-partial rotation         Phi-4-mini turns the first three quarters of a head
+longrope                 positions beyond the trained context; older files call it su or yarn
+partial rotation         Phi-4-mini rotates the first three quarters of a head
 
-A missing `sliding_window` means that there is none; where it is given, every layer has it.
+If `sliding_window` is set, every layer has that window; otherwise none has one.
 """
 
 from __future__ import annotations

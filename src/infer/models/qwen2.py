@@ -25,7 +25,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 def read_windowed_config(
     raw: RawConfig, *, family: str, default_head_dim: int | None = None, attention_bias: bool | None = None
 ) -> ModelConfig:
-    """Llama's keys, and Qwen's for windows: whether there is one, and from which layer on."""
+    """Read Llama's keys, and Qwen's for windows: `use_sliding_window` and the first layer that has one."""
     window = read_window(raw) if raw.flag("use_sliding_window", default=False) else None
     first = raw.get("max_window_layers")  # may be 0, unlike a size: then every layer slides
     if window is not None and first != 0:

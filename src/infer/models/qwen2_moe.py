@@ -2,8 +2,8 @@
 
     y = sum over the chosen experts  +  sigmoid(shared_expert_gate x) * shared_expert(x)
 
-`norm_topk_prob`, `decoder_sparse_step` and `mlp_only_layers` mean what they mean in Qwen 3 MoE. A config that
-switches a window on without naming its layers means every second one, up to `max_window_layers`.
+`norm_topk_prob`, `decoder_sparse_step` and `mlp_only_layers` mean the same as in Qwen 3 MoE. A config that
+switches a window on without listing the layers gives it to every second one, up to `max_window_layers`.
 """
 
 from __future__ import annotations

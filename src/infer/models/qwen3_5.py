@@ -4,22 +4,22 @@
               └──────────────────────────────────────┘ └───────────────────────────┘
 
     linear attention    a state in place of keys and values (layers/delta.py)
-    full attention      Qwen 3's, but only a quarter of each head turns with its position; the projection
-                        of queries has a gate after each head, and the result is multiplied by its sigmoid
+    full attention      Qwen 3's, but only a quarter of each head rotates; the query projection has a gate
+                        after each head, and attention's output is multiplied by the gate's sigmoid
     norms               weights are stored centred on zero, except the one after linear attention
 
-Kernels turn pairs (i, i + H/2) of a whole head. Here pairs are (i, i + R/2) of its first R numbers, so
-queries and keys are put in an order in which these are the kernels' pairs, and all others turn by nothing:
+Kernels rotate pairs (i, i + H/2) of a whole head. Here pairs are (i, i + R/2) of its first R channels. So the
+channels of queries and keys are reordered such that these become the kernels' pairs; all others rotate by 0:
 
-    as stored    a0 a1 b0 b1 c0 c1 c2 c3        R = 4 of H = 8: a turns with b, c does not turn
+    as stored    a0 a1 b0 b1 c0 c1 c2 c3        R = 4 of H = 8: a rotates with b, c does not rotate
     in order     a0 a1 c0 c1 b0 b1 c2 c3
 
-Scores are sums over a head, so no order changes them.
+Scores are sums over the channels of a head, so the order does not change them.
 
-Text positions are the same on all axes that rotate images, so the rotation is the plain one.
+The multimodal rotation has several axes; text has the same position on all of them, so it rotates as usual.
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
-R numbers of it that turn, X = 2 N H + 2 G H.
+R channels of a head that rotate, X = 2 N H + 2 G H.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from infer.models.weight_map import Target, WeightMap, nested
 from infer.quant.projection import PendingProduct
 from infer.quant.residual import NormedInput, as_tensor
 
-_DEFAULTS = {  # the reference's: published configs leave out what equals them
+_DEFAULTS = {  # defaults of the reference, which published configs leave out
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -102,7 +102,7 @@ def _read_delta(keys: RawConfig, num_layers: int) -> DeltaConfig:
 
 
 class GatedAttention(SelfAttention):
-    """Attention in which a part of each head turns, and whose output is gated."""
+    """Attention that rotates a part of each head and gates its output."""
 
     def __init__(self, config: ModelConfig, layer: int, rotary: Rotary) -> None:
         super().__init__(config, layer, rotary)
@@ -148,7 +148,7 @@ class Qwen35(Mixtral):
 
     @staticmethod
     def delta_parts(delta: DeltaConfig) -> tuple[dict[str, int], list[int] | None]:
-        """The matrices that linear attention reads its input with, and the order of their rows."""
+        """The rows of each input matrix of linear attention, and the order of all rows; None: unchanged."""
         num_values = delta.num_value_heads
         sizes = delta.num_channels, num_values * delta.value_dim, num_values, num_values
         return dict(zip(("qkv", "z", "b", "a"), sizes, strict=True)), None
@@ -174,7 +174,7 @@ TEXT_MAP: WeightMap = {
 
 
 def with_prefixes(names: WeightMap) -> WeightMap:
-    """The map of a checkpoint whose text part has these names, alone or next to a part for images."""
+    """The weight map of a checkpoint whose text part has these names, with or without a vision part."""
     prefixes, drafting = ("model", "model.language_model"), "mtp.*"
     return nested(names, prefixes, ignored=("model.visual.*", drafting))
 

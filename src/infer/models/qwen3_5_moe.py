@@ -27,7 +27,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 def read_hybrid_moe_config(keys: RawConfig, *, family: str) -> ModelConfig:
     """Read the keys that the families of this block with experts share."""
     size = keys.size("moe_intermediate_size", default=512)
-    # layers without experts, if there are any, have a size of their own
+    # layers without experts, if there are any, have their own MLP size
     shared = read_hybrid_config(keys.with_defaults(intermediate_size=size), family=family)
     experts = read_experts(
         keys,

@@ -1,6 +1,6 @@
 """Qwen 3 MoE: Qwen 3's attention and Mixtral's experts, smaller and more of them (8 of 128).
 
-norm_topk_prob        whether the weights of a token's experts are made to add up to 1
+norm_topk_prob        true: the weights of a token's experts are scaled to sum to 1
 decoder_sparse_step   every n-th layer has experts; n is 1 in all published models
 mlp_only_layers       layers that have a plain MLP of `intermediate_size`; none in published models
 """
@@ -45,7 +45,7 @@ def read_dense_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 
 
 # fmt: off
-EXPERTS: WeightMap = {  # one by one, and stacked
+EXPERTS: WeightMap = {  # separate experts, then stacks
     "model.layers.{}.mlp.experts.{}.gate_proj":   Target("layers.{}.mlp.gate_up", part="gate"),
     "model.layers.{}.mlp.experts.{}.up_proj":     Target("layers.{}.mlp.gate_up", part="up"),
     "model.layers.{}.mlp.experts.{}.down_proj":   Target("layers.{}.mlp.down"),

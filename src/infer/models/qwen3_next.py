@@ -3,7 +3,7 @@
     in_proj_qkvz    for each key head: q, k, then v and z of the value heads that it serves
     in_proj_ba      for each key head: b and a of these value heads
 
-A product with these matrices is put in the order that layers/delta.py has: all q, all k, all v, z, b, a.
+The products are reordered as layers/delta.py expects: all q, all k, all v, z, b, a.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 class Qwen3Next(Qwen35):
-    """Qwen 3.5's stack with other matrices in front of linear attention."""
+    """Qwen 3.5's stack with other input matrices in linear attention."""
 
     @staticmethod
     def delta_parts(delta: DeltaConfig) -> tuple[dict[str, int], list[int] | None]:
-        """The matrices that linear attention reads its input with, and the order of their rows."""
+        """The rows of each input matrix of linear attention, and the order of all rows."""
         num_served = delta.num_value_heads // delta.num_key_heads
         values = num_served * delta.value_dim
         sizes = delta.key_dim, delta.key_dim, values, values

@@ -1,7 +1,7 @@
-"""Read the keys of a `config.json` without ever trusting them.
+"""Read the keys of a `config.json`, which is untrusted input.
 
-A checkpoint's config is other people's input. Each family asks for the keys it knows through one
-`RawConfig`, which gives back a checked value or an error that names the key:
+Each family reads its keys through a `RawConfig`, which returns a checked value or raises an error that names
+the key:
 
     CheckpointError    the file is broken: a key is missing, has the wrong type, or cannot be true
     ConfigError        the file is fine, but asks for something this package does not do
@@ -22,10 +22,10 @@ from infer.models.config import RopeScaling
 MAX_SIZE = 2**24  # far above any real model: a larger size is a damaged file, not a network
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 4096
-MAX_STRETCH = 4096.0  # multiple of the trained context
+MAX_STRETCH = 4096.0  # largest context length as a multiple of the trained one
 DEFAULT_WINDOW = 4096  # value of a missing key in the references of all families
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-LAYER_TYPES = ("full_attention", "sliding_attention")  # a layer that does not slide, and one that does
+LAYER_TYPES = ("full_attention", "sliding_attention")  # layers without and with a window
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -43,12 +43,12 @@ class RawConfig:
         self.where = where
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
-        """A copy of the config in which keys that are absent or null have these defaults."""
+        """A copy of the config with these values for keys that are absent or null."""
         given = {name: value for name, value in self.raw.items() if value is not None}
         return RawConfig(defaults | given, self.where)
 
     def without(self, *names: str) -> RawConfig:
-        """A copy of the config that lacks these keys."""
+        """A copy of the config without these keys."""
         return RawConfig({key: self.raw[key] for key in self.raw if key not in names}, self.where)
 
     def get(self, *names: str) -> Any:
@@ -120,7 +120,7 @@ class RawConfig:
         return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
     def refuse(self, name: str, why: str) -> None:
-        """Fail if a key is set (not null, not false) whose meaning this package does not implement."""
+        """Raise an error if a key for an unsupported feature is set (neither null nor false)."""
         if self.get(name) not in (None, False):
             raise ConfigError(f"{self._key((name,))} is {self.get(name)!r}: {why}")
 
@@ -129,7 +129,7 @@ class RawConfig:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.where} has no {' or '.join(map(repr, names))}, which is mandatory")
+            raise CheckpointError(f"{self.where} has no {' or '.join(map(repr, names))}, which is required")
         return value
 
     def _key(self, names: tuple[str, ...]) -> str:
@@ -163,7 +163,7 @@ def read_head_dim(raw: RawConfig, hidden_size: int, num_heads: int, default: int
 
 
 def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling: from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    """Read base and scaling from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
     section = rope_section(raw)
     theta = raw.number("rope_theta", default=10_000.0)
     theta = section.number("rope_theta", default=theta)
@@ -175,9 +175,9 @@ def read_rope(raw: RawConfig, context_len: int, rotary_dim: int) -> tuple[float,
 def read_two_ropes(
     raw: RawConfig, context_len: int, head_dim: int, *, theta: float, local_theta: float
 ) -> tuple[float, float, RopeScaling | None]:
-    """Base of the layers that see everything, base of windowed layers, and the scaling of the former.
+    """Read the base of layers without a window, the base of layers with one, and the scaling of the former.
 
-    Newer configs have a section for each kind of layer; in older ones the scaling is never for windows.
+    Newer configs have a section for each kind of layer; in older ones windowed layers are never scaled.
     """
     theta = raw.number("rope_theta", default=theta)
     if raw.get("rope_parameters") is None:
@@ -190,7 +190,7 @@ def read_two_ropes(
         )
     of_global, of_local = both.section("full_attention"), both.section("sliding_attention")
     for section in (of_global, of_local):
-        read_rotary_dim(section, head_dim)  # refuses heads that turn in part
+        read_rotary_dim(section, head_dim)  # raises an error if only a part of each head rotates
     if read_rope_scaling(of_local, context_len, head_dim) is not None:
         raise ConfigError(
             f"rope scaling in {of_local.where} is not supported: only global layers may have it"
@@ -203,25 +203,25 @@ def read_two_ropes(
 
 
 def rope_section(raw: RawConfig) -> RawConfig:
-    """The section on rotary positions of a config, in the newer place or in the older one."""
+    """The rope section of a config: `rope_parameters`, or the older `rope_scaling`."""
     return raw.section("rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling")
 
 
 def read_rotary_dim(raw: RawConfig, head_dim: int, *, default: float | None = None) -> int:
-    """The channels of a head that turn; a `default` share, or None for a family whose whole heads turn."""
+    """The number of channels of a head that rotate; `default` is a share, None: the family rotates all."""
     section = rope_section(raw)
     share = raw.number("partial_rotary_factor", default=default or 1.0)
     share = section.number("partial_rotary_factor", default=share)
     if default is None and share != 1.0:
         raise ConfigError(
-            f"partial_rotary_factor in {section.where} is {share:g}, which is not supported: in this family "
-            "the whole head turns"
+            f"partial_rotary_factor in {section.where} is {share:g}, which is not supported: this family "
+            "rotates the whole head"
         )
     rotary_dim = int(head_dim * min(share, 2.0))
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise CheckpointError(
             f"partial_rotary_factor in {raw.where} is {share:g}, so {rotary_dim} of {head_dim} channels "
-            "turn; an even number of them must"
+            "rotate; an even number of them must"
         )
     return rotary_dim
 
@@ -229,9 +229,9 @@ def read_rotary_dim(raw: RawConfig, head_dim: int, *, default: float | None = No
 def read_rope_scaling(
     section: RawConfig, context_len: int, rotary_dim: int, *, top: RawConfig | None = None
 ) -> RopeScaling | None:
-    """The scaling that one rope section describes, or None for plain rotary positions.
+    """Read the scaling of one rope section; None: plain rotary positions.
 
-    A trained context that the `top` of the config names counts more than the section's.
+    A trained context length at the `top` of the config overrides the section's.
     """
     kind = section.get("rope_type", "type")
     if kind is None:
@@ -247,7 +247,9 @@ def read_rope_scaling(
         return RopeScaling(kind=kind, factor=section.number("factor"))
     if kind == "dynamic":
         if rotary_dim == 2:
-            raise CheckpointError(f"{section.where} is dynamic, which heads of one pair cannot be")
+            raise CheckpointError(
+                f"{section.where} is dynamic, which needs heads with more than one rotated pair"
+            )
         return RopeScaling(kind=kind, factor=_read_stretch(section), original_context_len=context_len)
     name = "original_max_position_embeddings"
     original = section.size(name, default=context_len)
@@ -279,7 +281,7 @@ def read_rope_scaling(
 
 
 def _read_stretch(section: RawConfig, default: float | None = None) -> float:
-    """The longest text as a multiple of the trained context."""
+    """Read the longest context as a multiple of the trained one."""
     factor = section.number("factor", default=default)
     if factor > MAX_STRETCH:
         raise CheckpointError(f"'factor' in {section.where} must be at most {MAX_STRETCH}, got {factor!r}")
@@ -303,7 +305,7 @@ def _read_llama3(section: RawConfig, original_context_len: int) -> RopeScaling:
 
 
 def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
-    """The attention factor of yarn: given, or from the stretch and its two weights."""
+    """The attention factor of yarn: as given, or computed from the stretch and two `mscale` keys."""
 
     def sharpening(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -315,7 +317,7 @@ def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
 
 
 def read_window(raw: RawConfig, *, default: int | None = DEFAULT_WINDOW) -> int | None:
-    """The sliding window in tokens. Here null differs from absent: it switches the window off."""
+    """Read the sliding window in tokens. Unlike an absent key, null switches the window off."""
     is_off = default is None or "sliding_window" in raw.raw
     if is_off and raw.get("sliding_window") is None:
         return None
@@ -325,7 +327,7 @@ def read_window(raw: RawConfig, *, default: int | None = DEFAULT_WINDOW) -> int 
 def read_windows(
     raw: RawConfig, num_layers: int, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """The window of each layer that slides: by `layer_types`, or by the family's rule; () if none does."""
+    """The window of each layer, by `layer_types` or by the family's rule; (): no layer has one."""
     types = raw.get("layer_types")
     if types is None:
         types = [LAYER_TYPES[slides(layer)] for layer in range(num_layers)]

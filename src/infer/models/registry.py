@@ -1,7 +1,7 @@
-"""The families that this package can run, and the search for the one that a checkpoint belongs to.
+"""The model families that this package can run, and the lookup of a checkpoint's family.
 
 A family is four facts: its names in checkpoints, how to read its config, how to build its network, and
-which checkpoint tensor goes where. Adding a model is one file and one row (docs/adding-a-model.md).
+where each checkpoint tensor goes. A new model is one file and one row here (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint, from its config's `architectures` or, without one, its `model_type`.
+    """Find the family of a checkpoint by its config's `architectures`, or by `model_type` if there are none.
 
-    An embedding model (`Qwen3Model`) or a classifier (`Qwen3ForSequenceClassification`) has one as well.
+    Embedding models (`Qwen3Model`) and classifiers (`Qwen3ForSequenceClassification`) are found, too.
     """
     for section in (raw, raw.get("text_config")):
         if isinstance(section, Mapping) and section.get("is_causal") is False:
             raise ConfigError(
-                "'is_causal' in config.json is false: tokens see those behind them, which is not supported"
+                "'is_causal' in config.json is false: attention to later tokens is not supported"
             )
     architectures = read_architectures(raw)
     model_type = raw.get("model_type")
@@ -144,8 +144,10 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 
 def get_family(name: str) -> Family:
-    """The family that a `ModelConfig.family` names; one without a file here is refused."""
+    """Return the family of a `ModelConfig.family`; a model that transformers' code runs has none."""
     found = next((family for family in FAMILIES if family.name == name), None)
     if found is None:
-        raise ConfigError(f"{name} runs with the code of transformers; this needs a family with a file here")
+        raise ConfigError(
+            f"{name} runs with the code of transformers; this feature needs a family of this package"
+        )
     return found

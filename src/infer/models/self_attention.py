@@ -1,12 +1,12 @@
-"""Self-attention as every family with rotary positions has it.
+"""Self-attention of all families with rotary positions.
 
     x ──► qkv ──► norm and rotate the heads, fill the cache ──► attend ──► out
 
-The second box is one pass over the projection (kernels/elementwise/heads.py). Where the step can do it, the
-second and the third are one kernel (`attend_projected`).
+The second part is one pass over the projection (kernels/elementwise/heads.py). If the step supports it, one
+kernel computes the second and the third part (`attend_projected`).
 
-OLMo normalises all queries of a token together, and all keys, while the kernels normalise one head at a time.
-So two separate norms come before the box.
+The kernels normalise one head at a time. OLMo normalises all queries of a token together, and all keys, so it
+has two separate norms before the second part.
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, N query heads, G kv heads, H head size,
 X = (N + 2 G) H, Y rows of one part.
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         return y_TD
 
     def look(self, x_TD: torch.Tensor | NormedInput, step: StepContext) -> torch.Tensor:
-        """The values that each token sees, [T, N, H], when its own key and value are cached."""
+        """Cache the tokens' keys and values, then return the output of attention, [T, N, H]."""
         qkv_TX = as_tensor(self.qkv(x_TD))
         norm_weights = (self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None
         if norm_weights is not None and self.norms_projection:

@@ -1,21 +1,21 @@
-"""Any decoder that the installed `transformers` can run: its code for the network, ours for everything else.
+"""Any decoder that the installed `transformers` can run: its code runs the network, ours everything else.
 
     tokens_T ──► base model of transformers ──► hidden_TD        all sequences as one row, [1, T]
                      │ each attention module
                      └──► our attention function ──► step.attend        paged cache, batching, prefix cache
     hidden_SD ──► tail of its own forward: head, scales, soft caps ──► logits_SV
 
-Attention is the only link: a module hands queries, keys and values of a step's tokens to the function that is
-registered under a name, and gets attention's output back. No cache of transformers exists.
+Attention is the only link: we register a function under a name, each attention module passes it the queries,
+keys and values of the step's tokens, and it returns attention's output. There is no cache of transformers.
 
-A model's demands on attention are not guessed from its config: the network is built without memory and run
-once on two tokens (`probe`). Each layer shows its heads and its scale, and the mask that transformers would
-build for it is asked which positions it lets through, which gives the window. A model that wants anything
-else is refused by name, before a weight is read: another mask, heads that differ between layers, an argument
-that our attention does not know, a layer that keeps state of its own.
+What a model needs from attention is not guessed from its config: the network is built without memory and run
+once on two tokens (`probe`). Each layer shows its heads and its scale. The window follows from the mask
+function that transformers would use: it is asked which positions it lets through. A model that needs anything
+else is refused, with the reason, before a weight is read: another mask, heads that differ between layers, an
+argument that our attention does not have, a layer with a state.
 
-Logits are made by the model's own forward, whose base model is replaced by one that returns the hidden states
-that are there already: so a scale or a soft cap after the head is never forgotten.
+Logits come from the model's own forward, with its base model replaced by one that returns the hidden states
+computed before. So a scale or a soft cap after the head is never forgotten.
 
 Only code of the installed package runs. A checkpoint's own Python is never run.
 
@@ -51,18 +51,18 @@ log = logging.getLogger(__name__)
 IMPL = "transformers"
 INSTALL = "pip install 'infer[transformers]'"
 STEP, PROBE = "infer", "infer_probe"  # names of our attention functions in transformers
-FAR = 1 << 40  # a position that no window reaches back from
+FAR = 1 << 40  # a distance beyond any window
 HARMLESS = frozenset(  # arguments of attention that do not change its result
     {"dropout", "sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "layer_idx",
      "output_attentions", "output_hidden_states", "return_dict", "position_embeddings"}
 )  # fmt: skip
-MIXED = 0.1  # share of a hidden state's length: a difference too large for rounding
+MIXED = 0.1  # relative difference of hidden states that is too large for rounding
 LAYER_TYPES = ("full_attention", "sliding_attention")
-SWITCHING_ROPE = ("dynamic", "longrope")  # kinds that turn all sequences by the longest one of a batch
+SWITCHING_ROPE = ("dynamic", "longrope")  # kinds that rotate all sequences by the longest one of a batch
 
 
 class Layer(NamedTuple):
-    """The demands of one attention layer."""
+    """The attention parameters of one layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -74,19 +74,19 @@ class Layer(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Stands for a mask while a network is probed: how far back it lets tokens see."""
+    """Takes the place of a mask while a network is probed; holds how far back the mask lets tokens see."""
 
     window: int | None
 
     def __getattr__(self, name: str) -> object:
-        """Refuse a network that changes its mask."""
+        """Refuse a network that reads its mask."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ConfigError("it computes with the attention mask, which belongs to the engine here")
+        raise ConfigError("it computes with the attention mask, but the engine does not build one")
 
 
 class ForwardPass:
-    """The step that a network computes, which its attention modules find here; in a probe, its layers."""
+    """The current step, for the attention modules of a network; in a probe, the layers found so far."""
 
     def __init__(self) -> None:
         self.step: StepContext | None = None
@@ -108,7 +108,7 @@ class Made:
 
 
 class Tail(nn.Module):
-    """Takes the place of a base model: returns hidden states that are there already."""
+    """Takes the place of a base model; returns hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,15 +125,15 @@ class Tail(nn.Module):
 
 
 class NoHead(nn.Module):
-    """Stands for the head that this kind of model does not have: nothing is unpacked for it."""
+    """Takes the place of our head, which this kind of model does not have."""
 
     @property
     def stored(self) -> NoHead:
-        """The object that keeps its weights; it has none."""
+        """The object that keeps the weights, of which there are none."""
         return self
 
     def scratch_bytes(self, num_rows: int) -> int:
-        """The bytes that unpacking its weights takes."""
+        """The bytes needed to unpack the weights: none."""
         return 0
 
 
@@ -141,7 +141,7 @@ class TransformersModel(Model):
     """A causal language model of transformers as a `Model`; it has none of our own layers."""
 
     def __init__(self, config: ModelConfig, network: Any, forward: ForwardPass) -> None:
-        """Take a network whose attention finds `forward`; its base model is taken out of it."""
+        """Split a network, whose attention modules have `forward`, into its base model and the rest."""
         nn.Module.__init__(self)
         self.config, self._forward = config, forward
         self.base, self.rest = network.base_model, network
@@ -174,7 +174,7 @@ class TransformersModel(Model):
 
 
 class ForeignModel(NamedTuple):
-    """A checkpoint that transformers' code runs: its config, and how it is built and loaded."""
+    """A checkpoint that transformers' code runs: its config, and functions that build and load it."""
 
     config: ModelConfig
     build: Callable[[ModelConfig], Model]
@@ -182,7 +182,7 @@ class ForeignModel(NamedTuple):
 
 
 def open_foreign(path: Path, raw: Mapping[str, Any], why: str) -> ForeignModel:
-    """Read a checkpoint for transformers' code, or refuse it by name; `why` says why ours does not run it."""
+    """Prepare a checkpoint for transformers' code or refuse it; `why`: why our code does not run it."""
     try:
         import transformers
     except ImportError:
@@ -203,7 +203,7 @@ def open_foreign(path: Path, raw: Mapping[str, Any], why: str) -> ForeignModel:
 
 
 def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tuple[Any, type[Any]]:
-    """The config and the class of a checkpoint; what is plainly impossible is refused here."""
+    """Return the config and the class of a checkpoint; refuse it if its config shows that it cannot run."""
     if raw.get("quantization_config"):
         raise ConfigError("its weights are quantized; use the checkpoint in plain numbers")
     try:
@@ -214,23 +214,23 @@ def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tupl
         raise ConfigError(f"{_first_line(error)}") from None
     if (path if path.is_dir() else path.parent).joinpath("adapter_config.json").exists():
         raise ConfigError(
-            "it has an adapter_config.json beside it; move that away, and name it as an adapter"
+            "its directory has an adapter_config.json as well; move the adapter to another directory"
         )
     hf_config._experts_implementation = None  # a name in the file may stand for code that is downloaded
     name = f"model_type {hf_config.model_type}"
     nested = [key for key in ("vision_config", "audio_config") if getattr(hf_config, key, None) is not None]
     if nested or getattr(hf_config, "is_encoder_decoder", False):
         what = "an encoder and a decoder" if not nested else "a part for images or sound"
-        raise ConfigError(f"{name} has {what}, and decoders of text alone can be served")
+        raise ConfigError(f"{name} has {what}; only text decoders are supported")
     other = set(getattr(hf_config, "layer_types", None) or ()) - set(LAYER_TYPES)
     if other:
         raise ConfigError(
-            f"{name} has layers of the kind {', '.join(sorted(other))}; only full and sliding ones are served"
+            f"{name} has layers of the kind {', '.join(sorted(other))}; only full and sliding are supported"
         )
     ropes = _rope_types(getattr(hf_config, "rope_parameters", None))
     if switching := ropes.intersection(SWITCHING_ROPE):
         raise ConfigError(
-            f"its rotary positions ({', '.join(switching)}) follow the longest sequence of a batch"
+            f"its rotary positions ({', '.join(switching)}) depend on the longest sequence of a batch"
         )
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if cls is None:
@@ -238,7 +238,9 @@ def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tupl
     if getattr(cls, "_is_stateful", False):
         raise ConfigError(f"{cls.__name__} keeps a state besides keys and values")
     if not cls.is_backend_compatible():
-        raise ConfigError(f"{cls.__name__} computes attention by itself, and offers no place for ours")
+        raise ConfigError(
+            f"{cls.__name__} computes attention by itself and cannot call another function for it"
+        )
     sizes = {key: getattr(hf_config, key, None) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
     for key, value in sizes.items():
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
@@ -256,7 +258,7 @@ def _rope_types(parameters: object) -> set[str]:
 
 
 def _build_meta(transformers: Any, hf_config: Any) -> Any:
-    """The network without memory, with the attention function that probes."""
+    """Build the network without memory, with the attention function that probes."""
     _register(transformers)
     shapes = importlib.import_module("torch._meta_registrations")
     assert callable(shapes.activate_meta)  # the question imports it, which client/imports.py puts off
@@ -270,12 +272,12 @@ def _build_meta(transformers: Any, hf_config: Any) -> Any:
 
 
 def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
-    """The demands of a network on attention, found by running it without memory on two tokens."""
+    """Find the attention parameters of a network by running it without memory on two tokens."""
     forward = ForwardPass()
     _share(network, forward)
     base = network.base_model
     if base is network or "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ConfigError("its forward takes no positions of tokens")
+        raise ConfigError("it has no base model whose forward takes position_ids")
     try:
         with torch.no_grad(), torch.device("meta"):
             ids, mask = torch.zeros((1, 2), dtype=torch.int64), torch.ones((1, 2), dtype=torch.int64)
@@ -287,9 +289,9 @@ def probe(network: Any, hf_config: Any, raw: Mapping[str, Any]) -> ModelConfig:
     layers = [forward.layers.get(number) for number in range(hf_config.num_hidden_layers)]
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or forward.num_calls != len(layers):
-        raise ConfigError(f"{len(found)} of its {len(layers)} layers ask for attention, each once")
+        raise ConfigError(f"{len(found)} of its {len(layers)} layers call attention; each must, exactly once")
     if len({(layer[:3], layer.softcap, layer.has_sinks) for layer in found}) > 1:
-        raise ConfigError("its layers have heads of different numbers or sizes, or other soft caps or sinks")
+        raise ConfigError("its layers differ in the number or size of heads, in soft caps or in sinks")
     context_len = getattr(hf_config, "max_position_embeddings", None)
     if type(context_len) is not int or context_len < 1:
         raise ConfigError(f"max_position_embeddings is {context_len!r}, and must be a number of tokens")
@@ -330,7 +332,7 @@ def check_tail(model: Model) -> None:
 
 
 def _build(network: Any, config: ModelConfig) -> Model:
-    """A model without memory, for planning memory."""
+    """Make a model without memory, to plan the memory."""
     return TransformersModel(config, deepcopy(network).to(torch.get_default_dtype()), ForwardPass())
 
 
@@ -338,7 +340,7 @@ def _load(
     transformers: Any, path: Path, hf_config: Any, name: str, config: ModelConfig, dtype: torch.dtype,
     device: torch.device,
 ) -> Model:  # fmt: skip
-    """The model with its weights, which transformers itself reads, from safetensors files alone."""
+    """Let transformers load the model and its weights, from safetensors files only."""
     transformers.utils.logging.disable_progress_bar()
     try:
         network, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -361,7 +363,7 @@ def _load(
 
 
 class BlindStep(StepContext):
-    """A step in which tokens do not see each other: attention gives each its own query back."""
+    """A step in which tokens do not see each other: attention returns the queries."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
@@ -375,10 +377,10 @@ class BlindStep(StepContext):
 
 @torch.inference_mode()
 def check_tokens_apart(model: TransformersModel, device: torch.device) -> None:
-    """Refuse a network whose tokens reach each other by other means than attention: it would mix sequences.
+    """Refuse a network in which tokens affect each other outside attention: it would mix sequences.
 
-    Three tokens that see nothing must come out as each does by itself; a convolution or a recurrence shows in
-    all but the first. Two of them must differ: a choice of experts may fall the other way by rounding.
+    Three tokens run together, without attention, must give the same states as each token alone. A convolution
+    or a recurrence changes all but the first. One changed token is accepted: rounding may change its experts.
     """
     tokens_T, positions = torch.arange(1, 4, device=device), torch.tensor([5, 0, 9], device=device)
     tokens_T, positions = tokens_T % model.config.vocab_size, positions % model.config.context_len
@@ -386,9 +388,7 @@ def check_tokens_apart(model: TransformersModel, device: torch.device) -> None:
     alone = [model(tokens_T[i : i + 1], BlindStep(positions[i : i + 1]))[0].float() for i in range(3)]
     apart = torch.stack(alone)
     if int(((together - apart).norm(dim=-1) > MIXED * apart.norm(dim=-1)).sum()) > 1:
-        raise ConfigError(
-            "its tokens reach each other by another way than attention, which would mix sequences"
-        )
+        raise ConfigError("its tokens affect each other outside attention, which would mix sequences")
 
 
 def _layers_of(config: ModelConfig) -> list[Layer]:
@@ -410,9 +410,9 @@ def _attend(
     scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attend as the step does: q [1, N, T, H], k and v [1, G, T, H], the result [1, T, N, H].
+    """Attend in the current step: q [1, N, T, H], k and v [1, G, T, H], the result [1, T, N, H].
 
-    Where values are narrower than keys (latent attention), zeros widen them, since the cache has one size.
+    If values are narrower than keys (latent attention), they are padded with zeros: the cache has one size.
     """
     forward: ForwardPass = module.infer_forward
     assert attention_mask is None and forward.step is not None, "attention outside of a step, or with a mask"
@@ -435,7 +435,7 @@ def _record(
     scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Record the demands of a layer."""
+    """Record the attention parameters of a layer."""
     forward: ForwardPass = module.infer_forward
     forward.num_calls += 1
     _refuse_unknown(others)
@@ -443,7 +443,7 @@ def _record(
     if type(number) is not int or number in forward.layers:
         raise ConfigError(f"{type(module).__name__} does not say which layer it is")
     if not isinstance(attention_mask, Seen):
-        raise ConfigError(f"{type(module).__name__} masks scores in a way of its own")
+        raise ConfigError(f"{type(module).__name__} has its own mask of scores")
     if k.shape[:-1] != v.shape[:-1] or not q.shape[-1] == k.shape[-1] >= v.shape[-1]:
         raise ConfigError(f"{type(module).__name__} has queries, keys and values whose sizes do not match")
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -456,14 +456,14 @@ def _record(
 
 
 def _refuse_unknown(given: Mapping[str, object]) -> None:
-    """Refuse arguments that would change what attention computes."""
+    """Refuse arguments that would change the result of attention."""
     unknown = [name for name, value in given.items() if value is not None and name not in HARMLESS]
     if unknown:
-        raise ConfigError(f"its attention takes {', '.join(sorted(unknown))}, which ours does not know")
+        raise ConfigError(f"its attention takes {', '.join(sorted(unknown))}, which are not supported")
 
 
 def _read_mask(*_: object, mask_function: Callable[..., Any], **__: object) -> Seen:
-    """Ask a mask which positions it lets through; one that is neither causal nor a window is refused."""
+    """Find the window of a mask by asking which positions it lets through; refuse any other kind of mask."""
 
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(*(torch.tensor(number, device="cpu") for number in (0, 0, query, key))))
@@ -472,18 +472,18 @@ def _read_mask(*_: object, mask_function: Callable[..., Any], **__: object) -> S
         raise ConfigError("its attention is not causal")
     if sees(FAR, 0):
         return Seen(None)
-    near, far = 0, FAR  # distances: seen, and not seen
+    near, far = 0, FAR  # distances that are seen, and not seen
     while far - near > 1:
         middle = (near + far) // 2
         near, far = (middle, far) if sees(FAR, FAR - middle) else (near, middle)
     for query in (FAR + 1, FAR + far // 2, FAR + far - 1):  # a window moves with the query, a chunk does not
         if not sees(query, query - near) or sees(query, query - far):
-            raise ConfigError("its attention sees chunks of the text, which ours does not")
+            raise ConfigError("its attention sees chunks of the text, which is not supported")
     return Seen(far)
 
 
 def _share(network: nn.Module, forward: ForwardPass) -> None:
-    """Give every module the forward: attention functions are given their module and nothing else."""
+    """Store the `ForwardPass` in every module: the module is all that attention functions are given."""
     for module in network.modules():
         module.__dict__["infer_forward"] = forward
 

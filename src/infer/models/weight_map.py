@@ -1,4 +1,4 @@
-"""Weight maps: tables from the modules of a checkpoint to our modules.
+"""Weight maps: tables that map the modules of a checkpoint to our modules.
 
     "model.layers.{}.self_attn.q_proj": Target("layers.{}.attention.qkv", part="q")
 
@@ -6,7 +6,7 @@ means: the module q_proj of layer i fills part "q" of our fused module qkv of la
 *modules*; the last part of a tensor's name, its leaf (`weight`, `bias`, `qweight`, `scales`, ...), belongs to
 the format of the file, so one table serves every format of a family.
 
-A module of a mixture of experts has two numbers, its layer's and its expert's; ours is one stack of all
+The name of an expert's module has two numbers, its layer's and its expert's. Our module is one stack of all
 experts, so the second number becomes the target's `expert`. A checkpoint may also hold the stack itself:
 
     "model.layers.{}.mlp.experts.{}.up_proj": Target("layers.{}.mlp.gate_up", part="up")     expert 5: [F, D]
@@ -47,9 +47,9 @@ WeightMap = Mapping[str, Target]
 def nested(
     names: WeightMap, prefixes: Iterable[str], *, heads: Iterable[str] = ("lm_head",), ignored: Iterable[str]
 ) -> WeightMap:
-    """The map of a checkpoint that may hold more than text: each prefix may stand in place of "model".
+    """The map of a checkpoint that may be multimodal: each prefix may take the place of "model".
 
-    `heads`: names of the matrix to the logits; `ignored`: modules that are not read.
+    `heads`: names of the LM head; `ignored`: modules that are not read.
     """
     inner = {name.removeprefix("model."): target for name, target in names.items() if name != "lm_head"}
     text = {f"{prefix}.{name}": target for prefix in prefixes for name, target in inner.items()}
@@ -57,7 +57,7 @@ def nested(
 
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
-_MAX_DIGITS = 9  # digits of an expert's number; a longer one is cut, and still beyond any model
+_MAX_DIGITS = 9  # digits of an expert's number that are read; more would be beyond any model, too
 
 
 def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
@@ -81,7 +81,7 @@ def find_target(tensor_name: str, weight_map: WeightMap) -> tuple[Target, str]:
 
 
 def names_an_expert(key: str, target: Target) -> bool:
-    """Return True if a row is for tensors of single experts: its key has one number more than its target."""
+    """Return True if a row maps single experts: its key has one number more than its target."""
     return not target.ignored and key.count("{}") == 2 and target.module.count("{}") == 1
 
 

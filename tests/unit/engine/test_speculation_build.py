@@ -36,9 +36,9 @@ def make_head(folder: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize(
     ("fields", "method", "says"),
     [
-        ({"draft_vocab_size": 32}, "auto", "must be 1: heads of more are not supported"),
-        ({"speculators_model_type": "eagle3"}, "auto", "must be 1: heads of more are not supported"),
-        ({}, "eagle3", "must be 1: heads of more are not supported"),
+        ({"draft_vocab_size": 32}, "auto", "must be 1: heads with more layers are not supported"),
+        ({"speculators_model_type": "eagle3"}, "auto", "must be 1: heads with more layers are not supported"),
+        ({}, "eagle3", "must be 1: heads with more layers are not supported"),
         ({"num_hidden_layers": 1, "vocab_size": 7}, "eagle3", "made for a vocabulary of 7 tokens"),
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
