@@ -1,16 +1,16 @@
 """Matrices with LoRA adapters: a wrapper around the projection of a layer, whatever its scheme.
 
-    y = W x                        rows without an adapter, as if there were no wrapper
+    y = W x                        rows without an adapter: the wrapper changes nothing
     y = W x + B[s] (A[s] x)        rows whose adapter is in slot s
 
-The slots of the rows are the same for all matrices of a step, so the device half sets them once, in the
-*bank*. If no row has an adapter, the wrapper only calls its projection, fused kernels and recorded programs
-included, and the step costs nothing extra. A few rows with adapters on a GPU keep the fused kernels, too: a
-launch before each computes A x, and B adds columns to W (linear/wgmma.py).
+All matrices of a step have the same slots for its rows, so the slots are set once per step, in the *bank*. If
+no row has an adapter, the wrapper only calls its projection, with fused kernels and recorded programs, and
+the step costs nothing extra. On a GPU a few rows with adapters keep the fused kernels: a launch before each
+of them computes A x, and B extends W by columns (linear/wgmma.py).
 
-After the last attention a step may continue with some of its rows (models/model.py), which `select` receives.
+After the last attention a step may keep only some of its rows (models/model.py): `select` is told which.
 
-Shapes:  T rows of the step, S of them that go on, K columns of a matrix, N rows.
+Shapes:  T rows of the step, S of them that are kept, K columns of a matrix, N rows.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ OUTER = ("embedding", "head")
 
 
 class AdapterRoom(NamedTuple):
-    """The room that a model has for adapters."""
+    """The memory that a model reserves for adapters."""
 
-    num_slots: int  # adapters at a time
-    rank: int  # the largest
+    num_slots: int  # number of adapters that are loaded at a time
+    rank: int  # the largest rank
     outer: frozenset[str] = frozenset()  # parts of `OUTER` that can be adapted, too
 
 
 class AdapterBank:
-    """The adapters of one model: a stack for each matrix, and the slots of the step that is computed."""
+    """The adapters of one model: a stack for each matrix, and the slots of the current step."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class AdapterBank:
         device: torch.device,
         whole: nn.Module,
     ) -> None:
-        """Take the memory for all of a model's matrices that can be adapted.
+        """Allocate the stacks of all matrices of a model that can be adapted.
 
-        `whole` is the network of all ranks, which may be this model: embedding and head have whole adapters
-        on every rank.
+        `whole` is the network of all ranks together (this model, if there is one rank): every rank has whole
+        adapters of the embedding and the head.
         """
         self.num_slots, self.rank = room.num_slots, room.rank
         self.rows: RowSlots | None = None  # None: no row of the step has an adapter
@@ -71,11 +71,11 @@ class AdapterBank:
         }
 
     def begin(self, slots_T: torch.Tensor | None) -> None:
-        """Let the next product be of rows with these slots; None: no row has an adapter."""
+        """Set the slots of the rows of the next products; None: no row has an adapter."""
         self.rows = None if slots_T is None else RowSlots(slots_T)
 
     def select(self, indices_S: torch.Tensor) -> None:
-        """Go on with some of the rows."""
+        """Keep only these rows."""
         if self.rows is not None:
             self.rows = self.rows.select(indices_S)
 
@@ -92,10 +92,10 @@ class AdapterBank:
 
 
 class OuterAdapters:
-    """The adapters of the embedding and of the head, in plain PyTorch: all slots at once, then a row's own.
+    """The adapters of the embedding and of the head, in plain PyTorch: all slots are computed at once.
 
-    Only some rows have logits, and others than the model choose them. So h = A x is appended to the hidden
-    states, [x | 0 h 0 ..], with zeros in the slots that are not the row's: its slot is where its h stands.
+    The model's caller chooses the rows that need logits. So h = A x is appended to the hidden states,
+    [x | 0 h 0 ..], with zeros for all slots but the row's own: the position of h is the row's slot.
     """
 
     def __init__(self, bank: AdapterBank, stacks: dict[str, LowRankStack]) -> None:
@@ -106,7 +106,7 @@ class OuterAdapters:
         return torch.where(rows.slots_T[:, None] == slots, h_TC, 0)
 
     def add_embedded(self, x_TD: torch.Tensor, ids_T: torch.Tensor, factor: float | None) -> torch.Tensor:
-        """Add the rows of the adapters to embeddings, which were multiplied by `factor`."""
+        """Add the adapters' rows to embeddings that were multiplied by `factor`."""
         stack, rows = self._embedding, self._bank.rows
         if stack is None or rows is None:
             return x_TD
@@ -122,7 +122,7 @@ class OuterAdapters:
         return torch.cat([hidden_TD, h_TC], dim=1)
 
     def split(self, hidden_SX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states, and what was appended to them."""
+        """Split the hidden states from what `extend` appended."""
         assert self._head is not None
         size = self._head.a.shape[-1]
         return hidden_SX[:, :size].contiguous(), hidden_SX[:, size:]
@@ -134,7 +134,7 @@ class OuterAdapters:
 
 
 def bank_bytes(model: nn.Module, room: AdapterRoom, dtype: torch.dtype, whole: nn.Module) -> int:
-    """The bytes of a bank; the model may be one without weights."""
+    """The bytes of a bank; the model need not have weights."""
     per_rank = sum(len(rows) * size + sum(rows) for _, rows, size in _matrices(model, room.outer, whole))
     return room.num_slots * _padded(room.rank) * per_rank * dtype.itemsize
 
@@ -142,14 +142,14 @@ def bank_bytes(model: nn.Module, room: AdapterRoom, dtype: torch.dtype, whole: n
 def _matrices(
     model: nn.Module, outer: Collection[str], whole: nn.Module
 ) -> Iterator[tuple[str, list[int], int]]:
-    """The matrices that can be adapted, the rows of their parts, their columns.
+    """Yield each matrix that can be adapted: its name, the rows of its parts, its columns.
 
-    These are the layers' matrices, except experts and routers, and the `outer` ones that are asked for.
+    These are the layers' matrices except experts and routers, and those of `outer`.
     """
     for name, layer in model.named_modules():
         layer = whole.get_submodule(name) if name in outer else layer
         if isinstance(layer, Embedding) and name in outer:
-            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # columns are ids
+            yield name, [layer.weight.shape[1]], layer.weight.shape[0]  # its columns are token ids
         elif isinstance(layer, Linear) and not layer.always_dense and name.startswith(("layers.", *outer)):
             yield name, layer.spec.row_counts, layer.spec.size
 
@@ -168,12 +168,12 @@ class Adapted(Wrapped):
 
     @property
     def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
-        """True if the projection adds to the residual stream, in a step with adapters with them."""
+        """True if the projection adds to the residual stream, including the terms of adapters if any."""
         is_plain = self._bank.rows is None
         return self._inner.can_add and (is_plain or self._compiled is not None)
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Prepare the projection, and ask for kernels that multiply and add the terms of adapters."""
+        """Prepare the projection, and request kernels that also add the terms of adapters."""
         base = self._inner
         base.prepare(compiled, neighbours)
         if isinstance(base, Dense) and (matrix := base.matrix(neighbours)) is not None:
@@ -186,7 +186,7 @@ class Adapted(Wrapped):
         return y if rows is None else add_low_rank(y, x, rows, self._stack)
 
     def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
-        """Multiply, with norm and gate; a step without adapters is the projection's own."""
+        """Multiply, with norm and gate; a step without adapters calls the projection."""
         if self._bank.rows is None:
             return self._inner.project(x, activation)
         return super().project(x, activation)
@@ -200,17 +200,17 @@ class Adapted(Wrapped):
         return y if gate == activation else gated_activation(y, activation=activation)
 
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
-        """Project a norm that another projection began; its last factor scales the matrix and the adapter."""
+        """Finish a norm that another projection began, and multiply by the matrix and the adapter."""
         x, gate = total.scaled_MN, activation if self.bias is None else ""
         plan = self._plan(x, activation)
-        assert plan is not None, "it said that it reads sums"
+        assert plan is not None, "`reads_sum` returned True"
         y = launch_of_sum(
             plan, total, self._weight, eps=eps, bias_N=self.bias, activation=gate, low_rank=self._shrink(x)
         )
         return y if gate == activation else gated_activation(y, activation=activation)
 
     def _plan(self, x: torch.Tensor, activation: str) -> WgmmaConfig | None:
-        """The cut of a kernel that adds the terms of adapters to the product; None: none does."""
+        """The tile shape of a kernel that adds the terms of adapters to the product; None: no such kernel."""
         if self._compiled is None or x.dim() != 2:
             return None
         (N, K), gated = self._weight.shape, bool(activation) and self.bias is None
@@ -227,7 +227,7 @@ class Adapted(Wrapped):
         return self.tensors["weight"]
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Return True if a kernel finishes the norm of a sum, with adapters if the step has any."""
+        """Return True if a kernel can finish the norm of a sum, including adapters if the step has any."""
         if self._bank.rows is None:
             return self._inner.reads_sum(x, num_parts, activation)
         return self._plan(x, activation) is not None
@@ -235,7 +235,7 @@ class Adapted(Wrapped):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Multiply for a sum."""
+        """Multiply, adding to the residual stream."""
         if self._bank.rows is None:
             return self._inner.add_to(x, residual, norm, reader, activation)
         plan = self._plan(x, "")

@@ -3,19 +3,19 @@
 A model is written for a *ragged batch*: the tokens of all sequences of a step laid end to end, without
 padding or phases. It computes queries, keys and values for these T tokens and calls `step.attend`. The device
 half then writes K and V into the cache, reads the positions that each token may see, and computes attention.
-The model never learns where the cache lives or how long a sequence is; a parity test can pass a six-line
+The model never learns where the cache is or how long a sequence is; a parity test can pass a six-line
 `StepContext` that attends over the batch itself.
 
-If the cache is a table of slots, a context can say so (`slots`): norm, rotation and the write to the cache
-are then one pass over the fused projection, and `attend` finds keys and values already there. A context with
-`attend_projected` takes the projection and does all of this at once.
+If the cache is a table of slots, a context can provide it (`slots`): norm, rotation and the write to the
+cache are then one pass over the fused projection, and `attend` finds keys and values in the cache. A context
+with `attend_projected` takes the projection and does all of this at once.
 
 A layer of linear attention has a state in place of keys and values, and calls `recur` (delta.py).
 
 A step also says which of its tokens need logits (`logit_indices`). After the last attention, `LastLayerStep`
 returns only these rows, and removes the others from the residual stream.
 
-A step may request the residual stream at the input of some layers (`layer_inputs`), for an EAGLE head.
+A step may ask for the residual stream at the input of some layers (`layer_inputs`), for an EAGLE head.
 
 Shapes:  T tokens of all sequences laid end to end, S of them that need logits, D hidden size, C layers whose
 input is kept, N query heads, G kv heads, H head size, X = (N + 2 G) H.
@@ -36,21 +36,21 @@ from infer.quant.residual import ResidualStream
 
 
 class AttentionLayer(NamedTuple):
-    """The facts about its layer that attention needs."""
+    """The facts about a layer that attention needs."""
 
     number: int  # the layer whose keys and values it reads
-    scale: float  # scores are multiplied by it
+    scale: float  # factor on scores
     window: int | None = None  # w: a token at position p sees positions p - w + 1 .. p; None: all up to p
-    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: it stays
+    softcap: float | None = None  # c: a score s becomes c tanh(s / c) (Gemma 2); None: no cap
     sinks_N: torch.Tensor | None = None  # one extra score per query head, which has no position (gpt-oss)
-    is_shared: bool = False  # another layer has cached these keys and values; this one has none (Gemma 4)
+    is_shared: bool = False  # True: reads another layer's keys and values, caches none (Gemma 4)
 
 
 class LayerInputs:
-    """The residual stream of all tokens of a step as some layers are given it.
+    """The residual stream of all tokens of a step at the input of some layers.
 
-    Nothing is copied: these are the sums that the model computes anyway. Their holder keeps them from
-    being reused, in the memory of a CUDA graph and of a recorded program, too.
+    Nothing is copied: these are the sums that the model computes anyway. Holding them keeps their memory from
+    being reused, also in a CUDA graph or a recorded program.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class LayerInputs:
             stream.on_sum = partial(self._found.__setitem__, layer)
 
     def states(self, num_tokens: int | None = None) -> torch.Tensor:
-        """The inputs of all layers side by side in the order in which they were asked for: [T, C D].
+        """Return the inputs of all these layers side by side, in the order requested: [T, C D].
 
         `num_tokens`: the number of first tokens to return; None: all.
         """
@@ -73,21 +73,21 @@ class LayerInputs:
 class StepContext(Protocol):
     """The facts about a step that a model needs while it computes it."""
 
-    positions: torch.Tensor  # place of each of the T tokens in its own sequence, from 0; int64
+    positions: torch.Tensor  # position of each of the T tokens in its own sequence, from 0; int64
     logit_indices: torch.Tensor | None = None  # tokens whose hidden states are needed; None: all
     layer_inputs: LayerInputs | None = None  # keeps the inputs of some layers; None: they are not read
-    # told which tokens go on after the last attention
+    # called with the tokens that are kept after the last attention
     on_select: Callable[[torch.Tensor], None] | None = None
-    rows: torch.Tensor | None = None  # row of state of each token, where a network keeps something by rows
+    rows: torch.Tensor | None = None  # state row of each token, for a network that keeps states by row
 
     def slots(self, layer: int) -> CacheSlots | None:
-        """The slots where the model itself puts keys and values before `attend`; None: `attend` does it."""
+        """The slots that the model writes keys and values to before `attend`; None: `attend` writes them."""
         return None
 
     def attend_projected(
         self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
     ) -> torch.Tensor | None:
-        """Norm and rotate the heads of the projection, then do as `attend` does; None: ask `attend`."""
+        """Norm and rotate the heads of the projection, then do what `attend` does; None: unsupported."""
         return None
 
     def attend(
@@ -95,22 +95,22 @@ class StepContext(Protocol):
     ) -> torch.Tensor:
         """Cache these keys and values, then let each token attend to its sequence up to itself: [T, N, H].
 
-        A layer that shares another layer's has no heads of keys and values, and nothing is cached.
+        A layer that shares another layer's keys and values passes none, and nothing is cached.
         """
 
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Let the layer's state of each sequence go through its tokens: what each of them sees, [T, V, H]."""
+        """Update each sequence's state of the layer, token by token; returns their outputs, [T, V, H]."""
         raise EngineError(f"{type(self).__name__} keeps no states")
 
     def needed(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The rows of all tokens that `attend` and `recur` return: all of them, but in the last layer."""
+        """The rows that `attend` and `recur` return: all rows, except in the last layer."""
         return x_TD
 
 
 class LastLayerStep(StepContext):
-    """A step as its last layer sees it: attention and the stream have the rows that need logits."""
+    """A step in the last layer: attention and the stream continue with only the rows that need logits."""
 
     def __init__(self, step: StepContext, stream: ResidualStream, indices_S: torch.Tensor) -> None:
         self._step, self._indices_S = step, indices_S
@@ -148,7 +148,7 @@ class LastLayerStep(StepContext):
         return x_TD.index_select(0, self._indices_S)
 
     def _select_stream(self) -> None:
-        """Take the other rows out of the stream, once: the layer has read it by now."""
+        """Remove the other rows from the stream, once; the layer has read it before."""
         if self._stream is not None:
             self._stream.select(self._indices_S)
             if self._step.on_select is not None:

@@ -3,14 +3,14 @@
     wait = bind(model, device, deterministic=False)       walks the model once; compilers begin
     wait()                                                compiled kernels are loaded: steps may run
 
-A projection learns its neighbours (`Neighbours`), from which it knows the kernels that it needs. The binder
-finds them in the model itself: a block declares its children in the order in which they run. So if a
-sub-layer, an RMS norm and another sub-layer follow each other, the last matrix of the first writes the sum
-that the first matrix of the second reads.
+The binder tells each projection its neighbours (`Neighbours`), which determine the kernels that it needs. It
+finds them in the model: a block declares its children in the order in which they run. So if a sub-layer, an
+RMS norm and another sub-layer follow each other, the last matrix of the first one writes the sum that the
+first matrix of the second one reads.
 
-Norms in other places (Gemma's, after a sub-layer) leave the chain open there. A mixture of experts reads the
-sum with its router. A wrong guess never gives a wrong result, because fusion is decided when the stream is
-read (quant/residual.py).
+Norms in other places (Gemma's, after a sub-layer) prevent this fusion. A mixture of experts reads the sum
+with its router. A wrong guess never gives a wrong result, because fusion is decided when the stream is read
+(quant/residual.py).
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def bind(
 ) -> Callable[[], bool]:
     """Choose and prepare the projection of every layer; call the result before the first step.
 
-    The result returns True if products have the kernels that they were expected to have until then.
-    A model has its blocks in `layers`, in their order, and the matrix to the logits in `head`. With a
-    `communicator` it is the part of one rank, which has logits for `vocab_size` ids together with the others.
-    `adapters` are wrapped around the projections that were chosen.
+    The result waits for the kernels, and returns True if all expected ones could be loaded. A model has its
+    blocks in `layers`, in order, and the LM head in `head`. With a `communicator` the model is one rank's
+    part, and all ranks together have `vocab_size` logits. `adapters` are wrapped around the projections.
     """
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if isinstance(module, Projected)}
@@ -68,15 +67,15 @@ def bind(
         chosen = layer.stored.invariant() if deterministic else layer.stored
         if chosen is None:
             raise ConfigError(
-                f"deterministic cannot be used with quantization={layer.stored.scheme}, whose rows depend on "
-                "the batch around them; use another form of the weights"
+                f"deterministic cannot be used with quantization={layer.stored.scheme}, whose results depend "
+                "on the other rows of the batch; choose another quantization"
             )
         layer.projection = chosen
     if mlp_backend == REFERENCE:
         _use_references(modules.values())
     if deterministic:
         _check_places(layers)
-    if adapters is not None:  # before ranks are joined: low-rank products are part of their sums
+    if adapters is not None:  # before ranks are joined, because their sums include the low-rank products
         adapters.wrap(model)
     if communicator is not None:
         join_ranks(model, communicator, vocab_size)
@@ -95,9 +94,9 @@ def bind(
 
 
 def ask_for_kernels(model: nn.Module, compiled: CompiledLinears, *, is_alone: bool) -> dict[str, Neighbours]:
-    """Let every projection ask for the kernels in CUDA C++ that it could use; returns what stands around it.
+    """Let every projection request the kernels in CUDA C++ that it could use; returns all neighbours.
 
-    `is_alone`: the model is not the part of one rank, whose experts have no kernels of few tokens.
+    `is_alone`: False for one rank's part of a model, whose experts have no kernels for few tokens.
     """
     modules = dict(model.named_modules())
     writers, readers = find_neighbours(modules["layers"])
@@ -114,14 +113,14 @@ def ask_for_kernels(model: nn.Module, compiled: CompiledLinears, *, is_alone: bo
 
 
 def _use_references(modules: Iterable[nn.Module]) -> None:
-    """Give the layers of every feed-forward half the reference of their weights' scheme."""
+    """Give every feed-forward layer the reference projection of its scheme."""
     halves = [module for module in modules if isinstance(module, GatedMLP | MLP | MixtureOfExperts)]
     for layer in (child for half in halves for child in half.children()):
         if isinstance(layer, Projected):
             if not layer.stored.can_dequantize:
                 raise ConfigError(
                     f"mlp_backend={REFERENCE} cannot be used with quantization={layer.stored.scheme}, which "
-                    "cannot unpack its weights; leave it out"
+                    "cannot unpack its weights; leave mlp_backend out"
                 )
             layer.projection = Reference(layer.stored)
 
@@ -141,12 +140,12 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
 
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
-    """The matrices of a sub-layer in their order; in a mixture of experts, the ones all tokens share."""
+    """The matrices of a sub-layer in order; in a mixture of experts, only those that all tokens use."""
     return [module for module in sublayer.modules() if isinstance(module, Linear)]
 
 
 def _check_places(layers: dict[str, Projected]) -> None:
-    """Refuse a CPU whose matrix library gives a row other bits in other places of a batch."""
+    """Refuse a CPU whose matrix library computes other bits for a row at another place in the batch."""
     tried: set[torch.Size] = set()
     for name, layer in layers.items():
         if not isinstance(layer.projection, InvariantDense):

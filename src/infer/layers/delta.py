@@ -4,8 +4,8 @@
                       ├─ b a ─────────┘                                             │
                       └─ z ──────────────────────────────── silu ───────────────────┘
 
-What the rule computes is in kernels/delta/reference.py; where states lie is the step's business, as it is
-with keys and values (attention.py).
+kernels/delta/reference.py defines the rule. The step stores the states, as it does keys and values
+(attention.py).
 
 Shapes:  T tokens of all sequences laid end to end, D hidden, C channels of q, k and v, W taps of the
 convolution, V value heads, K key size, H value size.
@@ -31,8 +31,8 @@ from infer.quant.residual import NormedInput, as_tensor
 class DeltaAttention(nn.Module):
     """Gated delta-rule attention.
 
-    `parts` are the matrices of a checkpoint that make the projection. Its outputs are q, k, v, z, b, a of all
-    heads, one after the other; `order` says where each of these is where a checkpoint groups them otherwise.
+    `parts` are the checkpoint's matrices that form the projection. Its outputs are q, k, v, z, b, a of all
+    heads, in this order; if a checkpoint groups them otherwise, `order` is the place of each output.
     """
 
     def __init__(

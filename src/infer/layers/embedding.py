@@ -3,8 +3,8 @@
 Gemma multiplies the rows by sqrt(D). It was trained with that number rounded to the dtype of the
 weights (in bfloat16 sqrt(1152) = 33.94 becomes 34), so the factor is rounded before it is used.
 
-The table may be kept in fewer bits than the model computes in: in the 16 bits of its checkpoint, or in the
-projection of a head it is tied to (`table`). Rows are converted when they are looked up.
+The table may have fewer bits than the model computes in: the 16 bits of its checkpoint, or the quantized
+weights of a tied head (`table`). Rows are converted when they are looked up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from infer.quant.projection import Projection
 
 
 class Share(Protocol):
-    """A range of a table whose other rows other ranks have (layers/parallel.py)."""
+    """One rank's range of a table; other ranks have the other rows (layers/parallel.py)."""
 
     def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
-        """The rows of all ids, whichever rank has them."""
+        """The rows of all ids, on whichever rank they are."""
 
 
 class Embedding(nn.Module):
@@ -32,10 +32,10 @@ class Embedding(nn.Module):
         super().__init__()
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
-        self.dtype = self.weight.dtype  # type of the rows that come out
+        self.dtype = self.weight.dtype  # type of the rows that `forward` returns
         self.factor = None if scale is None else round_to(scale, self.dtype)
         self.table: Projection | None = None
-        self.share: Share | None = None  # finds rows that other ranks have; None: all are here
+        self.share: Share | None = None  # brings in other ranks' rows; None: this rank has all rows
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Return [T, D]."""
@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         return x_TD if self.factor is None else scaled(x_TD, self.factor)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Rows of the table that is here."""
+        """Rows of this rank's table."""
         return embed(ids_T, self.weight, self.dtype) if self.table is None else self.table.lookup(ids_T)
 
     def extra_repr(self) -> str:

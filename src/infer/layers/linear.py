@@ -16,7 +16,7 @@ The parts have names, so the weight map can say which part a checkpoint tensor f
 current dtype and on the current device.
 
     stored        the projection as it was loaded
-    projection    the one that multiplies: the same, or its twin for `deterministic` (bind.py)
+    projection    the projection that multiplies: `stored`, or its variant for `deterministic` (bind.py)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Build linear layers whose weights have a shape and no memory: a loader gives them projections."""
+    """Build linear layers whose weights have shapes but no memory: a loader sets their projections."""
     token = _WITHOUT_WEIGHTS.set(True)
     try:
         yield
@@ -47,7 +47,7 @@ def without_weights() -> Iterator[None]:
 
 
 class Weights(nn.Module):
-    """Some numbers of a checkpoint under a name of their own, which are not the matrix of a layer."""
+    """A named tensor of a checkpoint that is not a layer's matrix."""
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Projected(nn.Module):
         device = torch.device("meta") if _WITHOUT_WEIGHTS.get() else torch.get_default_device()
         dtype = torch.get_default_dtype()
         self.spec = WeightSpec(out_features, in_features, dtype, device, parts, num_experts)
-        self.always_dense = always_dense  # its weights are too few to pack, and their errors too dear
+        self.always_dense = always_dense  # True: too small to be worth packing, and sensitive to rounding
         self.bias = None
         self._leaves: tuple[str, ...] = ()
         assert tied_weight is None or tied_weight.shape == (out_features, in_features), tied_weight
@@ -126,25 +126,25 @@ class Linear(Projected):
         self.projection.bias = self.bias
 
     def forward(self, x: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
-        """Multiply the last dimension of `x`; a product that a kernel adds to the stream stays pending."""
+        """Multiply the last dimension of `x`; a product that a kernel adds to the stream is left pending."""
         projection = self.projection
         if projection.can_add:
             return PendingProduct(projection, as_tensor(x))
         return projection.project(x)
 
     def gated(self, x: torch.Tensor | NormedInput, activation: str) -> torch.Tensor:
-        """Return act(gate) * up of a matrix with these two parts."""
-        if self._forward_hooks:  # hooks want to see the product itself
+        """Return act(gate) * up for a matrix with the parts gate and up."""
+        if self._forward_hooks:  # hooks need the product before the gate
             return gated_activation(as_tensor(self(x)), activation=activation)
         return self.projection.project(x, activation)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Cut an output of this layer into its parts: views, no copy."""
+        """Split an output of this layer into its parts, as views."""
         return torch.split(y, list(self.parts.values()), dim=-1)
 
 
 class ExpertLinear(Projected):
-    """A stack of matrices of one shape, one per expert; each may hold parts as a `Linear` does."""
+    """A stack of matrices of one shape, one per expert; each may have parts like a `Linear`."""
 
     def __init__(
         self,

@@ -5,19 +5,19 @@
                      ├──► expert 2   ├──► weighted sum        2 of 8 in Mixtral, 8 of 128 in Qwen 3
                      └──► expert 3 ──┘
 
-An expert is a small gated MLP. A token pays for the experts it is sent to, while the memory holds all of
-them. Their matrices are stacked, so that one kernel can reach every expert from one pointer:
+An expert is a small gated MLP. A token costs only the experts it is sent to, but all experts are in memory.
+Their matrices are stacked, so that one kernel can reach every expert from one pointer:
 
     gate_up   [E, 2F, D]      rows of the gate, then rows of up
     down      [E, D, F]
 
-A shared expert is one that every token goes through, whatever the router says (Qwen 2 MoE, Qwen 3.5); its
-output is multiplied by a gate, one number for each token:
+Every token also goes through the shared expert, if there is one (Qwen 2 MoE, Qwen 3.5). Its output is
+multiplied by a gate, one number for each token:
 
     y = sum of the chosen experts + sigmoid(shared_gate x) * shared(x)
 
-The router is a plain matrix in the model's dtype, whatever form the experts have: its rounding errors
-would not make a result a little worse, but send a token to another expert. So is the gate: one row.
+The router stays a dense matrix in the model's dtype even if experts are quantized: its rounding errors would
+send tokens to other experts. The gate, one row, stays dense as well.
 
 Shapes:  T tokens, M tokens of one expert, E experts, D hidden size, F intermediate size of one expert.
 """
@@ -43,9 +43,9 @@ ALWAYS_DENSE = (".router", ".shared_gate")  # name endings of modules that no sc
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token through some of many gated MLPs, mixed by the router's weights.
+    """Send each token through a few of many gated MLPs, and add up their outputs by the router's weights.
 
-    `bias`: the router and every expert's matrices have one (gpt-oss). `scaled`: each expert's weight is
+    `bias`: the router and all experts' matrices have biases (gpt-oss). `scaled`: each expert's weight is
     multiplied by a stored number (Gemma 4).
     """
 
@@ -70,10 +70,10 @@ class MixtureOfExperts(nn.Module):
             self.shared = GatedMLP(hidden_size, experts.shared_size, activation=activation, bias=False)
             self.shared_gate = Linear(hidden_size, 1, bias=False, always_dense=True)
         self.scale = Weights(count) if scaled else None
-        self.few: FewExperts | None = None  # kernels for few tokens, where there are some
+        self.few: FewExperts | None = None  # kernels for few tokens; None: there are none
 
     def prepare(self, compiled: CompiledLinears) -> None:
-        """Ask for the kernels of few tokens, if both matrices are kept as they read them."""
+        """Request the kernels for few tokens, if both matrices have a form that these kernels read."""
         gate_up, down = self.gate_up.projection, self.down.projection
         if gate_up.bias is not None:
             return
@@ -82,7 +82,7 @@ class MixtureOfExperts(nn.Module):
         stacks = gate_up.stacked, down.stacked
         if stacks[0] is None or stacks[1] is None or gate_up.batch_invariant or self.has_shared:
             return
-        if self.scale is not None:  # these kernels route by the router's weights alone
+        if self.scale is not None:  # these kernels cannot scale the router's weights
             return
         forms = (stack.form if isinstance(stack, CodedWeights) else None for stack in stacks)
         spec = self.gate_up.spec
@@ -96,7 +96,7 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x_TD: torch.Tensor | NormedInput, routed_by: torch.Tensor | None = None
     ) -> torch.Tensor | PendingProduct:
-        """Return [T, D]; the router reads `routed_by`, or what the experts read."""
+        """Return [T, D]; the router reads `routed_by`, or the experts' input if it is None."""
         num_rows = len(x_TD.stream.residual_TD if isinstance(x_TD, NormedInput) else x_TD)
         few = self.few if self.few is not None and self.few.is_for(num_rows) else None
         if few is None:
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
         if not self.has_shared and down.unreduced is down:
             return mixed
         y_TD = as_tensor(mixed)
-        if self.has_shared:  # both are shares of one sum where several ranks have parts of the experts
+        if self.has_shared:  # both terms are this rank's shares of one sum, if there are several ranks
             gated_TF = self.shared.gate_up.gated(x_TD, self.activation)
             shared_TD = self.shared.down.projection.unreduced.project(gated_TF)
             y_TD = torch.addcmul(y_TD, as_tensor(self.shared_gate(x_TD)).sigmoid(), shared_TD)

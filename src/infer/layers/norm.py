@@ -1,9 +1,9 @@
-"""Normalisation: of a tensor, or of the residual stream.
+"""Norms, of a tensor or of the residual stream.
 
-    normed = norm(x)            of each row of [T, D], or of each head of [T, N, H]
-    normed = norm(stream)       of the sum that the stream holds: computed by the projection that reads it
+    normed = norm(x)            normalises each row of [T, D], or each head of [T, N, H]
+    normed = norm(stream)       the norm of the stream's sum, computed by the projection that reads it
 
-`normalize` adds a sub-layer's output to the stream and normalises the sum, in one pass. A projection may fuse
+`normalize` adds a sub-layer's output to the stream and normalises the sum in one pass. A projection may fuse
 more into one launch (quant/residual.py).
 
 Shapes:  T tokens, D hidden size, N heads, H head size.
@@ -20,7 +20,7 @@ from infer.quant.residual import NormedInput, PendingUpdate, ResidualStream, as_
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; `offset` is 1 where weights are centred on zero."""
+    """Root-mean-square norm over the last dimension; `offset` is 1 if weights are centred on zero."""
 
     def __init__(self, size: int, *, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """GPT-2's norm: subtract the mean, divide by the standard deviation, scale and shift (Cohere: scale)."""
+    """GPT-2's norm: subtract the mean, divide by the standard deviation, scale, shift (not in Cohere 2)."""
 
     offset = 0.0
     bias: torch.Tensor
@@ -56,11 +56,11 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        # zeros are not a parameter: no checkpoint has them
+        # without a bias: zeros that are not a parameter, because checkpoints do not have them
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if has_bias else torch.zeros(size)
 
     def forward(self, x: torch.Tensor | ResidualStream) -> torch.Tensor:
-        """Normalise the rows of a tensor, or the stream, at once: no kernel has this norm in its prologue."""
+        """Normalise a tensor or the stream immediately: no kernel has this norm in its prologue."""
         if isinstance(x, ResidualStream):
             return NormedInput(self, x).tensor()
         return self.normalize(x, None)[0]

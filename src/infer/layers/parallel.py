@@ -1,13 +1,13 @@
-"""A model that several ranks compute together: which matrices are cut, and where ranks meet.
+"""Tensor parallelism: how the matrices of a model are split over ranks, and where ranks exchange results.
 
     attention   qkv: rows of some heads ──► attend, each rank its heads ──► out: columns   ──► sum
     mlp         gate, up: some rows     ──► activation                  ──► down: columns  ──► sum
-    embedding   a range of the vocabulary: rows of others are zeros                        ──► sum
+    embedding   a range of the vocabulary: other ranks' rows are zeros                     ──► sum
     head        a range of the vocabulary                            ──► columns of all, side by side
 
 So a block has two exchanges, and the residual stream is the same on every rank. The weight plan decides the
 slices of a rank (loader/slices.py), and the network is built with the rank's numbers of heads and rows. This
-file wraps its projections; nothing else in a model knows about ranks.
+file wraps the projections; no other part of a model depends on ranks.
 
 Shapes:  T tokens, D hidden size, M rows, N columns of a rank, V vocabulary.
 """
@@ -41,15 +41,15 @@ class RankPart(Wrapped):
         self._communicator = communicator
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Prepare the part; the sum of all ranks is not there yet when its product is."""
+        """Prepare the part, without fusion: its product is not yet the sum of all ranks."""
         self._inner.prepare(compiled, neighbours._replace(writes_sum=False))
 
 
 class RowParallel(RankPart):
-    """Some columns of a matrix, of the inputs that this rank has: the products of all ranks are added up.
+    """The columns of a matrix for the inputs that this rank has: the products of all ranks are added up.
 
-    On a GPU one launch adds them up and to the residual stream, where few tokens are read by a kernel that
-    finishes the norm.
+    On a GPU, for few tokens, one launch sums the products of all ranks, adds the result to the residual
+    stream and begins the norm, if the reader has a kernel that finishes it.
     """
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
@@ -68,16 +68,16 @@ class RowParallel(RankPart):
         return self._communicator.add(y.contiguous(), ResidualInput(residual, norm.weight, norm.offset))
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b of the whole matrix; rank 0 alone has the bias."""
+        """Return x Wᵀ + b of the whole matrix; only rank 0 has the bias."""
         return self.reduced(self._inner.multiply(x))
 
     @property
     def unreduced(self) -> Projection:
-        """The part of this rank, whose products are shares of a sum."""
+        """The rank's part, whose products are still to be summed over ranks."""
         return self._inner
 
     def reduced(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of products with their parts."""
+        """Sum the products of all ranks."""
         return self._communicator.all_reduce(y)
 
 
@@ -94,14 +94,14 @@ class VocabularyParallel(RankPart):
 
 
 class VocabularyShare:
-    """The rows of an embedding that a rank has, and the sum that brings in the other ranks' rows."""
+    """The rows of an embedding on one rank; a sum over ranks brings in the other rows."""
 
     def __init__(self, communicator: Communicator, vocab_size: int, num_rows: int) -> None:
         self._communicator, self._num_rows = communicator, num_rows
         self._first = communicator.rank * column_share(vocab_size, communicator.size)
 
     def embed(self, embedding: Embedding, ids_T: torch.Tensor) -> torch.Tensor:
-        """The rows of all ids, whichever rank has them."""
+        """The rows of all ids, on whichever rank they are."""
         c = library() if embedding.dtype is torch.float32 and on_cpu(ids_T) else None
         if c is not None:
             rows_TD = embedding.rows(own_ids(c, ids_T, self._first, self._num_rows))
@@ -113,7 +113,7 @@ class VocabularyShare:
 
 
 def join_ranks(model: nn.Module, communicator: Communicator, vocab_size: int) -> None:
-    """Let the parts of a model that this rank has compute with the other ranks' parts."""
+    """Connect this rank's part of a model with the other ranks."""
     for name, layer in model.named_modules():
         if isinstance(layer, Projected) and kind_of(name) in BY_COLUMNS:
             layer.projection = RowParallel(layer.projection, communicator)
@@ -125,5 +125,5 @@ def join_ranks(model: nn.Module, communicator: Communicator, vocab_size: int) ->
 
 
 def kind_of(module: str) -> str:
-    """The kind of a module, whichever layer it belongs to: attention.qkv, mlp.down, head."""
+    """The kind of a module, without its layer's number: attention.qkv, mlp.down, head."""
     return ".".join(module.split(".")[-2:])

@@ -11,8 +11,8 @@ part of what attention does to its heads (kernels/elementwise/heads.py).
 A model can be stretched beyond the context it was trained on by slowing its frequencies down:
 
     linear    every frequency / factor
-    llama3    a pair that turns fully many times within the trained context keeps its frequency, one that
-              turns hardly once is divided by `factor`, and in between the two are blended
+    llama3    a pair with many full turns within the trained context keeps its frequency, a pair with hardly
+              one turn is divided by `factor`, and pairs in between are blended
 
                  turns within the trained context
                  ├───── low ─────┼──── blend ────┼──── high ──────►
@@ -22,15 +22,15 @@ A model can be stretched beyond the context it was trained on by slowing its fre
     longrope  every pair has a divisor of its own: one list within the trained context, one beyond it
     dynamic   theta grows with the length, so that the slowest pair is divided by the stretch
 
-The last two depend on the length of the text. Keys stay in the cache as they were turned, so the tables are
-made once, for the longest sequence that is served. With yarn and longrope a turned pair is also made longer
-by an attention factor, which sharpens the scores: cosines and sines are multiplied by it.
+longrope and dynamic depend on the length of the sequence. Cached keys stay rotated as they were written, so
+the tables are made once, for the longest sequence that is served. With yarn and longrope, cosines and sines
+are also multiplied by an attention factor, which makes rotated pairs longer and so sharpens the scores.
 
-Pairs that never turn (a layer without positions, the rest of a head that turns in part) have cosine 1 and
-sine 0, whatever the attention factor.
+Pairs that never turn (a layer without positions, the rest of a partly rotated head) have cosine 1 and sine 0,
+whatever the attention factor.
 
-Ministral 3 also makes later queries longer, by a table of positions (`query_factors`); keys stay as they are.
-Within the trained context it is 1, and there is no table where nothing longer is served.
+Ministral 3 also scales queries by a factor that grows with the position (`query_factors`), but not keys. The
+factor is 1 within the trained context; if nothing longer is served, there is no table.
 
 Shapes:  H head size, P positions, R = H/2 pairs, of which the first ones turn.
 """
@@ -50,9 +50,9 @@ from infer.layers.facts import RopeScaling
 def frequencies(head_dim: int, theta: float) -> torch.Tensor:
     """The angle in radians by which each of the R pairs turns from one position to the next."""
     device = torch.get_default_device()
-    if device_kind(device) == "meta":  # they are few: they have numbers even where a model has only shapes
+    if device_kind(device) == "meta":  # a small table: it has numbers even in a model that has only shapes
         device = torch.device("cpu")
-    # float32 spelt out: the default dtype is the model's while it is being built
+    # explicitly float32: while a model is built, its dtype is the default
     exponents_R = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     return 1.0 / theta**exponents_R
 
@@ -60,7 +60,7 @@ def frequencies(head_dim: int, theta: float) -> torch.Tensor:
 def stretch(
     frequencies_R: torch.Tensor, theta: float, scaling: RopeScaling, context_len: int
 ) -> torch.Tensor:
-    """Frequencies for a longer context than the model was trained on; a dynamic base has them already."""
+    """Scale frequencies for a longer context than the trained one; `dynamic` changed theta instead."""
     if scaling.kind == "linear":
         return frequencies_R / scaling.factor
     if scaling.kind == "proportional":
@@ -90,7 +90,7 @@ def _stretch_yarn(frequencies_R: torch.Tensor, theta: float, scaling: RopeScalin
     size = 2 * len(frequencies_R)
 
     def pair_of(turns: float) -> float:
-        """The pair, as a fraction, that turns this often within the trained context."""
+        """The number of the pair, with a fraction, that makes this many turns within the trained context."""
         full = scaling.original_context_len / (turns * 2 * math.pi)
         return size * math.log(full) / (2 * math.log(theta))
 
@@ -124,7 +124,7 @@ def query_factors(growth: float, original_context_len: int, context_len: int) ->
 class Rotary(nn.Module):
     """The tables of one set of frequencies, for positions 0 .. context_len - 1.
 
-    `num_pairs` is R, where not all pairs turn. Turned pairs are made `scale` times as long.
+    `num_pairs`: number of pairs that turn, if not all do. Rotated pairs become `scale` times as long.
     """
 
     cos_PR: torch.Tensor
@@ -155,7 +155,7 @@ class Rotary(nn.Module):
 def _tables(
     frequencies_R: torch.Tensor, context_len: int, num_still: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of all angles; for a model built without memory, empty tables of that size."""
+    """Cosines and sines of all angles; on the meta device, tables without memory."""
     if torch.get_default_device().type == "meta":
         # any computation on the meta device, even `empty_like`, imports PyTorch's compiler: a second
         shape = (context_len, frequencies_R.shape[0] + num_still)

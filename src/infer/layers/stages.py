@@ -1,11 +1,11 @@
-"""Stages: each rank has some consecutive layers of a model, and only these.
+"""Pipeline stages: each rank has a range of a model's layers.
 
     stage 0    embedding ──► layers 0 .. 3 ──► hidden states ──┐
     stage 1                  layers 4 .. 7  ◄──────────────────┘ ──► norm ──► head
 
-Modules keep their names and layers their numbers, so weights, caches and plans mean the same on every rank. A
-module of another rank is an `Elsewhere`, which leaves the stream unchanged. A tied head is the embedding's
-own table, so the first and the last stage have both.
+Modules keep their names and layers their numbers, so weights, caches and plans mean the same on every rank.
+Modules of other ranks are replaced by `Elsewhere`, which leaves the stream unchanged. A tied head is the
+embedding's table, so the first and the last stage both have it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import nn
 
 
 class Elsewhere(nn.Module):
-    """A part of the model that other stages have."""
+    """A placeholder for a part of the model that is on another stage."""
 
     def forward(self, x: Any, step: object = None) -> Any:
-        """Return what came."""
+        """Return the input unchanged."""
         return x
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage: the same number, or one more in some before the last, which has the head."""
+    """Split the layers evenly; stages before the last may have one more, because the last has the head."""
     ends = [-(-num_layers * (stage + 1) // num_stages) for stage in range(num_stages)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def keep_stage(model: nn.Module, layers: range, *, is_first: bool, is_last: bool, is_tied: bool) -> None:
-    """Take out of a model all that other stages have."""
+    """Remove from a model the parts that are on other stages."""
     blocks = model.get_submodule("layers")
     assert isinstance(blocks, nn.ModuleList)
     for number in range(len(blocks)):

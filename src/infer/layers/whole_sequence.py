@@ -1,12 +1,11 @@
-"""A `StepContext` for one sequence by itself: its keys and values are kept in lists and thrown away with it.
+"""A `StepContext` for a single sequence, which keeps the keys and values itself, without the engine's cache.
 
     step = WholeSequence(attend_sdpa, device)
     for chunk in chunks:                     # the whole sequence in one chunk, or in several
         step.advance(len(chunk))
         hidden_TD = model(chunk, step)
 
-It is for models that run outside the engine's steps: embeddings, measurements, the comparison of two
-models. Nothing is shared and nothing is left afterwards.
+It is for models that run outside the engine's steps: embeddings, measurements, the comparison of two models.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from infer.layers.attention import AttentionLayer, StepContext
 
 
 class WholeSequence(StepContext):
-    """One sequence from its first token, chunk after chunk; `attend` is of kernels/attention/reference.py."""
+    """One sequence, chunk after chunk; `attend` is a function of kernels/attention/reference.py."""
 
     def __init__(self, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
         self._attend = attend
@@ -29,7 +28,7 @@ class WholeSequence(StepContext):
         self._states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> state and tail
 
     def advance(self, num_tokens: int) -> None:
-        """Say how long the next chunk is."""
+        """Set the length of the next chunk."""
         first = int(self.positions[-1]) + 1 if len(self.positions) else 0
         self.positions = torch.arange(first, first + num_tokens, device=self.positions.device)
 
@@ -50,7 +49,7 @@ class WholeSequence(StepContext):
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Go on from the state that the earlier chunks left."""
+        """Continue from the state after the earlier chunks."""
         if layer not in self._states:
             num_channels, num_taps = rule.conv_CW.shape
             state = b_TV.new_zeros((1, b_TV.shape[1], rule.key_dim, rule.value_dim), dtype=torch.float32)
