@@ -1,9 +1,8 @@
-"""The ends of a mixture of experts on a GPU that are left pending, until it is known who reads the stream.
+"""The last operation of a mixture of experts on a GPU, left pending until the stream's reader is known.
 
-With few tokens (kernels/moe/few.py) a mixture is a product like any other once the router has chosen: from
-the gated results of a token's choices, [T, C F], to the residual stream, [T, D]. So it is added to the stream
-by the kernel that computes it. With more, what is left is the sum of a token's choices: the norm that reads
-the stream adds them up as parts.
+With few tokens (kernels/moe/few.py) it is a product like any other: from the gated results of a token's
+choices, [T, C F], to the residual stream, [T, D]. The kernel that computes it also adds it to the stream.
+With more tokens it is the sum over a token's choices: the norm that reads the stream adds them up as parts.
 
 Shapes:  T tokens, E experts, C choices per token, D hidden size, F intermediate size of one expert, H = C F.
 """
@@ -22,7 +21,7 @@ from infer.quant.residual import NormedInput, ResidualNorm, as_tensor
 
 
 class ChosenExperts(Projection):
-    """The product with `down` of each token's experts; its weights are the layer's."""
+    """The product with `down` of each token's experts; the layer keeps the weights."""
 
     can_add = True
 
@@ -34,7 +33,7 @@ class ChosenExperts(Projection):
         self.few, self.gate_up, self.down, self.logits_TE = few, gate_up, down, logits_TE
 
     def gated(self, x_TD: torch.Tensor | NormedInput) -> torch.Tensor:
-        """Gate and up of every choice, gated, times its weight: [T, H]."""
+        """Compute gate and up of every choice, gated, times the router's weight: [T, H]."""
         stack = self.gate_up.stacked
         assert stack is not None
         if isinstance(x_TD, NormedInput) and x_TD.begun is not None:
@@ -50,7 +49,7 @@ class ChosenExperts(Projection):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Add the sum to the residual stream in the same launch, where the reader can read it."""
+        """Add the sum to the residual stream in the same launch, if the reader can read the result."""
         if reader.reads_sum(x, self.few.num_parts(len(x)), activation):
             return self._down(x, ResidualInput(residual, norm.weight, norm.offset))
         return self.multiply(x)
@@ -68,7 +67,7 @@ class SumOfChoices(Projection):
 
     @classmethod
     def pending(cls, outputs_TCD: torch.Tensor, down: Projection) -> PendingProduct:
-        """The sum of what `down` left, not computed yet."""
+        """Return the sum of these outputs of `down` as a pending product."""
         return PendingProduct(cls(replace(down.spec, num_experts=None), {}), outputs_TCD)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

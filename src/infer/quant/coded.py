@@ -1,10 +1,10 @@
-"""Small integers as a file has them: the facts that a published format hands to a scheme.
+"""Quantized rows in the common form to which the reader of every published format translates them.
 
 A code means  w = (code - zero) * scale, with one zero and one scale for each group of columns of a row, or
 w = code * scale + minimum (GGUF), or  w = table[code] * scale, with a table for each row or for all of them.
-Groups are neighbours, or each column names its own (act-order). A float of 8 bits is a code as well. The
-arithmetic is float32: a code times a scale of 16 bits is exact in it, so rounding the result to the scale's
-dtype gives what each format's library gives.
+A group consists of neighbouring columns, or each column has a group index (act-order). An 8-bit float is a
+code as well. The arithmetic is float32, in which a code times a 16-bit scale is exact: rounded to the scale's
+dtype, the result equals that of each format's library.
 
 Shapes:  R rows, K columns, G groups of a row.
 """
@@ -17,27 +17,27 @@ import torch
 
 
 class StoredCodes(NamedTuple):
-    """The codes of a matrix with even steps, as the headers of its file describe them."""
+    """A description, from the headers of a file, of a matrix of evenly spaced codes."""
 
     kind: str  # the narrowest codes that hold them: one of FORMS (kernels/linear/coded.py)
     size: int  # columns
     group: int  # columns that share a scale; 0: groups of different sizes
     has_minima: bool = False
     scale_rows: int = 1  # rows that share a scale
-    cpu_bits: int = 0  # bits of the integers that a CPU keeps them as, if there are fewer than `kind` has
-    order: str = ""  # a digest of `in_order`'s columns, where a group's columns are not neighbours
-    num_outliers: int = 0  # numbers that are added to single elements
+    cpu_bits: int = 0  # bits per code on a CPU, if fewer than `kind` has
+    order: str = ""  # a digest of `in_order`'s columns, if a group's columns are not neighbours
+    num_outliers: int = 0  # count of numbers that are added to single elements
 
 
 class Outliers(NamedTuple):
     """Numbers that are added to a few elements of some rows: a sparse matrix in rows (CSR)."""
 
-    starts: torch.Tensor  # [R + 1]: where each row begins in the other two
+    starts: torch.Tensor  # [R + 1]: start of each row in `columns` and `values`
     columns: torch.Tensor  # [number of outliers]
-    values: torch.Tensor  # float32, the same
+    values: torch.Tensor  # float32, [number of outliers]
 
     def rows(self) -> torch.Tensor:
-        """The row of each of them."""
+        """The row of each outlier."""
         counts = self.starts.diff()
         return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
@@ -51,14 +51,14 @@ class Outliers(NamedTuple):
 
 
 class CodedRows(NamedTuple):
-    """Rows of a quantized matrix as their file has them."""
+    """Rows of a quantized matrix as their file stores them."""
 
     codes: torch.Tensor  # [R, K]; uint8 of `bits` bits, int8, or a float of 8 bits
     bits: int  # bits per code
     scales: torch.Tensor  # float32, [R, G]
-    zeros: torch.Tensor | int  # int16, [R, G], or the same for all
-    groups: torch.Tensor | int  # group of each column, [K]; or the number of neighbours that share one
-    minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; in GGUF, instead of zeros
+    zeros: torch.Tensor | int  # int16, [R, G], or one zero for all
+    groups: torch.Tensor | int  # group of each column, [K]; or the number of columns in a group
+    minima: torch.Tensor | None = None  # float32, [R, G]: added to each number; GGUF's zeros
     table: torch.Tensor | None = None  # float32, [R, 2^bits], or [1, 2^bits] for all rows
     outliers: Outliers | None = None
 
@@ -87,19 +87,19 @@ class CodedRows(NamedTuple):
         return numbers if self.minima is None else numbers.add_(self.by_column(self.minima))
 
     def in_order(self) -> tuple[CodedRows, torch.Tensor]:
-        """The rows with the columns of a group side by side, and the columns of the file in that order.
+        """Return the rows with the columns of each group contiguous, and each column's index in the file.
 
-        Groups must be of one size, but for the last one.
+        Groups must be of one size, except the last one.
         """
         assert isinstance(self.groups, torch.Tensor)
         order = self.groups.sort(stable=True).indices
         return self._replace(codes=self.codes[:, order], groups=int((self.groups == 0).sum())), order
 
     def by_column(self, parts: torch.Tensor) -> torch.Tensor:
-        """The part of each column's group, [R, K]."""
+        """Expand values per group, [R, G], to values per column, [R, K]."""
         size = self.codes.shape[1]
         if isinstance(self.groups, torch.Tensor):
             return parts[:, self.groups]
         if self.groups >= size:
-            return parts  # one for the row: broadcast
+            return parts  # one value for the whole row: broadcast
         return parts.repeat_interleave(self.groups, dim=1)[:, :size]

@@ -1,4 +1,4 @@
-"""Dense weights: one number each, in the dtype of the model.
+"""Dense weights, in the dtype of the model.
 
 On a GPU a kernel of kernels/linear computes the product, with prologue and epilogue where that is faster.
 """
@@ -31,13 +31,13 @@ from infer.quant.residual import NormedInput, PendingUpdate, ResidualNorm
 
 
 class Dense(Projection):
-    """A plain matrix, as fast as can be."""
+    """A plain matrix, multiplied by the fastest kernels."""
 
     scheme = "none"
     compiled: CompiledLinears | None = None
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """The matrix, or the stack of all experts' matrices."""
+        """Allocate the matrix, or the stack of all experts' matrices."""
         spec = self.spec
         stack = () if spec.num_experts is None else (spec.num_experts,)
         shape = (*stack, spec.num_rows, spec.size)
@@ -50,7 +50,7 @@ class Dense(Projection):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix, [N, K], or [E, N, K] of experts."""
+        """The matrix, [N, K], or [E, N, K] for experts."""
         return self.tensors["weight"]
 
     def dequantized(self) -> torch.Tensor:
@@ -58,14 +58,14 @@ class Dense(Projection):
         return self.weight
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Ask for the kernels in CUDA C++, which know bfloat16, and fuse where there are kernels to do it."""
+        """Request the kernels in CUDA C++, which need bfloat16, and enable the fusion that they support."""
         self.compiled = compiled
         self.can_add = neighbours.writes_sum and use_triton(self.weight)
         if (matrix := self.matrix(neighbours)) is not None:
             compiled.want(matrix, is_head=neighbours.is_head)
 
     def matrix(self, neighbours: Neighbours) -> Matrix | None:
-        """The matrix as kernels in CUDA C++ know it; None: they do not."""
+        """The matrix as a description for kernels in CUDA C++; None: unsupported."""
         weight, (reads, writes, activation, _) = self.weight, neighbours
         if weight.dtype is not torch.bfloat16 or weight.dim() != 2:
             return None
@@ -73,25 +73,25 @@ class Dense(Projection):
         return Matrix(N // 2 if activation else N, K, activation, self.bias is not None, reads, writes)
 
     def invariant(self) -> Projection | None:
-        """A projection with this matrix that gives a row the same bits whatever the other rows are."""
+        """A projection with this matrix in which a row's bits do not depend on the other rows."""
         projection = InvariantDense(self.spec, self.tensors)
         projection.bias = self.bias
         return projection
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b; few rows on a GPU have kernels of their own."""
+        """Return x Wᵀ + b; a GPU has special kernels for few rows."""
         if x.dim() == 2:
             return linear(x, self.weight, self.bias, compiled=self.compiled)
         return F.linear(x, self.weight, self.bias)
 
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Multiply, with the gate in the same launch where one kernel does both."""
+        """Multiply, with the gate in the same launch if there is a kernel for it."""
         if x.dim() == 2:
             return linear(x, self.weight, self.bias, activation=activation, compiled=self.compiled)
         return super().project_rows(x, activation)
 
     def project_norm(self, x: NormedInput, activation: str) -> torch.Tensor:
-        """Add, normalise and multiply, in one launch where there are few tokens."""
+        """Add, normalise and multiply, in one launch if there are few tokens."""
         norm, residual, update = x.norm, x.stream.residual_TD, x.stream.update
         if not use_triton(residual) or isinstance(update, PendingUpdate):
             return super().project_norm(x, activation)
@@ -117,7 +117,7 @@ class Dense(Projection):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Multiply and add in one launch; or in parts, where that keeps more of a GPU busy."""
+        """Multiply and add in one launch, or return parts if that keeps more of the GPU busy."""
         num_parts = writes_parts(x, self.weight, compiled=self.compiled)
         if num_parts is not None and reader.reads_sum(x, num_parts, activation):
             stream = ResidualInput(residual, norm.weight, norm.offset)
@@ -127,19 +127,19 @@ class Dense(Projection):
 
     @property
     def stacked(self) -> torch.Tensor | None:
-        """The stack of the experts' matrices, where kernels of a GPU can read it."""
+        """The stack of the experts' matrices, if GPU kernels can read it."""
         weight = self.weight
         return weight if weight.dim() == 3 and weight.dtype is torch.bfloat16 else None
 
     def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
-        """Ask for the kernel of many rows."""
+        """Request the kernel for many rows."""
         if self.stacked is not None:
             self.many = ManyRows.of(compiled, self.spec.num_rows, self.spec.size, activation)
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor | PendingProduct:
-        """Send each token through its experts, all of them in three launches where there are kernels."""
+        """Send each token through its experts, with three launches for all of them if there are kernels."""
         if not (use_triton(x_TD) and isinstance(down, Dense)):
             return super().experts_mlp(x_TD, choices, down, activation)
         if self.bias is not None and down.bias is not None:
@@ -162,5 +162,5 @@ class InvariantDense(Dense):
     reads_sum = Projection.reads_sum
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, each row as if it were alone."""
+        """Return x Wᵀ + b, each row as if it were the only one."""
         return linear_invariant(x, self.weight, self.bias)

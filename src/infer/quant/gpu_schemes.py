@@ -1,8 +1,8 @@
-"""Weights of 8 or 4 bits on a GPU: the file's own codes if it has them, else codes rounded during the load.
+"""Weights of 8 or 4 bits on a GPU: the file's own codes, or codes rounded while the weights are loaded.
 
-A matrix comes from the disk some rows at a time, is converted on the device and put into place. So loading
+A matrix is read from the disk some rows at a time, converted on the device and put into place. So loading
 needs memory for a few rows besides the weights (`LOADING_BYTES`), never a second copy.
-kernels/linear/coded.py has the layout and the products.
+kernels/linear/coded.py defines the layout and the products.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from infer.quant.projection import Choices, Neighbours, PendingProduct, Projecti
 from infer.quant.residual import ResidualNorm
 from infer.quant.rounding import BLOCK_ROWS, fit_rows, round_rows
 
-# code bits -> numbers at a time: with fewer, launches dominate; int4 needs a dozen float32 for each number
+# code bits -> numbers at a time: with fewer, launches dominate; int4 needs a dozen float32 per number
 _CHUNK_NUMBERS = {8: 1 << 24, 4: 1 << 23}
-_MOST_CHOICES = 16  # experts of a token, at most: `scratch_bytes` is not told the number
-LOADING_BYTES = 256 << 20  # memory besides the weights while they are loaded; 240 MiB were seen
+_MOST_CHOICES = 16  # most experts per token: `scratch_bytes` is not told their number
+LOADING_BYTES = 256 << 20  # memory besides the weights during the load; 240 MiB were measured
 
 
 class GPUWeights(Projection):
     """A matrix, or one for each expert, in the form that its spec names."""
 
     compiled: CompiledLinears | None = None
-    grouped: GroupedLinear | None = None  # kernels of experts in CUDA C++
+    grouped: GroupedLinear | None = None  # kernels for experts in CUDA C++
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class GPUWeights(Projection):
         assert spec.form is not None, spec
         self.form: CodedForm = spec.form
         self.scheme = spec.form.codes
-        self.matrices, self.stack = matrices or [], stack  # one for each expert, and all of them
-        self.order = order  # act-order: the column of x for each column that is kept
+        self.matrices, self.stack = matrices or [], stack  # each expert's matrix, and all in one stack
+        self.order = order  # act-order: the column of x for each stored column
         super().__init__(spec)
 
     # -- what it stores ---------------------------------------------------------------------------------
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """Codes, scales and minima; matrices of experts are views of one stack, which one launch reads."""
+        """Allocate codes, scales and minima; experts' matrices are views of one stack for one launch."""
         spec, count = self.spec, self.spec.num_experts
         if not self.matrices and count is None:
             sizes = spec.num_rows, spec.size, *self.form, spec.num_outliers
@@ -81,7 +81,7 @@ class GPUWeights(Projection):
         return stacks
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put a file's codes into place where they fit the form; else round what they stand for."""
+        """Put a file's codes into place if they fit the form; otherwise round the numbers they stand for."""
         device = self.spec.device
         begin = moment(device)
         if self.order is not None and isinstance(rows, CodedRows):
@@ -101,22 +101,22 @@ class GPUWeights(Projection):
             self._made.append((begin, moment(device)))
 
     def num_rows_at_once(self) -> int:
-        """Whole blocks of rows, of as many numbers as keep a GPU busy."""
+        """The number of rows, in whole blocks, that keeps a GPU busy."""
         return max(1, _CHUNK_NUMBERS[self.form.bits] // self.spec.size // BLOCK_ROWS) * BLOCK_ROWS
 
     @property
     def weights(self) -> CodedWeights:
-        """The matrix, where there is one."""
+        """The matrix, if there is only one."""
         return self.matrices[0]
 
     def scratch_bytes(self, num_tokens: int) -> int:
-        """All of W in the dtype, once it is unpacked, or its codes and sums of 32 bits.
+        """The bytes of W unpacked to the dtype, or of its codes and 32-bit sums.
 
-        With act-order, the tokens in the order of its columns as well.
+        With act-order, also the bytes of the tokens with reordered columns.
         """
         spec = self.spec
         few = device_profile(self.matrices[0].cells.device).linear.few_coded_tokens
-        if spec.num_experts is not None:  # a token chooses one at least
+        if spec.num_experts is not None:  # a token has at least one expert
             many = num_tokens > MAX_ROWS * spec.num_experts // _MOST_CHOICES
             is_unpacked = many and self.bias is None and not self.batch_invariant
             return spec.num_weights * spec.dtype.itemsize if is_unpacked else 0
@@ -129,13 +129,13 @@ class GPUWeights(Projection):
     # -- how it multiplies ------------------------------------------------------------------------------
 
     def invariant(self) -> Projection | None:
-        """A projection with these codes that gives a row the same bits whatever the other rows are."""
+        """A projection with these codes in which a row's bits do not depend on the other rows."""
         projection = InvariantGPUWeights(self.spec, self.matrices, self.stack, self.order)
         projection.bias = self.bias
         return projection
 
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Ask for the kernels in CUDA C++, and fuse where there are kernels to do it."""
+        """Request the kernels in CUDA C++, and enable the fusion that they support."""
         spec, (reads, writes, activation, is_head) = self.spec, neighbours
         if spec.num_experts is not None:
             return
@@ -153,7 +153,7 @@ class GPUWeights(Projection):
         return self.project_rows(x, "")
 
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Multiply, with the gate in the same launch where one kernel does both."""
+        """Multiply, with the gate in the same launch if there is a kernel for it."""
         rows = self._ordered(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
         y = coded_linear(
             rows, self.weights, self.bias, activation=activation, compiled=self.compiled,
@@ -171,7 +171,7 @@ class GPUWeights(Projection):
     def project_sum(self, total: ResidualSum, eps: float, activation: str) -> torch.Tensor:
         """Finish the norm and multiply in one launch."""
         plan = plan_of(total.scaled_MN, self.weights, gated=bool(activation), compiled=self.compiled)
-        assert plan is not None, "`reads_sum` said that there is a kernel"
+        assert plan is not None, "`reads_sum` returned True"
         return launch_of_sum(plan, total, self.weights, eps=eps, bias_N=self.bias, activation=activation)
 
     def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
@@ -185,7 +185,7 @@ class GPUWeights(Projection):
     def add_to(
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
-        """Multiply and add in one launch, where the reader can read the sum."""
+        """Multiply and add in one launch, if the reader can read the sum."""
         plan = plan_of(x, self.weights, gated=False, compiled=self.compiled)
         if plan is not None and reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
             stream = ResidualInput(residual, norm.weight, norm.offset)
@@ -206,11 +206,11 @@ class GPUWeights(Projection):
 
     @property
     def stacked(self) -> CodedWeights | None:
-        """The codes of all experts, where kernels of a GPU can read them."""
+        """The codes of all experts, if GPU kernels can read them."""
         return self.stack if self.spec.dtype is torch.bfloat16 else None
 
     def prepare_experts(self, compiled: CompiledLinears, activation: str) -> None:
-        """Ask for the kernels of rows that are in order."""
+        """Request the kernels for rows that are grouped by expert."""
         stack, rows = self.stacked, self.spec.num_rows
         if stack is not None:
             self.grouped = GroupedLinear(
@@ -220,13 +220,13 @@ class GPUWeights(Projection):
             self.many = ManyRows.of(compiled, rows, self.spec.size, activation)
 
     def make_expert(self, number: int, spec: WeightSpec) -> Projection:
-        """The projection of one expert from its matrix."""
+        """Make the projection of one expert from its matrix."""
         return type(self)(spec, [self.matrices[number]])
 
     def experts_mlp(
         self, x_TD: torch.Tensor, choices: Choices, down: Projection, activation: str
     ) -> torch.Tensor | PendingProduct:
-        """Send each token through its experts, all of them in a few launches where there are kernels."""
+        """Send each token through its experts, with a few launches for all of them if there are kernels."""
         both = self.stack, down.stack if isinstance(down, GPUWeights) else None
         if not use_triton(x_TD) or both[0] is None or both[1] is None:
             return super().experts_mlp(x_TD, choices, down, activation)
@@ -250,7 +250,7 @@ class InvariantGPUWeights(GPUWeights):
     project_rows, reads_sum = Projection.project_rows, Projection.reads_sum
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, each row as if it were alone."""
+        """Return x Wᵀ + b, each row as if it were the only one."""
         codes = self.weights
         weight = expand(codes, x.dtype) if use_triton(x) else codes.dequantized().to(x.dtype)
         return linear_invariant(x if self.order is None else x[..., self.order], weight, self.bias)

@@ -13,7 +13,7 @@ _LARGE_PAGE = 2 << 20
 class WeightMemory:
     """Zeroed memory for many matrices, side by side in large pages.
 
-    With pages of 4 KB decoding loses a fifth of the bandwidth to looking up where the next page lies.
+    With 4 KB pages, decoding loses a fifth of the bandwidth to address translation (TLB misses).
     """
 
     def __init__(self, slab_bytes: int = 64 << 20) -> None:
@@ -22,7 +22,7 @@ class WeightMemory:
         self._used = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return the next `num_bytes`, starting on a cache line as the kernels' widest loads want."""
+        """Return the next `num_bytes`, aligned to a cache line for the kernels' widest loads."""
         start = -(-self._used // 64) * 64
         if start + num_bytes > len(self._slab):
             self._slab = _pages(max(self._slab_bytes, num_bytes))
@@ -32,7 +32,7 @@ class WeightMemory:
 
 
 def _pages(num_bytes: int) -> torch.Tensor:
-    """Return whole pages of the system, large ones if it has them; untouched pages cost nothing."""
+    """Return whole pages, large ones if the system has them; untouched pages cost nothing."""
     pages = mmap.mmap(-1, -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes >= _LARGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel built without them

@@ -1,22 +1,21 @@
 """Weights in groups of 32 that share a scale, as int8 or int4, in the layout of kernels/cpu.
 
     int8   w = d * q,      q in -127 .. 127      8.5 bits per weight
-    int4   w = d * q + m,  q in 0 .. 15          5 bits per weight; files in 4 bits keep their numbers
+    int4   w = d * q + m,  q in 0 .. 15          5 bits per weight; holds 4-bit files without rounding
     int5   w = d * q + m,  q in 0 .. 31          6 bits per weight: Q5_0, Q5_1 and Q5_K of GGUF files
     int6   w = d * q,      q in -32 .. 31        7 bits per weight, groups of 16: Q6_K and Q3_K
 
 The minimum m of a group costs half a bit per weight and very little time. It pays off because sixteen steps
-are too few to waste any on an empty range, and because the formats of 4-bit files have minima, too.
+are too few to waste any on an empty range, and because 4-bit file formats have minima, too.
 
-Activations are quantised during the product, 32 at a time, so the products are integer arithmetic. A few
-channels are much larger than the rest, and with 8 bits this costs more accuracy than the weights do. So
-activations have 15 bits, in two digits (csrc/linear.h), unless `cpu_products` is `fast`, which means one
-digit.
+Activations are quantised during the product, 32 at a time, so products are integer arithmetic. A few channels
+are much larger than the rest, so 8 bits would cost more accuracy here than in weights. Activations therefore
+have 15 bits, in two digits (csrc/linear.h); with `cpu_products=fast` they have one digit.
 
 Rows are filled in any order, so a fused matrix takes its parts as they come from the disk.
 
-`bits` of the head is 8 even in an int4 model, because its errors go straight into the logits. A tied
-embedding reads its rows from the packed head.
+The head has 8 bits even in an int4 model, because its errors go straight into the logits. A tied embedding
+reads its rows from the packed head.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from infer.quant.memory import WeightMemory
 from infer.quant.projection import Projection, Source, WeightSpec
 from infer.quant.rounding import fit_rows, round_rows
 
-# the forms that kernels/cpu multiplies with, by bits
+# the forms that kernels/cpu supports, by bits
 _FORMS = {8: CodedForm("int8", 32), 4: CodedForm("int4", 32, has_minima=True)}
 
 
@@ -51,10 +50,10 @@ class QuantizedRows(NamedTuple):
 
 
 def quantized_rows(rows: CodedRows, bits: int) -> QuantizedRows | None:
-    """A file's codes as they are; None: no 32 neighbours share a scale, or they do not fit.
+    """Return a file's codes unchanged; None: groups are not whole 32s, or the codes do not fit.
 
-    Scales and minima become float16. A scale of 16 bits loses nothing; a minimum, the product of a zero
-    and a scale, one part in 2000 at most. If one is too large or too small, the result is None.
+    Scales and minima become float16. A 16-bit scale loses nothing; a minimum, the product of a zero and a
+    scale, loses at most one part in 2000. If one is too large or too small, the result is None.
     """
     part = fit_rows(rows, _FORMS[bits])
     if part is None:
@@ -80,12 +79,12 @@ class PackedMatrix:
     ) -> None:
         assert bits in (4, 5, 6, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits
-        self.kind = bits  # kind of products and of row lookups: the bits, or `MXFP4`
+        self.kind = bits  # kind of the kernels: the bits, or `MXFP4`
         self.digits = operations.EXACT_DIGITS  # digits that activations are rounded to
-        self.order: torch.Tensor | None = None  # act-order: the column of x for each column that is kept
+        self.order: torch.Tensor | None = None  # act-order: the column of x for each stored column
         self._library = library
         data_bytes, scale_bytes = operations.packed_bytes(num_rows, size, bits)
-        # Fresh memory is zero, also where the last tile has no row: those lanes are computed and thrown away.
+        # Fresh memory is zero, also in the last tile's unused rows, which are computed and discarded.
         memory = memory or WeightMemory(data_bytes + scale_bytes + 64)
         self.data = memory.take(data_bytes)
         self.scales = memory.take(scale_bytes).view(torch.float16)
@@ -99,7 +98,7 @@ class PackedMatrix:
     def fill_integers(
         self, integers: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, first: int
     ) -> None:
-        """Put rows into place that are quantised already, in groups of 32; minima as in `QuantizedRows`."""
+        """Put quantised rows, in groups of 32, into place; minima are as in `QuantizedRows`."""
         assert integers.shape[1] == self.size and first + len(integers) <= self.num_rows, integers.shape
         operations.pack_integers(
             self._library, integers, scales, minima, self.data, self.scales, first=first, bits=self.bits
@@ -108,7 +107,7 @@ class PackedMatrix:
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x Wᵀ + b; `out` are the columns that are filled of a wider result."""
+        """Return x Wᵀ + b; `out`: columns of a wider result, which are filled."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.size)
         y = operations.linear(
             self._library, rows, self.data, self.scales, bias,
@@ -117,7 +116,7 @@ class PackedMatrix:
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.num_rows)
 
     def lookup(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Rows as float32: the matrix as an embedding."""
+        """Look up rows as float32, for a tied embedding."""
         rows = operations.embed(
             self._library, ids_T, self.data, self.scales,
             num_rows=self.num_rows, size=self.size, kind=self.kind,
@@ -125,14 +124,14 @@ class PackedMatrix:
         return rows if self.order is None else rows[:, self.order.argsort()]
 
     def dequantized(self) -> torch.Tensor:
-        """The whole matrix as float32: what it stands for."""
+        """The whole matrix as float32."""
         return self.lookup(torch.arange(self.num_rows))
 
 
 class Packed(Projection):
-    """A projection in integers, one `PackedMatrix` for each expert; dense weights are packed on loading."""
+    """A projection with integer weights, one `PackedMatrix` per expert; loading packs dense weights."""
 
-    batch_invariant = True  # each row is quantised and multiplied by itself
+    batch_invariant = True  # each row is quantised and multiplied independently
     bits: int
 
     def __init__(self, spec: WeightSpec, matrices: list[PackedMatrix] | None = None) -> None:
@@ -140,7 +139,7 @@ class Packed(Projection):
         super().__init__(spec)
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """Integers and scales; on the meta device, as many bytes without memory."""
+        """Allocate integers and scales; on the meta device, only their shapes."""
         spec = self.spec
         num_matrices = spec.num_experts or 1
         if device_kind(spec.device) == "meta":
@@ -166,11 +165,11 @@ class Packed(Projection):
 
     def load(self, source: Source, *, part: str | None, expert: int | None, transposed: bool) -> None:
         """Quantise a stored matrix into its rows, a few of them at a time."""
-        with one_thread():  # one PyTorch thread; packing has its own threads
+        with one_thread():  # PyTorch uses one thread, because packing has its own threads
             super().load(source, part=part, expert=expert, transposed=transposed)
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put a file's integers into place where these kernels have the same; else quantise numbers."""
+        """Put a file's integers into place if these kernels support them; otherwise quantise the numbers."""
         matrix = self.matrices[expert]
         if matrix.order is not None and isinstance(rows, CodedRows):
             rows, order = rows.in_order()
@@ -179,14 +178,14 @@ class Packed(Projection):
         if integers is not None:
             matrix.fill_integers(*integers, first)
             return
-        # a copy of plain numbers: a mapped file's are read from the disk when they are first touched
+        # a copy of plain numbers, because a mapped file is read from the disk when it is first touched
         numbers = rows.numbers() if isinstance(rows, CodedRows) else rows.to(torch.float32, copy=True)
         begin = moment(self.spec.device)
         matrix.fill(numbers.contiguous(), first)
         self._made.append((begin, moment(self.spec.device)))
 
     def use_digits(self, digits: int) -> None:
-        """Round activations to `digits` digits from now on, in experts too."""
+        """Round activations to `digits` digits from now on, also in experts."""
         for matrix in self.matrices:
             matrix.digits = digits
 
@@ -210,27 +209,27 @@ class Int8(Packed):
 
 
 class Mxfp4(Packed):
-    """Floats of 4 bits as their file has them, 5 bits per weight with scales.
+    """4-bit floats as their file stores them; 5 bits per weight with scales.
 
-    csrc/linear.h says how they become the unsigned integers of the products. A scale is a half here: one
-    below 2^-24 becomes 0, and one above 2^12 does not belong to a weight.
+    csrc/linear.h explains how they become the unsigned integers of the products. Scales are float16 here:
+    a scale below 2^-24 becomes 0, and one above 2^12 cannot be a weight's.
     """
 
     scheme, bits = "mxfp4", 4
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """The layout of int4, multiplied by a table."""
+        """Allocate the layout of int4; products look codes up in a table."""
         tensors = super().allocate()
         for matrix in self.matrices:
             matrix.kind = MXFP4
         return tensors
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put a file's codes into place; numbers, which only random weights have, are rounded."""
+        """Put a file's codes into place; plain numbers, which only random weights have, are rounded."""
         form = CodedForm("mxfp4", 32)
         part = fit_rows(rows, form) if isinstance(rows, CodedRows) else round_rows(rows, form)
         assert part is not None, "codes of another format"
-        steps = part.scales / 2  # scales of integers that are twice the floats
+        steps = part.scales / 2  # halved, because the integers are twice the floats
         if bool((steps > 4096).any()):
             raise CheckpointError("an MXFP4 matrix has a scale above 2^13: the file is damaged")
         integers = QuantizedRows(part.codes.view(torch.int8).contiguous(), steps.half(), (-12 * steps).half())
@@ -243,7 +242,7 @@ class Int5(Packed):
     scheme, bits = "int5", 5
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put a file's integers into place; only its scales are rounded, to halves."""
+        """Put a file's integers into place; only the scales are rounded, to float16."""
         assert isinstance(rows, CodedRows), "only files have these integers"
         self.matrices[expert].fill_integers(*self._integers(rows), first)
 
@@ -268,9 +267,9 @@ class Int6(Int5):
 
 
 def _halved(integers: torch.Tensor, *scales: torch.Tensor) -> QuantizedRows:
-    """Rows with their scales and minima as float16.
+    """Convert the scales and minima of rows to float16.
 
-    Too small scales lose what the float16 in the file, of which each is a multiple, lacks too.
+    Very small scales lose precision, but no more than the float16 in the file has, whose multiples they are.
     """
     halves = [each.half().contiguous() for each in scales]
     if not all(bool(half.isfinite().all()) for half in halves):
@@ -285,10 +284,10 @@ class Int4(Packed):
 
 
 class PackedRuns(Packed):
-    """A fused matrix whose parts have different bits in the file: runs of rows, each in its own form.
+    """A fused matrix whose parts have different bits in the file, kept as runs of rows, each in its own form.
 
-    In a "Q4_K_M" file the values are Q6_K in every other layer, queries and keys Q4_K. Each run is a product
-    of its own, which fills its columns of the result.
+    In a "Q4_K_M" file values are Q6_K in every other layer, queries and keys Q4_K. Each run is a separate
+    product, which fills its columns of the result.
     """
 
     def __init__(self, spec: WeightSpec) -> None:
@@ -298,12 +297,12 @@ class PackedRuns(Packed):
         super().__init__(spec, [matrix for run in self.runs for matrix in run.matrices])
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """The tensors of every run."""
+        """Allocate the tensors of every run."""
         tensors = [(number, run.tensors) for number, run in enumerate(self.runs)]
         return {f"{name}_{number}": tensor for number, held in tensors for name, tensor in held.items()}
 
     def fill(self, rows: CodedRows | torch.Tensor, first: int, expert: int) -> None:
-        """Put rows of one part into the run that it belongs to."""
+        """Put rows of one part into the part's run."""
         for run in self.runs:
             if first < run.spec.num_rows:
                 run.fill(rows, first, expert)
@@ -311,14 +310,14 @@ class PackedRuns(Packed):
             first -= run.spec.num_rows
 
     def bytes_by_scheme(self) -> dict[str, int]:
-        """The bytes of each run by its scheme."""
+        """The bytes of all runs, by scheme."""
         found: dict[str, int] = {}
         for run in self.runs:
             found[run.scheme] = found.get(run.scheme, 0) + run.num_bytes()
         return found
 
     def making_seconds(self) -> float:
-        """Seconds spent on codes that no file had, of all runs."""
+        """Seconds spent making codes that were not in the file, of all runs."""
         return sum(run.making_seconds() for run in self.runs)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:

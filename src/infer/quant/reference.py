@@ -1,8 +1,8 @@
 """The readable reference of every scheme: the weights as plain numbers, multiplied by PyTorch.
 
-Nothing is fused, and no kernel of this package runs: `mlp_backend=torch_ref` gives it to the feed-forward
-layers, to compare with what the kernels of a scheme compute. Packed weights are unpacked at every call, so it
-takes no memory of its own and much time.
+Nothing is fused, and no kernel of this package runs. `mlp_backend=torch_ref` selects it for the feed-forward
+layers, to compare it with the kernels of a scheme. Packed weights are unpacked at every call, which is slow
+but takes no permanent memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infer.quant.projection import Projection, WeightSpec
 
 
 class Reference(Projection):
-    """The weights of another projection."""
+    """Multiplies with the weights of another projection."""
 
     def __init__(self, stored: Projection) -> None:
         self._stored = stored

@@ -1,7 +1,8 @@
-"""Every way to keep weights: one row each (docs/adding-a-scheme.md).
+"""Every scheme, a way to store weights: one row each (docs/adding-a-scheme.md).
 
-A matrix that has a `CodedForm` is kept by `GPUWeights` whatever its row makes: int8 and int4 are integers in
-groups of 32 for a CPU's kernels, and codes in the form of the matrix on a GPU (loader/weight_plan.py).
+A row's `make` is for matrices without a `CodedForm`; `GPUWeights` stores those with one. So int8 and int4 are
+integers in groups of 32 for a CPU's kernels, but on a GPU codes in the form of the matrix
+(loader/weight_plan.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.packed import Int4, Int5, Int6, Int8, Mxfp4, PackedRuns
 from infer.quant.projection import Scheme
 
-FILE_SCHEMES: dict[str, Scheme] = {  # formats that only files bring: nothing is rounded to them
+FILE_SCHEMES: dict[str, Scheme] = {  # formats of files: weights are never rounded to them
     "mxfp4": Scheme(name="mxfp4", devices=("cpu", "cuda"), make=Mxfp4),
     **{
         name: Scheme(name=name, devices=("cuda",), make=GPUWeights) for name in ("lut4", "nf4", "fp4", "e5m2")

@@ -1,17 +1,17 @@
-"""The residual stream of a model, and the two ends at which a projection may be fused with it.
+"""The residual stream of a model, and the two places at which a projection may be fused with it.
 
 `norm(stream)` returns a `NormedInput`: the norm of the stream, not computed yet. The projection that receives
 it computes the norm, in its prologue or before. The projection at the end of a sub-layer may return a
 `PendingUpdate`: its product, not computed yet. `stream.add` keeps it until the stream is read. Only then are
 all three parts of a fusion known: the projection that writes, the norm, and the projection that reads. This
-file knows no projections; projection.py imports it.
+file does not import projections; projection.py imports it.
 
     writer.add_to(x, residual, norm, reader)  ──►  a `ResidualSum`, if one kernel can multiply, add and begin
-                                                   the norm; or the product, alone or in parts
+                                                   the norm; else the product, whole or in parts
     reader.project(normed)                    ──►  the rest of the norm, the product, the gate
 
 Both places also accept plain tensors, so a layer without fusion is correct, only slower. Code that needs the
-sum itself sets `on_sum` and gets it from whichever kernel computes it; fusion and bits stay the same.
+sum sets `on_sum`, which any kernel that computes the sum calls; fusion and bits stay the same.
 
 Shapes:  T tokens, D hidden size, P parts of a product.
 """
@@ -41,7 +41,7 @@ class ResidualNorm(Protocol):
 
 
 class Deferred:
-    """A tensor that has not been computed; an operation of PyTorch that is given one computes it first."""
+    """A tensor that has not been computed yet; a PyTorch operation computes it before using it."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class Deferred:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def computed(value: Any) -> Any:
-            if isinstance(value, list | tuple):  # torch.cat and its like
+            if isinstance(value, list | tuple):  # arguments of torch.cat and similar functions
                 return type(value)(map(computed, value))
             return value.tensor() if isinstance(value, Deferred) else value
 
@@ -97,7 +97,7 @@ class PendingUpdate(Deferred):
 
 
 class ResidualStream:
-    """The sum of everything so far, and at most one update that has not been added to it."""
+    """The sum of all updates so far, and at most one update that has not been added yet."""
 
     __slots__ = ("on_sum", "residual_TD", "unread", "update")
 
@@ -105,7 +105,7 @@ class ResidualStream:
         self.residual_TD = x_TD
         self.update: torch.Tensor | PendingUpdate | None = None
         self.unread: NormedInput | None = None  # a norm of the current sum that nobody has read yet
-        self.on_sum: Callable[[torch.Tensor], None] | None = None  # told the sum when it is next computed
+        self.on_sum: Callable[[torch.Tensor], None] | None = None  # called with the next sum that is computed
 
     def add(self, update: torch.Tensor | PendingUpdate) -> None:
         """Add a sub-layer's output: by the kernel that computes it, or by the norm that reads the sum."""
@@ -114,7 +114,7 @@ class ResidualStream:
         self.update = update
 
     def settle(self) -> torch.Tensor:
-        """Return the sum as it is now; a norm of it that was asked for is computed first."""
+        """Return the current sum; a pending norm of it is computed first."""
         if self.unread is not None:
             self.unread.tensor()
         if self.update is not None:
@@ -124,7 +124,7 @@ class ResidualStream:
         return self.residual_TD
 
     def tell_sum(self) -> None:
-        """Pass the sum, which is complete now, to `on_sum`, once; no update is added."""
+        """Pass the sum, which is now complete, to `on_sum`, once; no update is added."""
         if self.on_sum is not None:
             tell, self.on_sum = self.on_sum, None
             tell(self.residual_TD)
@@ -135,7 +135,7 @@ class ResidualStream:
 
 
 class NormedInput(Deferred):
-    """The norm of the residual stream as it was when it was asked for; computed by its first reader."""
+    """The norm of the residual stream at the time of the call; its first reader computes it."""
 
     __slots__ = ("_normed_TD", "_total_TD", "begun", "norm", "stream")
 
@@ -150,18 +150,18 @@ class NormedInput(Deferred):
 
     @property
     def is_read(self) -> bool:
-        """True if it has been read: the stream holds the sum, or has gone on since."""
+        """True if the norm has been read: the stream holds the sum, or later updates as well."""
         return self._total_TD is not None
 
     def read(self, total_TD: torch.Tensor, normed_TD: torch.Tensor | None = None) -> None:
-        """Tell the stream its sum, and later readers the norm of it, if it was computed by itself."""
+        """Store the sum in the stream, and the norm, if it was computed separately, for later readers."""
         self._total_TD, self._normed_TD = total_TD, normed_TD
         stream = self.stream
         stream.residual_TD, stream.update, stream.unread = total_TD, None, None
         stream.tell_sum()
 
     def tensor(self) -> torch.Tensor:
-        """Compute the norm by itself, with the addition before it."""
+        """Compute the addition and the norm separately from any projection."""
         if self._normed_TD is None:
             if self._total_TD is not None:
                 self._normed_TD, _ = self.norm.normalize(self._total_TD, None)

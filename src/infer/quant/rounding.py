@@ -1,17 +1,18 @@
-"""Weights rounded to few bits while they are loaded, or brought from a file's codes into the same form.
+"""Round weights to few bits while they are loaded, or convert a file's codes to the same form.
 
     fp8     w = scale * code             code: a float of 8 bits (e4m3), one scale per row
     int8    w = scale * code             code: -127 .. 127, one scale per row
-    int4    w = scale * (code - zero)    code and zero: 0 .. 15, groups of 128 columns (or 64, 32: whole ones)
+    int4    w = scale * (code - zero)    code and zero: 0 .. 15, groups of 128 columns (or 64 or 32, whichever
+                                         divides the columns)
 
-A file's own groups, blocks and zeros are other values of a `CodedForm` (kernels/linear/coded.py), and its
-codes stay what they are. loader/weight_plan.py decides which form a matrix gets. All arithmetic is float32, a
-few rows at a time, on the device that keeps the weights.
+A file's groups, blocks and zeros are other values of a `CodedForm` (kernels/linear/coded.py), and its codes
+are not changed. loader/weight_plan.py decides which form a matrix gets. All arithmetic is float32, a few rows
+at a time, on the device that stores the weights.
 
-Sixteen steps between the least and the largest weight of a group waste some of them on its outliers. So int4
-tries narrower ranges as well, fits the scale to each by least squares, and keeps what errs least. With a
-minimum in place of the zero it would err by 1 % less, but a kernel then multiplies a second time, with ones:
-files have minima, rounding makes none.
+Sixteen steps between the smallest and the largest weight of a group waste some of them on outliers. So int4
+also tries narrower ranges, fits a scale to each by least squares, and keeps the range with the least error.
+A minimum in place of the zero would reduce the error by 1 %, but needs a second product, with ones: files
+have minima, rounding does not make them.
 
 Shapes:  R rows, K columns, G groups of a row.
 """
@@ -28,32 +29,32 @@ from infer.kernels.linear.coded import E2M1, FLOATS, TABLE_SIZE, TABLED, CodedFo
 from infer.quant.coded import CodedRows
 
 BLOCK_ROWS = 128  # rows of a block of FP8: the only rows that share a scale in memory
-TINY = 1e-12  # a scale must not be 0, also where all weights are
-NF4 = (  # the table of bitsandbytes
+TINY = 1e-12  # smallest scale: it must not be 0, even if all weights are
+NF4 = (  # bitsandbytes' table
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
-_RANGES = (1.0, 0.92, 0.84, 0.76)  # shares of a group's own range, tried for int4
-_E2M1_OF = torch.zeros(25, dtype=torch.uint8)  # the code of each float of 4 bits, by twice its value plus 12
+_RANGES = (1.0, 0.92, 0.84, 0.76)  # shares of a group's range that int4 tries
+_E2M1_OF = torch.zeros(25, dtype=torch.uint8)  # the code of each 4-bit float, by twice its value plus 12
 _E2M1_OF[torch.tensor([int(2 * value) + 12 for value in (*E2M1[8:], *E2M1[:8])])] = torch.tensor(
     [*range(8, 16), *range(8)], dtype=torch.uint8
 )
 
 
 class CodedPart(NamedTuple):
-    """Some rows of a matrix in a form: what `CodedWeights.fill` takes."""
+    """Some rows of a matrix in a form, as `CodedWeights.fill` takes them."""
 
     codes: torch.Tensor  # [R, K]: a float of 8 bits, int8, or uint8 up to 15
     scales: torch.Tensor  # float32, [R, G]
-    minima: torch.Tensor | None = None  # the same
+    minima: torch.Tensor | None = None  # float32, [R, G]
     zeros: torch.Tensor | int = 0  # zeros of int4, [R, G]
     tables: torch.Tensor | None = None  # float32, [R, 16] of lut4, [1, 16] of nf4 and fp4
 
 
 def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
-    """Rows of numbers in a form, each weight as near as it allows."""
+    """Round rows of numbers to a form."""
     numbers, size = rows.float(), rows.shape[1]
     step = form.group or size
     groups = F.pad(numbers, (0, -size % step)).view(len(rows), -1, step)
@@ -73,7 +74,7 @@ def round_rows(rows: torch.Tensor, form: CodedForm) -> CodedPart:
 
 
 def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
-    """Groups [R, G, k] in 16 steps each, of which one is 0: the range whose fitted steps err least."""
+    """Round groups [R, G, k] to 16 steps, one of which is 0, in the range with the least error."""
     least, most = groups.amin(2, keepdim=True).clamp_(max=0), groups.amax(2, keepdim=True).clamp_(min=0)
     middle, width = (least + most) / 2, (most - least).clamp(min=TINY)
     best: list[torch.Tensor] = []
@@ -93,7 +94,7 @@ def _round_to_zeros(groups: torch.Tensor, size: int) -> CodedPart:
 
 
 def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
-    """Groups [R, G, k] as floats of 4 bits: the largest of a group keeps its power of two."""
+    """Round groups [R, G, k] to 4-bit floats: the largest of a group keeps its power of two."""
     scales = torch.exp2(groups.abs().amax(2).clamp(min=TINY).log2().floor() - 2)
     numbers = (groups / scales[:, :, None]).flatten(1)[:, :size]
     halfway = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1[:8])], device=groups.device)
@@ -102,7 +103,7 @@ def _round_to_floats(groups: torch.Tensor, size: int) -> CodedPart:
 
 
 def _round_to_table(groups: torch.Tensor, size: int, codes: str) -> CodedPart:
-    """Groups [R, G, k] as entries of one table: bitsandbytes' own, whatever another file may have."""
+    """Round groups [R, G, k] to entries of bitsandbytes' table; files may have other tables."""
     scales, table = groups.abs().amax(2).clamp(min=TINY), torch.tensor(NF4, device=groups.device)
     places = torch.bucketize(groups / scales[:, :, None], (table[1:] + table[:-1]) / 2)
     tables = table.expand(len(groups) if codes == "lut4" else 1, -1)
@@ -110,12 +111,12 @@ def _round_to_table(groups: torch.Tensor, size: int, codes: str) -> CodedPart:
 
 
 def _better(old: list[torch.Tensor], new: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of the smaller error, group by group; the last tensor of each list is the error."""
+    """Choose the tensors with the smaller error, group by group; each list's last tensor is the error."""
     return [torch.where(new[-1] < old[-1], *pair) for pair in zip(new, old, strict=True)] if old else new
 
 
 def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
-    """A file's codes in a form, none of them rounded; None: they do not fit it."""
+    """Convert a file's codes to a form without rounding; None: they do not fit."""
     size, groups, codes = rows.codes.shape[1], rows.groups, rows.codes
     step = form.group or size
     if not isinstance(groups, int) or not groups or (groups < size and groups % step):
@@ -126,7 +127,7 @@ def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
         return parts.repeat_interleave(repeats, dim=1)[:, :num_groups]
 
     scales, minima, zeros = by_group(rows.scales), rows.minima, rows.zeros
-    if form.codes == "mxfp4":  # the file's reader hands out twice the floats, with half the scales
+    if form.codes == "mxfp4":  # the file's reader returns twice the floats, with half the scales
         is_twice = codes.dtype is torch.int8 and not isinstance(zeros, torch.Tensor) and zeros == 0
         return CodedPart(_E2M1_OF[codes.long().cpu() + 12].to(codes.device), 2 * scales) if is_twice else None
     if minima is not None and not form.has_minima:
@@ -160,7 +161,7 @@ def fit_rows(rows: CodedRows, form: CodedForm) -> CodedPart | None:
 
 
 def _signed(rows: CodedRows, form: CodedForm) -> tuple[torch.Tensor | None, torch.Tensor | int | None]:
-    """Codes as int8, and the steps still to be added to each group; no codes: they do not fit."""
+    """Return the codes as int8, and the steps still to be added to each group; None: they do not fit."""
     codes, zeros = rows.codes, rows.zeros
     if form.has_minima:
         middle = 128 if codes.dtype is torch.uint8 and rows.bits == 8 else 0
