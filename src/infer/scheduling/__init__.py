@@ -1,9 +1,9 @@
-"""The scheduler: which tokens of which sequences run in the next step. Integers only, no tensor, no clock.
+"""The scheduler: decides which tokens of which sequences run in the next step. No tensors, no clock.
 
-request.py, sequence.py    what a client asked for; one line of tokens being made
-plan.py, scheduler.py      what a step computes, and the rule that decides it
-policies.py                orders of arrival, priority, deadline
+request.py, sequence.py    the request of a client; the token sequences that serve it
+plan.py, scheduler.py      the work of a step, and the rules that decide it
+policies.py                the order of sequences: arrival, priority, deadline
 waiting_queue.py           sequences that do not run
-preemption.py              what taking back blocks costs
+preemption.py              the choice between swapping and recomputation
 beam.py                    beam search
 """

@@ -1,33 +1,33 @@
-"""The batch as columns of integers: how far every running sequence has come, in one place.
+"""The batch as columns of integers: the progress of every running sequence.
 
-A running sequence is a *column*. Columns stand in the order in which sequences are served, so a question
-about the whole batch is one comparison of two lines, whatever the number of sequences:
+A running sequence is a *column*, and columns are in the order in which sequences are served. So a condition
+on the whole batch is one comparison of two lines (numpy arrays), whatever the number of sequences:
 
     sequences       A     B     C              by sort key: the first is the most urgent
-    num_tokens     21     6    40              tokens that have a place, known or still on the device
+    num_tokens     21     6    40              tokens, including ids that are still on the device
     num_computed   20     5     8              tokens whose keys and values are in the cache
-    num_reserved   32     8    48              tokens the block tables have room for
+    num_reserved   32     8    48              tokens for which slots are reserved
     next_commit    32     8    16              the num_computed at which a block is full
     decode_len      1     1     1              tokens a decode step computes: 1, and more with drafts
-    num_planned     1     1     6              tokens the step being planned computes
-    row             3     0     1              where its block tables lie, here and on the device
+    num_planned     1     1     6              tokens that the plan being made computes
+    row             3     0     1              row of the block tables, on the host and on the device
 
     num_tokens - num_computed == decode_len         A and B decode, C is in its prompt
     num_tokens > num_reserved                       no sequence needs a block for this step
 
 A sequence enters when it is admitted and leaves when it ends or is preempted; the columns after it move by
-one. The *row* does not move: it names the sequence's line in `tables`, which the kernels read, for as long as
-the sequence runs. The cache layout decides the number of tables (cache/layout.py), usually one.
+one. Its *row* of `tables`, which the kernels read, stays the same as long as the sequence runs. The cache
+layout decides the number of tables (cache/layout.py), usually one.
 
-**Several tokens per step.** A step may compute drafts, tokens that were proposed and may be refused:
+**Several tokens per step.** A step may compute drafts, which may be rejected:
 
     propose 3   num_tokens 21 -> 24, decode_len 4                  one known token and three drafts
-    advance     num_computed 24, num_tokens 25                     as if all were right, and one more drawn
-    retract 2   num_computed 22, num_tokens 23                     two were refused
+    advance     num_computed 24, num_tokens 25                     as if all were accepted, and one sampled
+    retract 2   num_computed 22, num_tokens 23                     two were rejected
 
-`retract` takes back tokens that the last step computed. Their slots stay reserved and are written again. A
-full block enters the prefix tree (`commit`) only after the step's drafts have been judged, so `retract` never
-has to take back a block that others may read, and refuses to.
+`retract` removes tokens that the last step computed. Their slots stay reserved and are written again. A full
+block enters the prefix tree (`commit`) only after the step's drafts have been verified, so `retract` never
+has to remove a block that other sequences may read, and it raises if asked to.
 
 A sequence that does not run keeps its own column, so its counts are read in the same way.
 """
@@ -63,7 +63,7 @@ _sort_key = attrgetter("sort_key")
 class BatchState:
     """The counts and block tables of all running sequences. One engine thread owns it."""
 
-    num_tokens: np.ndarray  # these and the next: one number per running sequence, in order
+    num_tokens: np.ndarray  # this and the following lines: one number per running sequence, in order
     num_computed: np.ndarray
     num_reserved: np.ndarray
     limit: np.ndarray
@@ -87,25 +87,25 @@ class BatchState:
     ) -> None:
         """`spans`: factors on the blocks of each table (cache/layout.py); (): 1."""
         self.block_size, self.spans = block_size, spans or (1,) * num_tables
-        self.sequences: list[Sequence] = []  # running, by sort key: one per column
-        self.version = 0  # another after every arrival and departure
-        self.num_drafts = 0  # proposed and not yet launched, of all sequences
-        self.is_unseen = False  # whether no head needs to see the step that was planned last
-        self.ahead = 0  # tokens after its last that each column gets slots for in the next plan
-        self.num_steady = 0  # coming steps that may repeat a plan which decodes with every column
+        self.sequences: list[Sequence] = []  # running sequences by sort key, one per column
+        self.version = 0  # changes whenever a sequence enters or leaves
+        self.num_drafts = 0  # proposed drafts of all sequences that are not launched yet
+        self.is_unseen = False  # True: a draft head may skip the last planned step
+        self.ahead = 0  # additional slots that the next plan reserves for each column
+        self.num_steady = 0  # number of coming steps that may repeat a plan in which every column decodes
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)
-        self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # how often each row has been given out
+        self.tenancy = np.zeros(max_sequences, dtype=np.int64)  # number of times each row was assigned
         self._table_cells = self.tables.reshape(-1, max_blocks).data  # rows of all tables, numbered through
         self._columns = np.zeros((len(LINES), max_sequences), dtype=np.int64)
         self._cells = cells_of(self._columns)
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._layout: Chunks | None = None  # a plan that decodes with every column, while they are these
+        self._layout: Chunks | None = None  # chunks of the last plan in which every column decodes
         self._name_lines()
 
     # -- arrivals and departures ------------------------------------------------------------------
 
     def enter(self, seq: Sequence) -> None:
-        """Give a sequence the column that its sort key asks for, and a row."""
+        """Insert a sequence's column at its place in the sort order, and assign it a row."""
         sequences, columns = self.sequences, self._columns
         place, end = bisect_left(sequences, seq.sort_key, key=_sort_key), len(sequences)
         columns[:, place + 1 : end + 1] = columns[:, place:end]
@@ -119,7 +119,7 @@ class BatchState:
         self._name_lines()
 
     def leave(self, seq: Sequence) -> None:
-        """Give back the column and the row; the counts rest with the sequence, and unlaunched drafts go."""
+        """Remove a sequence's column and free its row; it keeps its counts and loses unlaunched drafts."""
         sequences, columns, place, end = self.sequences, self._columns, seq.place, len(self.sequences)
         assert sequences[place] is seq, f"{seq} is not where its column is"
         num_drafts = int(columns[DECODE_LEN, place]) - 1
@@ -139,7 +139,7 @@ class BatchState:
         self._name_lines()
 
     def _name_lines(self) -> None:
-        """Point the lines at the columns in use; what was known of the next plan no longer holds."""
+        """Point the lines at the columns in use, and forget the plan that could be repeated."""
         num_running = len(self.sequences)
         for name, line in zip(LINES, self._columns, strict=True):
             setattr(self, name, line[:num_running])
@@ -148,10 +148,9 @@ class BatchState:
         self._layout = None
 
     def write_tables(self, seq: Sequence, tables: Seq[Seq[int]], changes: list[int]) -> None:
-        """Copy the blocks that a sequence may not write yet to its row; then it may write all of them.
+        """Copy a sequence's new blocks to its row and reserve them, up to the end of its shortest table.
 
-        That is, up to the end of its shortest table. Each change is added to `changes`, for a mirror: a row
-        (rows of all tables are numbered through), an index and a block.
+        Each is added to `changes`, for devices: a row (numbered through all tables), an index and a block.
         """
         cells, table_cells, place, size = self._cells, self._table_cells, seq.place, self.block_size
         row, first = cells[ROW][place], cells[NUM_RESERVED][place] // size
@@ -164,10 +163,10 @@ class BatchState:
         cells[NUM_RESERVED][place] = stop * size
 
     def enter_tables(self, seq: Sequence, tables: Seq[Seq[int]]) -> None:
-        """Copy the tables of a sequence that has just entered to its row; it may write all of them.
+        """Copy the tables of a sequence that has just entered to its row, and reserve all their blocks.
 
-        An entry whose block has left a window repeats the first block that the table has: a kernel may read
-        it along with the blocks it needs, and gives what it reads no weight.
+        An entry whose block has left a window repeats the table's first block: a kernel may read it along
+        with the blocks it needs, but masks its values.
         """
         stop = min(map(len, tables))
         for number, blocks in enumerate(tables):
@@ -181,7 +180,7 @@ class BatchState:
     # -- one step ---------------------------------------------------------------------------------
 
     def begin_plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Clear the plan; return the tokens each column is behind, and whether one decode step is enough."""
+        """Clear the plan; return each column's pending tokens, and True where one decode step is enough."""
         self.num_planned.fill(0)
         self.num_steady = 0
         pending = self._pending()
@@ -192,21 +191,21 @@ class BatchState:
         return pending
 
     def count_left_out(self) -> bool:
-        """Count this step for columns that could decode and are not planned; return True if there are any."""
+        """Count this step for columns that could decode but are not planned; return True if any are."""
         is_left_out = (self._pending() == self.decode_len) & (self.num_planned == 0)
         self.left_out += 1
         self.left_out *= is_left_out
         return bool(is_left_out.any())
 
     def due_first(self, places: np.ndarray, due_after: int) -> np.ndarray:
-        """These columns, but those left out for `due_after` steps go first, the longest left out leading."""
+        """Return these columns; columns left out for `due_after` steps come first, the longest leading."""
         left_out = self.left_out[places]
         return places[np.where(left_out >= due_after, -left_out, 0).argsort(kind="stable")]
 
     def planned_chunks(self, *, decodes_all: bool, in_turn: bool = False) -> Chunks:
-        """The chunks of all columns that are planned, in their turn or in the order of the columns.
+        """Return the chunks of all planned columns, by turn or in the order of the columns.
 
-        Where every column decodes, only positions differ from the last time: the rest is kept.
+        If every column decodes, only positions have changed since the last plan: the rest is reused.
         """
         layout = self._layout if decodes_all else None
         if layout is None:
@@ -229,16 +228,16 @@ class BatchState:
         return layout.at(self.num_computed.copy(), self.num_tokens.copy(), is_repeated=not self.num_drafts)
 
     def settle(self) -> None:
-        """Find out how often a plan that decodes one token of every column may be repeated.
+        """Compute how often a plan in which every column decodes one token may be repeated.
 
-        That is until the first of them ends: while none comes or goes, the same rule gives the same answer.
+        It may be repeated until a sequence reaches its limit; `enter` and `leave` end it earlier.
         """
         if self.sequences and not self.num_drafts:
             self.num_steady = int((self.limit - self.num_tokens).min())
 
     @property
     def num_wanted(self) -> np.ndarray:
-        """The tokens that each column should have slots for: `ahead` more, as far as tables go."""
+        """The tokens that each column should have slots for: `ahead` more, up to the length of a table."""
         if not self.ahead:
             return self.num_tokens
         most = self.tables.shape[2] * self.block_size
@@ -246,12 +245,12 @@ class BatchState:
         return wanted
 
     def short(self, places: np.ndarray | None = None) -> np.ndarray:
-        """The columns without a slot for their last token, among `places` or among all columns."""
+        """Return the columns without a slot for their last token, among `places` or all columns."""
         is_short: np.ndarray = (self.num_wanted if self.ahead else self.num_tokens) > self.num_reserved
         return is_short.nonzero()[0] if places is None else places[is_short[places]]
 
     def advance(self, chunks: Chunks) -> None:
-        """Count a step that is under way; sampled tokens get their place before they are known."""
+        """Count a launched step; sampled tokens count before they are known."""
         if chunks.is_repeated:  # every column decodes one token
             self.num_computed[:] = chunks.stops
             np.add(chunks.stops, self.decode_len, self.num_tokens)
@@ -265,7 +264,7 @@ class BatchState:
             self.decode_len[places] = 1
 
     def filled(self, chunks: Chunks) -> np.ndarray:
-        """The chunks that complete a block in a step that has run, of sequences that still run."""
+        """Return the chunks that completed a block in a step, of sequences that still run."""
         if chunks.is_repeated and chunks.version == self.version:
             is_full: np.ndarray = chunks.ends >= self.next_commit
             return is_full.nonzero()[0]
@@ -274,13 +273,13 @@ class BatchState:
         return np.compress(is_due, running)
 
     def places_of(self, sequences: Seq[Sequence]) -> np.ndarray:
-        """The columns of those sequences that run."""
+        """Return the columns of the running sequences among `sequences`."""
         return np.array([seq.place for seq in sequences if seq.is_running], dtype=np.int64)
 
     def grow(self, seq: Sequence, count: int) -> None:
-        """Give a running sequence `count` more tokens that came from no step: it falls behind by that many.
+        """Add `count` pending tokens to a running sequence that no step has sampled.
 
-        Its row counts as given out anew, for a device may have drawn another token in their place.
+        Its row gets a new tenancy, because a device may have sampled another token in their place.
         """
         self.num_tokens[seq.place] += count
         self.tenancy[seq.row] += 1
@@ -290,7 +289,7 @@ class BatchState:
     # -- drafts -----------------------------------------------------------------------------------
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
-        """Let a sequence that is one token behind compute drafts with its next step, as many as fit."""
+        """Let a sequence with one pending token compute drafts in its next step, as many as fit."""
         place = seq.place
         assert seq.is_running and seq.num_pending == self.decode_len[place] == 1, f"{seq} cannot take drafts"
         count = max(min(len(drafts), int(self.limit[place]) - seq.num_tokens), 0)
@@ -303,14 +302,14 @@ class BatchState:
     def retract(
         self, chunks: Chunks, num_refused: np.ndarray, num_replayed: np.ndarray | None = None
     ) -> None:
-        """Take back tokens at the end of the chunks of a step that has run, before the step is committed.
+        """Remove tokens at the end of the chunks of a step that has run, before the step is committed.
 
-        `num_tokens` and `num_computed` move back together. The reservation stays: the slots are written
-        again. A chunk keeps its first token, which was known, and a sequence all tokens of the blocks that
-        it has committed; to take more back is an error. A sequence that was preempted after the step was
-        launched loses the tokens as well, and as much of its cache as it has left.
+        `num_tokens` and `num_computed` decrease together. The slots stay reserved and are written again. It
+        is an error to remove the first token of a chunk, which was known, or a token of a committed block.
+        A sequence that was preempted after the launch also loses the tokens, and as much of its cache as it
+        has left.
 
-        `num_replayed`: tokens of each chunk before the kept ones, which have to be computed again.
+        `num_replayed`: accepted tokens of each chunk that must be computed again.
         """
         num_undone = num_refused if num_replayed is None else num_refused + num_replayed
         undone = num_undone.nonzero()[0]

@@ -1,13 +1,13 @@
-"""Beam search: keep the W likeliest continuations instead of drawing one.
+"""Beam search: keep the W most likely continuations instead of sampling one.
 
-After each step every live beam offers its likeliest next tokens, W of them besides the stops. Sorted by
-the logprob of the whole output, the best of these become the next W beams; one whose token is a stop
-becomes a *finished* hypothesis instead, if it is among the first W. Finished hypotheses are ranked by
-their mean logprob per token, and the search ends when W of them are finished and no live beam can
-still do better.
+After each step every live beam offers its most likely next tokens: W of them, plus one for each stop id.
+All offers are sorted by the logprob of the whole output, and the best W become the next beams. An offer whose
+token is a stop becomes a *finished* hypothesis instead, if it is among the first W. Finished hypotheses are
+ranked by their mean logprob per token. The search ends when W hypotheses are finished and no live beam can
+do better.
 
     beams        A -1.2   B -1.9           offers, best first        next beams (W = 2)
-    A offers     x -0.3   y -1.0    ->     Ax -1.5   By -2.1   ...   Ax, By:  A goes on, B goes on
+    A offers     x -0.3   y -1.0    ->     Ax -1.5   By -2.1   ...   Ax, By:  A and B continue
     B offers     y -0.2   x -4.0           Ay -2.2   Bx -5.9         had both come from A, A would fork
 
 A beam continued twice forks: its blocks are shared, and copied when one of the two writes.
@@ -27,20 +27,20 @@ from infer.scheduling.sequence import FinishedBeam, Sequence, SequenceGroup
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One beam of the next step: which beam it continues, with which token, and how likely it is in all."""
+    """A beam of the next step: the beam it continues, and the next token."""
 
     parent: Sequence
     token_id: int
-    score: float
+    score: float  # logprob of the whole output
 
 
 def num_offers(group: SequenceGroup) -> int:
-    """The number of next tokens each beam must offer, so that stops never take a continuation's place."""
+    """Return the number of next tokens each beam must offer, so that stops never displace continuations."""
     return group.request.params.num_sequences + len(group.stop_ids)
 
 
 def num_logprobs(group: SequenceGroup) -> int | None:
-    """The number of alternatives to each token that the engine asks for; None: no logprobs at all."""
+    """Return the number of top logprobs that the engine needs for each token; None: no logprobs."""
     params = group.request.params
     if params.use_beam_search:
         return num_offers(group)
@@ -56,16 +56,16 @@ def advance_beams(
     fork: Callable[[Sequence], Sequence],
     drop: Callable[[Sequence], None],
 ) -> bool:
-    """Replace the beams of a search by the next ones; False: it has ended, with `finished_beams` found.
+    """Replace the beams of a search by the next ones; False: it has ended, see `finished_beams`.
 
-    `fork` makes a second sequence for a beam that is continued twice, `drop` ends one that is not continued.
+    `fork` copies a beam that is continued more than once; `drop` ends a beam that is not continued.
     """
     chosen = next_beams(group, offers)
     if not chosen:
         return False
     heirs: list[tuple[Sequence, Continuation]] = []
     continued: set[int] = set()
-    for pick in chosen:  # the first pick of a parent goes on in its place
+    for pick in chosen:  # the first continuation of a parent reuses its sequence
         heir = fork(pick.parent) if pick.parent.seq_id in continued else pick.parent
         heirs.append((heir, pick))
         continued.add(pick.parent.seq_id)
@@ -80,10 +80,10 @@ def advance_beams(
 
 
 def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) -> list[Continuation]:
-    """Choose the next beams; hypotheses that meet their stop are added to `group.finished_beams`."""
+    """Choose the next beams; hypotheses that reach a stop are added to `group.finished_beams`."""
     params = group.request.params
     width = params.num_sequences
-    # beams are equally long; until min_tokens are there, no beam may stop
+    # all beams have the same length; none may stop before min_tokens
     banned = group.stop_ids if offers[0][0].num_output <= params.min_tokens else ()
     ranked = sorted(
         (
@@ -103,7 +103,7 @@ def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) 
             chosen.append(offer)
         elif rank >= width:
             break
-    if chosen and chosen[0].parent.num_tokens >= group.max_total:  # its token is the last that fits
+    if chosen and chosen[0].parent.num_tokens >= group.max_total:  # the length limit is reached
         for offer in chosen:
             _finish(group, offer, FinishReason.LENGTH)
         chosen = []
@@ -116,7 +116,7 @@ def next_beams(group: SequenceGroup, offers: Seq[tuple[Sequence, RowLogprobs]]) 
 
 
 def best_outputs(group: SequenceGroup) -> list[StepOutput]:
-    """The n best hypotheses of a search that has ended."""
+    """Return the n best hypotheses of a search that has ended."""
     return [
         StepOutput(
             request_id=group.request.request_id,
@@ -140,5 +140,5 @@ def _finish(group: SequenceGroup, offer: Continuation, reason: FinishReason) -> 
 
 
 def _mean(group: SequenceGroup, offer: Continuation) -> float:
-    """Mean logprob per output token, the new one included."""
+    """Return the mean logprob per output token, including the offered one."""
     return offer.score / (len(offer.parent.tokens) - offer.parent.num_prompt + 1)

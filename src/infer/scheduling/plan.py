@@ -1,8 +1,7 @@
 """The plan of one step, made by the scheduler: integers only.
 
-        transfers   blocks to move first, in this order: copies of shared blocks before they are written,
-        blocks
-                of preempted sequences to host memory, blocks of swapped sequences back
+    transfers   blocks to move before the step, in this order: copies of shared blocks that will be written,
+                blocks of preempted sequences to host memory, blocks of swapped sequences back
     chunks      tokens[start:stop] of one sequence each, computed together
 
 A plan is data: it can be recorded, compared and replayed. Its chunks are stored as columns, one array for
@@ -28,7 +27,7 @@ from infer.scheduling.sequence import Sequence as TokenSequence
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens[start:stop] of a sequence, then sample `num_samples` tokens after the last one.
 
-    0 samples: the prompt goes on. More than 1: the sequence is about to fork into that many.
+    0 samples: the prompt continues. More than 1: the sequence forks into that many afterwards.
     """
 
     seq_id: int
@@ -53,17 +52,17 @@ class Chunks(Sequence[Chunk]):
         version: int = 0,
     ) -> None:
         self.seq_ids, self.starts, self.stops, self.num_samples = seq_ids, starts, stops, num_samples
-        self.ends = stops  # ends of the tokens that were not refused
+        self.ends = stops  # stops without the rejected drafts
         self.rows = rows  # rows of the block tables
         self.sequences = sequences  # one for each chunk
-        self.places, self.version = places, version  # columns of the batch state, as of a version of it
+        self.places, self.version = places, version  # columns of the batch state, valid for this version
         self.draws: np.ndarray = num_samples > 0
-        self.is_repeated = False  # True: chunks of an earlier plan, which decodes a token of each column
-        self.num_drafts = 0  # tokens of all chunks that were proposed and may be refused
+        self.is_repeated = False  # True: the previous plan, one token further; every column decodes
+        self.num_drafts = 0  # drafts among the tokens of all chunks
         self._made: tuple[Chunk, ...] | None = None
 
     def at(self, starts: np.ndarray, stops: np.ndarray, *, is_repeated: bool) -> Chunks:
-        """A copy of these chunks at other positions, with nothing refused yet."""
+        """Return a copy of these chunks at other positions, with nothing rejected yet."""
         moved = Chunks.__new__(Chunks)
         moved.__dict__.update(self.__dict__)  # several times faster than a copy
         moved.starts, moved.stops, moved.ends = starts, stops, stops
@@ -72,7 +71,7 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, chunks: Iterable[Chunk], sequences: Sequence[TokenSequence] = ()) -> Chunks:
-        """The columns of single chunks; they have the rows of `sequences`, where these are given."""
+        """Return single chunks as columns, with the rows of `sequences` if these are given."""
         written = [msgspec.structs.astuple(chunk) for chunk in chunks]
         seq_ids, starts, stops, num_samples = np.array(written, dtype=np.int64).reshape(-1, 4).T.copy()
         rows = [seq.row for seq in sequences] or [NO_ROW] * len(written)
@@ -82,7 +81,7 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model will see."""
+        """The number of tokens that the model computes."""
         return int((self.stops - self.starts).sum())
 
     def __len__(self) -> int:
@@ -123,28 +122,28 @@ class StepPlan:
     preempted: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     table_changes: list[int] = field(default_factory=list, compare=False)
-    """Blocks that tables of sequences which ran already have got: for each its row, its index, the block.
+    """New blocks of sequences that were running before the plan: (row, index, block) for each, flattened.
 
-    Rows are counted through all tables: rows of the second table follow the rows of the first.
+    Rows are numbered through all tables: rows of the second table follow the rows of the first.
     """
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model will see."""
+        """The number of tokens that the model computes."""
         return self.chunks.num_tokens
 
 
 class PlanDraft:
-    """A plan in the making: what may still be spent, and what has been decided besides the chunks."""
+    """A plan being made: the rest of the budget, and the decisions other than the chunks."""
 
     def __init__(self, budget: int, num_prompts: int | None) -> None:
         self.budget = budget  # tokens that may still be added
-        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # prompt chunks, likewise
+        self.num_prompts = sys.maxsize if num_prompts is None else num_prompts  # prompt chunks still allowed
         self.num_tokens = 0  # tokens that were added
-        self.num_turns = 0  # places in the order of chunks that have been given
+        self.num_turns = 0  # positions used in the order of chunks
         self.preempted: list[int] = []
         self.table_changes: list[int] = []
-        self.transfers: list[Transfer] = []  # never taken back: a later one may rely on an earlier one
+        self.transfers: list[Transfer] = []  # never undone: a later transfer may rely on an earlier one
 
     def spend(self, num_tokens: int) -> None:
         """Add tokens to the plan."""
@@ -152,17 +151,17 @@ class PlanDraft:
         self.num_tokens += num_tokens
 
     def set_aside(self, num_tokens: int) -> None:
-        """Keep tokens, and a chunk of prompts to spend them on, for later; a negative count undoes it."""
+        """Reserve tokens and one prompt chunk for later; a negative count releases them."""
         self.budget -= num_tokens
         self.num_prompts -= (num_tokens > 0) - (num_tokens < 0)
 
     def drop(self, row: int, num_tokens: int, num_rows: int) -> None:
-        """Take back the part of a sequence that is preempted: its tokens, and what its tables have got."""
+        """Remove the part of a preempted sequence: its tokens and its table changes."""
         self.spend(-num_tokens)
         changes = self.table_changes
         kept = [place for place in range(0, len(changes), 3) if changes[place] % num_rows != row]
         self.table_changes = [number for place in kept for number in changes[place : place + 3]]
 
     def to_plan(self, step: int, chunks: Chunks) -> StepPlan:
-        """The plan of these chunks."""
+        """Return the finished plan with these chunks."""
         return StepPlan(step, chunks, tuple(self.preempted), tuple(self.transfers), self.table_changes)

@@ -1,16 +1,16 @@
-"""Scheduling policies: each decides, in a few lines, which sequence goes first.
+"""Scheduling policies: each decides which sequence goes first.
 
-    fcfs                 arrival order; decoding goes on while prompts fill what is left of the budget
+    fcfs                 arrival order; sequences decode first, prompts get the rest of the budget
     prefill_first        prompts first: the best time to first token, the worst inter-token latency
-    decode_round_robin   like fcfs, but if a step has too few tokens, decoding sequences share them equally
+    decode_round_robin   like fcfs, but decoding sequences take turns if a step cannot hold them all
     priority             the request's `priority`, smaller first; then arrival
-    deadline             the nearest `deadline` first, those without one last; then arrival
+    deadline             the nearest `deadline` first, requests without one last; then arrival
 
-Your own policy is a `Policy`, or a function from a sequence to its urgency; the knob names its module or file
+A custom policy is a `Policy`, or a function from a sequence to its urgency; the knob names its module or file
 (config/own_code.py).
 
 Fairness does not depend on the policy: the scheduler promotes a sequence that has waited too long, and a
-sequence that has been left out of too many steps goes first.
+sequence that was left out of too many steps goes first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from infer.scheduling.sequence import Sequence
 
 
 class Policy(NamedTuple):
-    """A scheduling policy: how urgent a sequence is, and two yes-or-no questions."""
+    """A scheduling policy: the urgency of a sequence, and two switches."""
 
     urgency: Callable[[Sequence], float] = lambda seq: 0.0  # smaller: admitted sooner and preempted later
-    prompts_first: bool = False  # prompts get the step's budget before the sequences that decode
-    rotates: bool = False  # when not all sequences can decode in one step, the turn goes round
+    prompts_first: bool = False  # prompts get the step's budget before decoding sequences
+    rotates: bool = False  # sequences take turns if not all can decode in one step
 
     def key(self, seq: Sequence) -> tuple[float, int]:
-        """Sort by this; the second part is the arrival number, so no two are equal."""
+        """Return the sort key of a sequence; the arrival number makes it unique."""
         return self.urgency(seq), seq.arrival
 
 
@@ -46,7 +46,7 @@ POLICIES = {
 
 
 def _number(function: Callable[[Sequence], object], seq: Sequence, name: str) -> float:
-    """Return an urgency that sequences can be sorted by; refuse the request if it is not a number."""
+    """Call a user's urgency function; refuse the request if the result is not a number."""
     try:
         urgency = function(seq)
     except Exception as error:
@@ -67,5 +67,5 @@ def find_policy(name: str) -> Policy:
         return Policy(urgency=lambda seq: _number(found, seq, name))
     raise ConfigError(
         f"scheduler_policy={name} is {found!r}; it must be an infer.scheduling.policies.Policy, or a "
-        "function that takes a sequence and returns a number, smaller for what goes first"
+        "function that takes a sequence and returns a number (the smallest goes first)"
     )

@@ -1,32 +1,32 @@
 """Decide, once per step, which tokens of which sequences to run.
 
-There is no prefill phase and no decode phase. Every sequence is some number of tokens behind
-(`num_pending`), and each step spends a token budget on catching up:
+There is no prefill phase and no decode phase. Every sequence has some pending tokens (`num_pending`), and
+each step spends a token budget on computing them:
 
-    budget 8:   A one behind [1]   B one behind [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
+    budget 8:   A decodes [1]   B decodes [1]   C prompt of 20 -> chunk of [6]     next step: 6 more
 
-Sequences one behind go first, because their clients are watching. Prompts already begun come next, and then
-newcomers in the policy's order; the `prefill_first` policy puts prompts first. A long prompt leaves a share
-of its steps to shorter ones, so that newcomers do not wait for all of it. A newcomer gets blocks for all of
-its tokens, so prompts never compete for blocks half way. When the cache is full, the running sequence with
-the largest key is preempted: its blocks are recomputed later, or move to host memory. Blocks that the prefix
-tree evicts also leave copies there, if copying is cheaper than computing.
+Decoding sequences go first, because their clients are watching. Prompts already begun come next, and then new
+sequences in the policy's order; the `prefill_first` policy puts prompts first. A long prompt leaves a share
+of each step to shorter ones, so that new sequences need not wait for all of it. A new sequence gets blocks
+for all of its tokens, so prompts never compete for blocks half way. When the cache is full, the running
+sequence with the largest key is preempted: its blocks are recomputed later, or swapped to host memory. Blocks
+evicted from the prefix tree also leave copies there, if copying is cheaper than computing.
 
-No sequence starves. A sequence that has waited `max_wait_steps` for its next token, preemptions included, is
+No sequence starves. A sequence that has waited `max_wait_steps` for its next token, including preemptions, is
 promoted to the front of every policy and is then the last to be preempted. A decoding sequence is left out of
-at most `max_decode_gap` steps in a row, or of as many as the budget forces: R sequences, of which a step
-serves S, take ceil(R / S) steps. So the scheduler serves sequences that were left out early enough for the
-last of them:
+at most `max_decode_gap` steps in a row, or of as many as the budget forces: if a step serves S of R
+sequences, a round takes ceil(R / S) steps. So sequences that were left out are served early enough that even
+the last of them keeps this limit:
 
     R 9, S 4, max_decode_gap 5      three steps serve all, so a sequence is due after being left out 3 times
-    left out at most 5 times        3, and 2 more while the others that are due go before it
+    left out at most 5 times        3, and 2 more while other due sequences go first
 
 If decoding uses the whole budget for `max_wait_steps` steps in a row, prompts get turns like one more
-decoding sequence: a token in every ceil((R + 1) / S) steps, before the others, or a whole prompt if prompts
-are not cut.
+decoding sequence: a token in every ceil((R + 1) / S) steps, before the others, or a whole prompt without
+chunked prefill.
 
-The scheduler sees integers only: no tensors, no tokenizer, no clock. That is why its tests need no
-GPU and no sleep(), and why a simulator can run it a thousand times faster than a model.
+The scheduler uses integers only: no tensors, no tokenizer, no clock. So its tests need no GPU and no sleep(),
+and a simulator can run it a thousand times faster than a model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_ST
 
 
 class Scheduler:
-    """The queues, and the rule that turns them into a `StepPlan`. One engine thread owns it."""
+    """Plans each step from the running and the waiting sequences. One engine thread owns it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Scheduler:
         self.step = 0
         longest = pool.longest() if max_seq_len is None else min(max_seq_len, pool.longest())
         max_blocks = -(-longest // pool.block_size)
-        # twice: when a beam search makes its step, new beams begin before old ones end
+        # twice the batch size, because a beam search forks new beams before it drops old ones
         self.state = BatchState(
             2 * config.max_batch_size,
             max_blocks,
@@ -82,35 +82,35 @@ class Scheduler:
         )
         self._max_drafts = min(MAX_DRAFTS, self._token_budget - 1)
         self.running = self.state.sequences  # sequences by sort_key: the first is the most urgent
-        self.num_planned_tokens = 0  # how many tokens the model will see in the last plan
-        self.all_decode = False  # the last plan: with every running sequence, without a prompt
+        self.num_planned_tokens = 0  # tokens that the model computes in the last plan
+        self.all_decode = False  # the last plan decodes with every running sequence and has no prompt
         self.num_preemptions = 0
-        self.hold = NEXT_STEP  # why the last plan let no more in: one of HOLDS
+        self.hold = NEXT_STEP  # why the last plan admitted no more sequences: one of HOLDS
         self.watch: SequenceWatch | None = None
         self.num_forks = 0
         self._by_id: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config.max_wait_steps)
-        self._num_beams = 0  # beams that run
-        self._slots_used = 0  # running sequences, counting those a running one will fork into
+        self._num_beams = 0  # running beams
+        self._slots_used = 0  # running sequences, including those they will fork into
         self._has_left_out = False  # a sequence that could decode was not in the last plan
         self._due_after = 0  # steps after which a sequence that was left out goes first
-        self._without_prompts = 0  # steps in a row in which prompts got nothing, though one was there
-        self._prompts_take_turns = False  # prompts got nothing too often, and decoding still fills every step
+        self._without_prompts = 0  # consecutive steps without prompt tokens while a prompt waited
+        self._prompts_take_turns = False  # prompts waited too long, and decoding still fills every step
         self._rotation = 0
-        self._goes_round = False  # sequences take turns to decode in the step being planned
-        self._recent_tokens, self._counted_at = 0.0, 0  # prompt tokens of the last steps, as of that step
+        self._goes_round = False  # decoding sequences take turns in the plan being made
+        self._recent_tokens, self._counted_at = 0.0, 0  # decaying sum of prompt tokens, and its step
         self._batch_is_closed = False  # static batching: the batch is full and decodes
 
     # -- the queues -------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Let a new sequence wait for its turn."""
+        """Put a new sequence into the waiting queue."""
         seq.sort_key = self.policy.key(seq)
         self._by_id[seq.seq_id] = seq
         self._waiting.push(seq, self.step)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child share its parent's blocks and run too; the first to write the last one gets a copy."""
+        """Run a child that shares its parent's blocks; the first to write the last block gets a copy."""
         if self.keeps_cache:
             self.pool.commit(parent.seq_id, parent.tokens, parent.num_computed)
             self.pool.fork(parent.seq_id, child.seq_id, parent.num_computed)
@@ -118,19 +118,19 @@ class Scheduler:
             self.pool.match_prefix(child.seq_id, ())
         self.num_forks += 1
         child.num_tokens, child.num_computed = parent.num_tokens, parent.num_computed
-        if parent.num_slots > 1:  # the child moves into one of the places its parent was admitted with
+        if parent.num_slots > 1:  # the child takes one of the batch places reserved by its parent
             parent.num_slots -= 1
             self._slots_used -= 1
         child.sort_key = (parent.sort_key[0], child.arrival)
         self._by_id[child.seq_id] = child
         self._run(child)
         self.state.enter_tables(child, self.pool.block_tables(child.seq_id))
-        for seq in (parent, child):  # either must ask before it writes
+        for seq in (parent, child):  # both must reserve again before they write the shared block
             seq.num_reserved = seq.num_computed
         self.state.num_steady = 0
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence at any stage of its life and give back all it holds."""
+        """Remove a sequence in any state and release its blocks."""
         del self._by_id[seq.seq_id]
         if seq.is_running:
             self._stop_running(seq)
@@ -140,17 +140,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if any sequence still has tokens to make."""
+        """True if any sequence waits or runs."""
         return bool(self._by_id)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not run yet, or not at the moment."""
+        """The number of sequences that do not run: new, or preempted."""
         return len(self._by_id) - len(self.running)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of prompts that are still to be computed, of sequences that wait or run."""
+        """The number of prompt tokens that are not computed yet, of waiting and running sequences."""
         if self.all_decode:
             return self._waiting.num_tokens
         pending = int((self.state.num_tokens - self.state.num_computed).sum())
@@ -158,12 +158,12 @@ class Scheduler:
 
     @property
     def num_free_places(self) -> int:
-        """The number of further sequences that the batch has room for."""
+        """The number of sequences that can be added to the batch."""
         return self.config.max_batch_size - self._slots_used
 
     @property
     def may_admit(self) -> bool:
-        """True if the next plan may let a waiting sequence in: the cache has room, as far as is known."""
+        """True if the next plan may admit a waiting sequence: the cache probably has room."""
         if not self.num_waiting or self.num_free_places <= 0:
             return False
         seq, num_free = self._waiting.first(self.step + 1), self.pool.num_free_blocks
@@ -172,7 +172,7 @@ class Scheduler:
         return not (self.running and self._waiting.is_refused(seq, num_free, self.step + 1))
 
     def sequences(self) -> list[Sequence]:
-        """Every live sequence, running or waiting."""
+        """Return all sequences, running and waiting."""
         return list(self._by_id.values())
 
     # -- one step ---------------------------------------------------------------------------------
@@ -191,10 +191,10 @@ class Scheduler:
         draft = PlanDraft(self._token_budget, self.config.max_prefill_chunks_per_step)
         if short is not None:
             self._reserve_last(short, draft)
-        if may_repeat and state.num_steady > 0:  # else one was preempted
+        if may_repeat and state.num_steady > 0:  # 0: a sequence was preempted
             state.num_steady -= 1
             return draft.to_plan(self.step, state.planned_chunks(decodes_all=True))
-        draft.budget, draft.num_tokens = self._token_budget, 0  # what was preempted was of the last plan
+        draft.budget, draft.num_tokens = self._token_budget, 0  # dropped tokens were in the last plan
         pending, decodes = state.begin_plan()
         places = decodes.nonzero()[0]
         num_decoding = len(places)
@@ -228,9 +228,9 @@ class Scheduler:
             self._plan_prompts(prompts, draft)
         is_served = draft.num_prompts < num_prompts
         self._without_prompts = self._without_prompts + 1 if has_prompts and not is_served else 0
-        if not has_prompts or (is_served and not takes_turn):  # prompts get on without turns
+        if not has_prompts or (is_served and not takes_turn):  # prompts make progress without turns
             self._prompts_take_turns = False
-        # whether each sequence that was ready to decode does, and no other
+        # True: every sequence that was ready to decode is in the plan, and nothing else
         is_uniform = not (prompts or is_served) and draft.num_tokens - state.num_drafts == num_decoding
         decodes_all = is_uniform and draft.num_turns == 1 and num_decoding == len(self.running)
         if self._has_left_out:
@@ -243,7 +243,7 @@ class Scheduler:
         return draft.to_plan(self.step, chunks)
 
     def _plan_static(self, places: np.ndarray, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Fill a batch and compute its prompts, then decode until the last of it is done; then the next."""
+        """Fill a batch and compute its prompts; decode until its last sequence ends; begin the next batch."""
         if not self.running:
             self._batch_is_closed = False
         decoding = [self.running[place] for place in places.tolist()]
@@ -256,15 +256,15 @@ class Scheduler:
             self._decode(self.state.places_of(decoding), len(decoding), draft)
             if not draft.num_tokens and self._waiting:
                 first = self._waiting.first(self.step)
-                if first.is_beam and first.was_admitted:  # the other beams wait for it to come back
+                if first.is_beam and first.was_admitted:  # the other beams wait for this preempted one
                     self._admit(draft)
 
     def advance(self, plan: StepPlan) -> None:
-        """Count a step that is under way; sampled tokens get their place before they are known."""
+        """Count a launched step; sampled tokens count before they are known."""
         self.state.advance(plan.chunks)
 
     def commit(self, plan: StepPlan) -> None:
-        """Let the blocks that a step has filled enter the prefix tree, now that their tokens are known."""
+        """Add the blocks that a step has filled to the prefix tree, now that their tokens are known."""
         chunks, commit = plan.chunks, self.pool.commit
         filled = self.state.filled(chunks)
         if not len(filled):
@@ -279,14 +279,14 @@ class Scheduler:
                 self._forget_cache(seq)
 
     def propose(self, seq: Sequence, drafts: Seq[int]) -> None:
-        """Let a running sequence that is one token behind compute drafts next, MAX_DRAFTS at most."""
+        """Let a running sequence with one pending token compute drafts next, MAX_DRAFTS at most."""
         self.state.propose(seq, drafts[: self._max_drafts])
 
     def retract(self, plan: StepPlan, ids: Seq[Seq[int]]) -> None:
-        """Take back the drafts that a step has refused: all of a chunk but those followed by an id.
+        """Remove the drafts that a step has rejected: a chunk keeps as many as it returned ids, less one.
 
-        To be called before `commit`, which lets only what is left enter the prefix tree. Drafts never go into
-        the state of a layer, so the kept ones are computed once more where layers have states.
+        Call this before `commit`, which adds only the remaining tokens to the prefix tree. Recurrent layers
+        do not write drafts into their state, so with such layers accepted drafts are computed once more.
         """
         num_refused, num_kept = np.zeros((2, len(ids)), dtype=np.int64)
         for number, (seq, sampled) in enumerate(zip(plan.chunks.sequences, ids, strict=True)):
@@ -294,32 +294,32 @@ class Scheduler:
                 num_refused[number] = len(seq.drafts) + 1 - len(sampled)
                 num_kept[number] = max(len(sampled) - 1, 0)
                 seq.drafts = ()
-                if seq.ticket:  # it was preempted meanwhile
+                if seq.ticket:  # it was preempted after the launch
                     self._waiting.num_tokens -= int(num_refused[number])
         self.state.retract(plan.chunks, num_refused, num_kept if STATE in self.pool.windows else None)
 
     def abandon(self, plan: StepPlan) -> None:
-        """Undo a step that did not run and whose requests are gone; others it moved blocks for start over."""
+        """Undo a failed step after its requests ended; other sequences whose blocks it moved start over."""
         for seq in map(self._by_id.get, plan.preempted):
-            if seq is not None and seq.is_swapped:  # it was on its way out
+            if seq is not None and seq.is_swapped:  # its blocks were not copied
                 seq.is_swapped = False
                 self._forget_cache(seq)
         moved = {transfer.destination for transfer in plan.transfers if transfer.kind != SWAP_OUT}
         self.pool.tree.forget_copies(move.destination for move in plan.transfers if move.kind == SWAP_OUT)
         tables_of = self.pool.block_tables
         for seq in [s for s in self.running if not all(map(moved.isdisjoint, tables_of(s.seq_id)))]:
-            self._stop_running(seq)  # beams that came in without a chunk of their own
+            self._stop_running(seq)  # a beam that was admitted without a chunk
             self._forget_cache(seq)
             self._waiting.push(seq, self.step)
 
     def _forget_cache(self, seq: Sequence) -> None:
         self.pool.release(seq.seq_id)
         seq.num_computed = seq.num_reserved = 0
-        if seq.is_running:  # the naive baseline: it stays, and starts over in the next step
+        if seq.is_running:  # naive cache backend: it keeps running and starts over in the next step
             self.pool.match_prefix(seq.seq_id, ())
 
     def _decode(self, places: np.ndarray, num_behind: int, draft: PlanDraft) -> None:
-        """Serve these columns, as far as the budget goes, and preempt from the back for want of blocks."""
+        """Plan these columns, as far as the budget goes; preempt the last sequences if blocks run out."""
         state, first_turn = self.state, draft.num_turns
         if self._has_left_out:
             places = state.due_first(places, self._due_after)
@@ -345,22 +345,22 @@ class Scheduler:
         self._has_left_out = self._has_left_out or num_served < num_behind
         left_places = state.places_of(left_out)
         if draft.preempted and len(left_places) and state.decode_len[left_places[0]] <= draft.budget:
-            self._decode(left_places, num_behind - num_served, draft)  # uses the tokens of a chunk taken back
+            self._decode(left_places, num_behind - num_served, draft)  # uses tokens of preempted sequences
 
     def _steps_of_round(self, num_decoding: int, turn_len: int) -> int:
-        """The number of steps in which all that decode have a turn, and prompts one of `turn_len` tokens.
+        """Return the number of steps in which every decoding sequence gets a turn, and prompts `turn_len`.
 
-        A sequence due this many steps before its gap is full has its turn in time, even if all are due.
+        A sequence that is due this many steps before its gap ends is served in time, even if all are due.
         """
         state, budget = self.state, self._token_budget
         if num_decoding + state.num_drafts + turn_len <= budget:
             return 1
-        # a search counts as if all beams were its own
+        # all beams of a search advance together; count them as one search
         longest = max(int(state.decode_len.max()), min(self._num_beams, budget))
         return -(-(num_decoding + -(-turn_len // longest)) // (budget // longest))
 
     def _turn_of_prompts(self, prompts: list[Sequence]) -> int:
-        """Tokens that prompts get when it is their turn; 0: they have not waited long enough for turns."""
+        """Return the tokens of a turn of prompts; 0: prompts have not waited long enough to get turns."""
         self._prompts_take_turns |= self._without_prompts >= self.config.max_wait_steps
         if not self._prompts_take_turns:
             return 0
@@ -370,17 +370,17 @@ class Scheduler:
         return min(first.num_pending, self._token_budget)
 
     def _take_turn(self, prompts: list[Sequence], turn_len: int, draft: PlanDraft) -> None:
-        """Give prompts some tokens before the sequences that decode."""
+        """Give prompts `turn_len` tokens before the decoding sequences."""
         kept, draft.budget = draft.budget - turn_len, turn_len
         self._plan_prompts(prompts, draft)
         draft.budget += kept
 
     def _is_one_due(self) -> bool:
-        """Return True if a sequence that decodes has been left out for as long as it may be."""
+        """Return True if a decoding sequence has been left out so often that it is due."""
         return int(self.state.left_out.max(initial=0)) >= self._due_after
 
     def _with_whole_beams(self, places: np.ndarray, budget: int) -> np.ndarray:
-        """These columns, without beams that cannot all go on: a step chooses among the offers of all."""
+        """Return these columns without incomplete beam searches: all beams must be in the same step."""
         kept: list[int] = []
         for place in places.tolist():
             seq = self.running[place]
@@ -396,9 +396,9 @@ class Scheduler:
         return np.array(kept, dtype=np.int64)
 
     def _limit_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Keep a step that decodes short: few prompt tokens, unless many more wait.
+        """Limit the prompt tokens of a step with decoding sequences, so that it stays short.
 
-        Many short prompts are computed in steps that are launched at once, whether others decode or not.
+        The limit is higher if many tokens wait. Several short prompts get at most `packed_step_tokens`.
         """
         if not (prompts or self._waiting):
             return
@@ -418,7 +418,7 @@ class Scheduler:
         draft.budget = min(draft.budget, limit)
 
     def _hurries_often(self) -> bool:
-        """Return True if hurried steps would come often, but would not take most of the time."""
+        """Return True if hurried steps would be frequent, but would not take most of the time."""
         tuned = self.config.profile
         self._recent_tokens *= (1.0 - 1.0 / tuned.recent_steps) ** (self.step - self._counted_at)
         self._counted_at = self.step
@@ -426,7 +426,7 @@ class Scheduler:
         return 1 / tuned.rare < share < 1 / tuned.often
 
     def _plan_prompts(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Go on with prompts that are begun, then let others in; a long one leaves a share to short ones."""
+        """Continue prompts that have begun, then admit others; a long prompt leaves a share to short ones."""
         if prompts and self.config.use_chunked_prefill and self.keeps_cache:
             kept = self._share_of_first(prompts[0], draft)
             draft.set_aside(kept)
@@ -437,13 +437,13 @@ class Scheduler:
         self._admit(draft)
 
     def _share_of_first(self, seq: Sequence, draft: PlanDraft) -> int:
-        """Tokens of this step that are kept for the prompt whose turn it is, whatever else is shorter."""
-        if min(draft.budget, draft.num_prompts) == 1:  # it cannot be shared: steps take turns
+        """Return the tokens of this step that are kept for the first prompt, even if others are shorter."""
+        if min(draft.budget, draft.num_prompts) == 1:  # the step cannot be shared: alternate
             return self._chunk_len(seq, draft.budget) * (self.step % 2)
         return self._chunk_len(seq, -(-draft.budget // self.config.profile.first_share))
 
     def _serve_shorter(self, prompts: list[Sequence], draft: PlanDraft) -> None:
-        """Spend the budget on prompts with less to do than the first, the shortest first."""
+        """Spend the budget on prompts with fewer pending tokens than the first, the shortest first."""
         first, shorter = prompts[0], sorted(prompts[1:], key=lambda seq: seq.num_pending)
         may_admit = True
         while draft.budget > 0 and draft.num_prompts > 0:
@@ -456,9 +456,9 @@ class Scheduler:
                 return
 
     def _is_next_due(self, first: Sequence, least: int) -> bool:
-        """Return True if the queue moves on past a first prompt: for one more urgent, or one much shorter.
+        """Return True if a sequence should be admitted before `first` ends: one more urgent or much shorter.
 
-        Sequences come in strictly in order, so the next may be a long one that a short one waits for.
+        Sequences are admitted strictly in order, so a long one may have to be admitted before a short one.
         """
         if not self._waiting:
             return False
@@ -480,8 +480,8 @@ class Scheduler:
                 self._add_prompt(seq, length, draft)
 
     def _admit(self, draft: PlanDraft) -> None:
-        """Let waiting sequences in, strictly in order, while budget, slots and blocks last."""
-        # A preemption means memory is short: admitting newcomers now would only preempt again.
+        """Admit waiting sequences, strictly in order, while budget, batch places and blocks last."""
+        # After a preemption, memory is short: admitting a sequence now would only preempt again.
         while self._waiting and draft.budget and not draft.preempted and draft.num_prompts > 0:
             if not self._admit_next(draft):
                 return
@@ -491,7 +491,7 @@ class Scheduler:
             self.hold = CACHE_FULL if draft.preempted else NO_TOKENS
 
     def _admit_next(self, draft: PlanDraft) -> bool:
-        """Let in the sequence whose turn it is, or leave everything as it was."""
+        """Admit the next sequence; False: nothing has changed."""
         seq = self._waiting.first(self.step)
         group = seq.group.unfinished if seq.is_beam else [seq]
         num_slots = self._slots_used + sum(member.num_slots for member in group)
@@ -499,7 +499,7 @@ class Scheduler:
         if is_on_its_way or num_slots > self.config.max_batch_size:
             self.hold = CACHE_FULL if is_on_its_way else BATCH_FULL
             return False
-        # Beams that came back one by one could wait for each other for ever, each holding blocks.
+        # Beams admitted one by one could wait for each other forever while holding blocks.
         num_blocks = sum(self.pool.blocks_of(member.num_tokens) for member in group)
         if len(group) > 1 and num_blocks > self.pool.num_free_blocks:
             self.hold = CACHE_FULL
@@ -507,10 +507,10 @@ class Scheduler:
         return all(self._admit_one(member, draft) for member in group)
 
     def _admit_one(self, seq: Sequence, draft: PlanDraft) -> bool:
-        """Give a waiting sequence its blocks and its first chunk, or leave everything as it was."""
+        """Give a waiting sequence its blocks and its first chunk; False: nothing has changed."""
         pool, seq_id = self.pool, seq.seq_id
         if seq.is_swapped:
-            # What can be evicted counts as free, so with enough of it neither swap_in nor reserve can fail.
+            # Evictable blocks count as free, so with enough of them neither swap_in nor reserve can fail.
             can_start = seq.is_beam or self._chunk_len(seq, draft.budget) > 0
             has_room = pool.blocks_of(seq.num_tokens) <= pool.num_free_blocks
             pairs = pool.swap_in(seq_id) if can_start and has_room else None
@@ -525,7 +525,7 @@ class Scheduler:
         else:
             self._match_prefix(seq)
         length = self._chunk_len(seq, draft.budget)
-        # A beam comes in with the others of its group, even if its chunk has to wait.
+        # A beam is admitted together with its group, even if its chunk has to wait.
         copies = pool.reserve(seq_id, seq.num_tokens, seq.num_computed) if length or seq.is_beam else None
         if copies is None:
             self._forget_cache(seq)
@@ -534,7 +534,7 @@ class Scheduler:
                 self._waiting.refuse(seq, pool.num_free_blocks, self.step)
             return False
         self._transfer(COPY, copies, draft)
-        if not seq.was_admitted:  # later its own blocks are among those it finds
+        if not seq.was_admitted:  # a preempted sequence also finds its own blocks
             seq.num_cached, seq.num_from_host = seq.num_computed, pool.host_tokens(seq_id)
         self._waiting.remove(seq)
         self._run(seq)
@@ -546,20 +546,20 @@ class Scheduler:
         return True
 
     def _match_prefix(self, seq: Sequence) -> None:
-        """Enter a sequence into the cache, further ahead where the prefix tree knows its start."""
+        """Enter a sequence into the cache, with the blocks that the prefix tree has of its start."""
         request = seq.group.request
         # prompt logprobs need the logits of every position, and a mean the hidden states
         reads_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
         known = () if reads_all else seq.tokens
         seq.num_computed = self.pool.match_prefix(seq.seq_id, known, request.cache_salt)
 
-    # -- small parts ------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
-        """The number of its pending tokens that fit this step; without chunking all of them or none."""
+        """Return the number of pending tokens that fit into this step; without chunking, all or none."""
         pending = seq.num_tokens - seq.num_computed
         if seq.is_beam and seq.num_tokens > seq.num_prompt:
-            pending -= 1  # it was preempted, and its last token is computed with the other beams' tokens
+            pending -= 1  # a preempted beam's last token is computed with the other beams' tokens
         if self.config.use_chunked_prefill and self.keeps_cache:
             return min(pending, budget, self.config.prefill_chunk_size)
         return pending if pending <= budget else 0
@@ -574,12 +574,12 @@ class Scheduler:
             self.watch.on_chunk(seq, length, len(self.running))
 
     def _reserve_last(self, places: np.ndarray, draft: PlanDraft) -> None:
-        """Make room for the last tokens of these columns."""
+        """Reserve slots for the last tokens of these columns."""
         sequences = [self.running[place] for place in places.tolist()]
         self._reserve(sequences, self.state.num_wanted[places].tolist(), draft)
 
     def _reserve(self, sequences: Seq[Sequence], num_tokens: Seq[int], draft: PlanDraft) -> None:
-        """Make room for `num_tokens` of each, in order and if it still runs, preempting from the back."""
+        """Reserve slots for `num_tokens` of each running sequence, in order; preempts the last if needed."""
         pool, write_tables = self.pool, self.state.write_tables
         for seq, count in zip(sequences, num_tokens, strict=True):
             while seq.is_running:
@@ -592,12 +592,12 @@ class Scheduler:
                 self._preempt(self.running[-1], draft)
 
     def _transfer(self, kind: TransferKind, pairs: list[tuple[int, int]], draft: PlanDraft) -> None:
-        """Move blocks, after the blocks that were evicted for them or have been found in host memory."""
+        """Plan transfers, after the pool's pending moves: evicted blocks out, and host prefixes in."""
         draft.transfers += self.pool.take_moves()
         draft.transfers += [Transfer(kind, source, destination) for source, destination in pairs]
 
     def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
-        """Take back a sequence's blocks and its part of the plan; the beams of one search go together."""
+        """Preempt a sequence: release its blocks and its part of the plan; beams of a search go together."""
         group = [victim] if not victim.is_beam else [s for s in victim.group.sequences if s.is_running]
         for seq in group:
             num_computed, num_planned = seq.num_computed, seq.num_planned
@@ -628,8 +628,8 @@ class Scheduler:
         self._num_beams -= seq.is_beam
         self._slots_used -= seq.num_slots
 
-    # -- looking in from outside ------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------
 
     def usage(self) -> PoolUsage:
-        """The usage of the cache, with the unfilled slots of sequences; walks over all sequences."""
+        """Return the usage of the cache, with unfilled slots; walks over all sequences."""
         return self.pool.usage({seq_id: seq.num_computed for seq_id, seq in self._by_id.items()})

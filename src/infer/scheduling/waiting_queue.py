@@ -1,16 +1,16 @@
-"""The queue of waiting sequences: finds the next one, the one that has waited longest, and the shortest one.
+"""The queue of waiting sequences: finds the next, the oldest and the shortest sequence.
 
-Three heaps hold the same sequences, by the policy's key, by age and by length. To take a sequence out of the
-middle of a heap costs a search, so none is taken out. Each waiting sequence holds a *ticket* instead:
+Three heaps contain the same sequences, by the policy's key, by age and by length. Removing a sequence from
+the middle of a heap would need a search, so entries are left in place. Each waiting sequence has a *ticket*:
 
     by key    (key 3, ticket 7, C)   (key 5, ticket 4, A)   (key 9, ticket 6, B)
     by age    (step 2, ticket 4, A)  (step 8, ticket 6, B)  (step 9, ticket 7, C)
     by length (9 tokens, ticket 6, B)  (40, ticket 4, A)  (512, ticket 7, C)
 
-    A leaves:  A.ticket = 0, and its three entries are stale: skipped when they come up, swept out when many
+    A leaves:  A.ticket = 0, so its three entries are stale: they are skipped, and swept when there are many
 
-A sequence that has waited `max_wait_steps` for its next token, preemptions included, is promoted: its key
-goes before all others. It keeps this key while it runs, so it is also the last to be preempted.
+A sequence that has waited `max_wait_steps` for its next token, including preemptions, is promoted: its key
+precedes all others. It keeps this key while it runs, so it is also the last to be preempted.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 
 from infer.scheduling.sequence import Sequence
 
-RETRY_STEPS = 16  # steps after which a sequence that found no room looks again even if no block came free
-MAX_STALE = 64  # entries of sequences that left, beyond one for each that waits
+RETRY_STEPS = 16  # steps after which a sequence that found no room tries again even if no block was freed
+MAX_STALE = 64  # stale entries allowed in a heap, in addition to one per waiting sequence
 
-Heap = list[tuple[Any, int, Sequence]]  # entries: (what it is sorted by, ticket, sequence)
+Heap = list[tuple[Any, int, Sequence]]  # entries: (sort value, ticket, sequence)
 
 
 class WaitingQueue:
-    """Waiting sequences by key, age and length; entering, leaving and asking for the next cost O(log n)."""
+    """Waiting sequences by key, age and length; adding, removing and finding the next cost O(log n)."""
 
     def __init__(self, max_wait_steps: int) -> None:
-        self.num_tokens = 0  # tokens of all that wait
+        self.num_tokens = 0  # tokens of all waiting sequences
         self._max_wait_steps = max_wait_steps
         self._by_key: Heap = []  # heap of sort_key
         self._by_age: Heap = []  # heap of waiting_since
         self._by_len: Heap = []  # heap of num_tokens
         self._num_waiting = 0
         self._last_ticket = 0
-        self._refusal = (0, 0, 0)  # the last for want of blocks: ticket, free blocks, step
+        self._refusal = (0, 0, 0)  # the last refusal for lack of blocks: ticket, free blocks, step
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def push(self, seq: Sequence, step: int) -> None:
-        """Let a sequence wait from this step on."""
+        """Add a sequence that waits from this step on."""
         self._last_ticket += 1
         seq.ticket = self._last_ticket
-        if seq.num_tokens != seq.num_tokens_then:  # else it was let in, and preempted before its next token
+        if seq.num_tokens != seq.num_tokens_then:  # equal: it was preempted before its next token
             seq.waiting_since, seq.num_tokens_then = step, seq.num_tokens
         heapq.heappush(self._by_key, (seq.sort_key, seq.ticket, seq))
         heapq.heappush(self._by_age, (seq.waiting_since, seq.ticket, seq))
@@ -57,7 +57,7 @@ class WaitingQueue:
         self.num_tokens += seq.num_tokens
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence that is let in, or has left."""
+        """Remove a sequence that is admitted, or has ended."""
         seq.ticket = 0
         self._num_waiting -= 1
         self.num_tokens -= seq.num_tokens
@@ -69,39 +69,39 @@ class WaitingQueue:
                 heapq.heapify(heap)
 
     def refuse(self, seq: Sequence, num_free: int, step: int) -> None:
-        """Remember that the sequence whose turn it was found no room among `num_free` blocks."""
+        """Remember that the next sequence found no room in `num_free` blocks."""
         self._refusal = (seq.ticket, num_free, step)
 
     def is_refused(self, seq: Sequence, num_free: int, step: int) -> bool:
-        """Return True if looking up the prefix of a long prompt again would probably find no room.
+        """Return True if looking up the prefix of a prompt again would probably find no room.
 
-        Running sequences may have computed a part of it since, so now and then it is looked up all the same.
+        It is retried after RETRY_STEPS, because running sequences may have computed a part of the prompt.
         """
         ticket, num_free_then, refused_at = self._refusal
         return seq.ticket == ticket and num_free <= num_free_then and step - refused_at < RETRY_STEPS
 
     def backlog(self, begun: Seq[Sequence], step: int) -> int:
-        """The number of tokens waiting after the prompt whose turn it is; prompts begun come first."""
+        """Return the number of tokens that wait after the current prompt; prompts in `begun` come first."""
         behind = sum([seq.num_tokens - seq.num_computed for seq in begun[1:]])
         is_next = not begun and self._num_waiting
         return self.num_tokens + behind - (self.first(step).num_tokens if is_next else 0)
 
     def shortest(self) -> Sequence:
-        """The sequence with the fewest tokens (one must wait)."""
+        """Return the sequence with the fewest tokens; the queue must not be empty."""
         return _top(self._by_len)
 
     def first(self, step: int) -> Sequence:
-        """The sequence whose turn it is (one must wait); promotes the oldest if it has waited too long."""
+        """Return the next sequence of a non-empty queue; promotes the oldest if it has waited too long."""
         oldest = _top(self._by_age)
         if step - oldest.waiting_since >= self._max_wait_steps and oldest.sort_key[0] != -math.inf:
             oldest.sort_key = (-math.inf, oldest.arrival)
-            # its entry with the old key comes long after this one, and is stale when this one is
+            # the entry with the old key sorts after this one, and becomes stale together with it
             heapq.heappush(self._by_key, (oldest.sort_key, oldest.ticket, oldest))
         return _top(self._by_key)
 
 
 def _top(heap: Heap) -> Sequence:
-    """The sequence at the top of a heap that holds one; stale entries above it are dropped."""
+    """Return the first sequence of a heap, after dropping stale entries; there must be one."""
     while heap[0][1] != heap[0][2].ticket:
         heapq.heappop(heap)
     return heap[0][2]
