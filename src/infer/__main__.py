@@ -1,8 +1,8 @@
 """`python -m infer`, and the command `infer`: the entry point, which starts before anything is imported.
 
 Importing the command line takes a good part of a second, and people press Ctrl-C during it. An exception
-raised in the middle of an import may come out as another one, so until the import is done Ctrl-C raises
-none: it ends the process, which has nothing to clean up yet.
+raised in the middle of an import may surface as a different one, so until the import is done Ctrl-C ends the
+process, which has nothing to clean up yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import signal  # inside: it imports enum and more, 8 ms in which Ctrl-C raises
 
-        # not if the parent process has it ignored, or handles it outside Python
+        # False if the parent process ignores SIGINT, or handles it outside Python
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signal.signal(signal.SIGINT, _leave)

@@ -14,10 +14,10 @@ InferError
 │   └── UnknownResponse     no response, or item of one, is kept under that id
 │       └── UnknownPrevious     the response that a request asks to continue
 └── EngineError             a fault of this package                          -> HTTP 500
-    ├── BatchFailed         some prompts of a list have no answer; it holds the answers of the others
+    ├── BatchFailed         some prompts of a list have no answer; it holds the other answers
     ├── OutOfBlocks         the cache is full and nothing can be evicted
     ├── DeviceLost          the GPU is in an error state that only a new process can leave
-    │   └── RanksEnded      another rank of the model is gone, and rank 0 has said why
+    │   └── RanksEnded      another rank of the model has ended; rank 0 has said why
     ├── QueueFull           too many requests are waiting                    -> HTTP 503, try later
     ├── RequestTimeout      the answer was not ready in time                 -> HTTP 504
     └── EngineStopped       the engine loop has ended; every waiter gets this    -> HTTP 503
@@ -36,7 +36,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 MIN_ALIKE = 0.75  # share of the letters that two names have in common, in the same order
-MIN_BEGUN = 3  # letters: fewer begin too many names
+MIN_BEGUN = 3  # letters of a prefix; a shorter one begins too many names
 MAX_VALUE_LEN = 60  # characters of a value in a message
 _JSON_WORDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (type(None), "null"), (Mapping, "an object"), (list, "a list"), (str, "a string"),
@@ -116,14 +116,14 @@ class ContextOverflow(RequestError):
 
     @classmethod
     def in_words(cls, message: str, *, param: str | None) -> ContextOverflow:
-        """Return the error with a message that exists already: a server's, or about another limit."""
+        """Return the error with a ready message: a server's, or one about another limit."""
         error = cls.__new__(cls)
         RequestError.__init__(error, message, param=param)
         return error
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The tokens of the prompt and of the context; only for an error that was raised in this process."""
+        """The lengths of the prompt and of the context; only for an error that this process raised."""
         return self._given[0], self._given[2]
 
     def of(self, model_len: int) -> ContextOverflow:
@@ -184,12 +184,12 @@ class DeviceLost(EngineError):
 
     @classmethod
     def of(cls, when: str, error: Exception) -> DeviceLost:
-        """Return the error of a device that failed at some time, with the driver's reason in one line."""
+        """Return the error of a device that failed at a given time, with the driver's reason in one line."""
         return cls(f"the device failed {when}: {str(error).partition(chr(10))[0]}")
 
 
 class RanksEnded(DeviceLost):
-    """Another rank of the model is gone, and rank 0 has said why."""
+    """Another rank of the model has ended; rank 0 has said why."""
 
 
 class QueueFull(EngineError):
@@ -197,7 +197,7 @@ class QueueFull(EngineError):
 
     @classmethod
     def of(cls, num_waiting: int, max_queue: int) -> QueueFull:
-        """Return the error of an engine for which `num_waiting` sequences wait."""
+        """Return the error of an engine whose queue holds `num_waiting` sequences."""
         waiting = "1 sequence is" if num_waiting == 1 else f"{num_waiting} sequences are"
         return cls(f"{waiting} waiting and max_queue is {max_queue}; try again later, or raise max_queue")
 
@@ -226,9 +226,9 @@ def field_of(given: object, name: str, where: str) -> Any:
 def unknown_field(
     name: object, where: str, known: Collection[str], *, others: Iterable[str] = (), hint: str | None = None
 ) -> RequestError:
-    """Return the error of a field that an object does not take; `where` is its place, and ends with a dot.
+    """Return the error of a field that an object does not take; `where` is the object's path and a dot.
 
-    Without a hint its message ends with the closest name, also among `others`, else with all known names.
+    Without a hint the message ends with the closest name of `known` and `others`, else with all of `known`.
     """
     name = str(name)[:80]  # a caller in Python may have any key
     param = where + name
@@ -237,13 +237,13 @@ def unknown_field(
 
 
 def json_type(value: object) -> str:
-    """Return the kind of JSON value that a client gave."""
+    """Return the JSON type of a client's value, in words."""
     words = (word for types, word in _JSON_WORDS if isinstance(value, types))
     return next(words, f"a value of type {type(value).__name__}")
 
 
 class _JsonRepr(reprlib.Repr):
-    """A short form of a JSON value; a text by itself has the quotes that names have in messages."""
+    """A short form of a JSON value; a string by itself is quoted as names are in messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,9 +265,9 @@ _JSON_REPR = _JsonRepr()
 
 
 def show_value(value: object) -> str:
-    """Return a value that a client gave, in JSON's words and with at most 60 characters.
+    """Return a client's value as JSON, cut to 60 characters.
 
-    The work is bounded too: a body may hold a list of a million numbers in the wrong place.
+    The work is bounded too: a misplaced value may be a list of a million numbers.
     """
     try:
         text = _JSON_REPR.repr(value)
@@ -277,29 +277,29 @@ def show_value(value: object) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """Return a text of at most `length` characters: all of it, or its beginning and three dots."""
+    """Return the text, or its beginning and three dots if it is longer than `length` characters."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def spell_context(context_len: int) -> str:
-    """Return the limit of a sequence, in the words by which client libraries recognise this mistake."""
+    """Return the length limit in the words by which client libraries recognise this error."""
     return f"this model's maximum context length is {context_len} tokens"
 
 
 def spell_limit(context_len: int, model_len: int | None) -> str:
-    """Return a last clause if a setting, or the KV cache, allows less than the model could do."""
+    """Return a last clause if a setting, or the KV cache, allows less than the model does."""
     if model_len is None or model_len <= context_len:
         return ""
-    return f" (max_seq_len or the size of the KV cache sets this; the model itself could do {model_len})"
+    return f" (max_seq_len or the size of the KV cache sets this; the model itself allows {model_len})"
 
 
 def closest(
     name: str, known: Iterable[str], *, aliases: Mapping[str, str] | None = None, listed: str = ""
 ) -> str:
-    """Return the end of an error message: the known name that a misspelt one stands for.
+    """Return the end of an error message: the known name that `name` most likely misspells.
 
-    If there is none it ends with all known names, after the word `listed`, or else with nothing: one
-    suggestion makes the others noise. `aliases` are known elsewhere, each with the name it has here.
+    Without one it lists all known names after the word `listed`, or nothing if `listed` is empty.
+    `aliases` maps the names of other programs to the names here.
     """
     here = list(known)
     names = {each: each for each in here} | dict(aliases or {})
@@ -310,10 +310,9 @@ def closest(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that this one misspells, or the only one that begins with it, or None.
+    """Return the only known name that begins with this one, or the name that it misspells, or None.
 
-    A misspelt name keeps three letters out of four in place. A guess from further away is worse than none: it
-    leads to something unrelated to what is wanted. Upper case does not count.
+    A misspelt name keeps three of four letters in order; a wilder guess would mislead. Case is ignored.
     """
     names = {each.casefold(): each for each in known}
     given = name.casefold()

@@ -1,4 +1,4 @@
-"""The reasons why a sequence or an answer ends; on the wire they are these words."""
+"""The reasons why a sequence or an answer ends, as the words that APIs send."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import StrEnum
 
 
 class FinishReason(StrEnum):
-    """Why nothing follows; equal to its word."""
+    """The reason why an answer ended; equal to its word."""
 
     STOP = "stop"  # an end of text, a stop string or token, or the end of a constraint
     LENGTH = "length"  # max_tokens, or the context is full
-    ABORT = "abort"  # its client or the server ended it
+    ABORT = "abort"  # ended by the client or the server
     ERROR = "error"
-    TOOL_CALLS = "tool_calls"  # an answer that ends with calls of tools
-    DROPPED = "dropped"  # a beam that others took the place of; no client sees it
+    TOOL_CALLS = "tool_calls"  # the answer ends with tool calls
+    DROPPED = "dropped"  # a beam replaced by better ones; no client sees it
 
     __repr__ = str.__repr__

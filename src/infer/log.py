@@ -6,8 +6,8 @@ nothing else. Everything written here goes to standard error:
     stdout   the answer
     stderr   log lines (warnings only, unless --log-level says more), progress bars, notices
 
-A library must not configure its host's logging: `import infer` touches nothing, the command line
-calls `setup_logging` once. A module logs with `logger = logging.getLogger(__name__)`.
+A library must not configure its host's logging, so `import infer` does not; the command line calls
+`setup_logging` once. A module logs with `logger = logging.getLogger(__name__)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def setup_logging(level: str) -> None:
-    """Send the log lines of this package to standard error, from this level on."""
+    """Send this package's log lines of this level and above to standard error."""
     assert level in LEVELS, f"level must be one of {LEVELS}, got {level!r}"
     logger = logging.getLogger("infer")
     handler = logging.StreamHandler(sys.stderr)

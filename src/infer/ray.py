@@ -1,18 +1,18 @@
-"""An application of Ray Serve, for those whose cluster is run by Serve or KubeRay.
+"""A Ray Serve application, for clusters that Ray Serve or KubeRay manages.
 
     applications:
       - name: infer
         import_path: infer.ray:app
         args: {model: org/name, max_seq_len: 8192, deployment: {num_replicas: 2}}
 
-`args` are knobs, of the engine and of the server, and `deployment` has the arguments of `serve.deployment`:
-the number of replicas or their `autoscaling_config`, `ray_actor_options` and so on. Each replica of Serve
-runs one server of ours in a process of its own, and passes requests on to it.
+`args` holds knobs of the engine and of the server; `deployment` holds arguments of `serve.deployment`, such
+as `num_replicas`, `autoscaling_config` or `ray_actor_options`. Each Serve replica runs one infer server in a
+process of its own and forwards requests to it.
 
-Serve's proxy listens on the network, for any Host: without `api_key` all who reach it may use the model, and
-a warning says so.
+Serve's proxy listens on the network and accepts any Host header: without `api_key` anyone who can reach it
+may use the model, and a warning says so.
 
-`infer serve --cluster ray` needs none of this: there tokens do not pass through Serve's proxy.
+`infer serve --cluster ray` does without Serve, so its tokens do not pass through Serve's proxy.
 """
 
 # No `from __future__ import annotations`: Serve sends the class below to other processes without the names
@@ -38,14 +38,14 @@ from infer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-OF_SERVE = {  # settings that an application of Serve has no place for
-    "admin_key": "admin routes are about one server, and requests go to any replica",
+OF_SERVE = {  # settings that a Serve application cannot have
+    "admin_key": "admin routes act on one server, but a request goes to any replica",
     **dict.fromkeys(("host", "port", "uds", "tls_cert", "tls_key", "allowed_host"), "Serve's proxy listens"),
 }
 
 
 class _Relayed(Response):
-    """A response that the front gives, over the connection that Serve has to the client."""
+    """A response that the front writes to the client's connection with Serve."""
 
     def __init__(self, front: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Relayed(Response):
 
 
 class ServeReplica:
-    """A replica of Serve: a server of ours in a process of its own, and the front that forwards to it."""
+    """A Serve replica: an infer server in a process of its own, and the front that forwards to it."""
 
     def __init__(self, orders: Orders, key: str, config: ServerConfig) -> None:
         server = orders["server"] | {"host": "127.0.0.1", "port": 0}
@@ -67,9 +67,9 @@ class ServeReplica:
         self.front = build_front(ServerState(config=config), replicas, check_host=False)
 
     async def check_health(self) -> None:
-        """Raise if the server is gone: Serve then starts this replica anew."""
+        """Raise if the server has ended: Serve then restarts this replica."""
         if self._process.has_ended:
-            raise RuntimeError(f"the server of this replica is gone: {self._process.wait_end()}")
+            raise RuntimeError(f"the server of this replica has ended: {self._process.wait_end()}")
         await self._replicas.probe()
 
     def __del__(self) -> None:
@@ -79,7 +79,7 @@ class ServeReplica:
 
 
 def app(args: Mapping[str, Any]) -> Any:
-    """Build the application from knobs; Serve calls it with `args` of its configuration."""
+    """Build the application from knobs; Serve calls it with `args` from its configuration."""
     for name in sorted(OF_SERVE.keys() & args.keys()):
         raise ConfigError(f"{name} cannot be used with infer.ray:app: {OF_SERVE[name]}; leave it out")
     import_ray()
@@ -93,7 +93,7 @@ def app(args: Mapping[str, Any]) -> Any:
     }
     config = ServerConfig(**settings)
     if not config.api_key:
-        logger.warning("application open without a key to all who reach Serve's proxy (see api_key)")
+        logger.warning("api_key is not set: anyone who can reach Serve's proxy may use the model")
     models = {config.served_model_name or "": EngineConfig.from_knobs(**given)}
     key = secrets.token_hex(16)
     bundle = bundle_of(models)

@@ -46,7 +46,7 @@ def llm(checkpoint: str) -> LLM:
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
         ({"max_modle_len": 64}, "unknown knob 'max_modle_len'; did you mean 'max_seq_len'"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel must be False, .* is not built yet"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel must be False, .* use tensor_parallel_size"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],
 )
@@ -451,7 +451,7 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_how_far_that_could_
         "shorten the prompt or set max_tokens <= 2 (max_seq_len or the size of the KV cache sets this; the "
         "model itself could do 256)"
     )
-    with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* the model itself could do 256\)$"):
+    with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* the model itself allows 256\)$"):
         short.engine.add(Request(request_id="e", prompt=(1,) * 65, pooling="last"))
 
 

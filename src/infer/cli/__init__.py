@@ -1,1 +1,1 @@
-"""The command line. Nothing here imports torch until a model is to be loaded."""
+"""The command line. Nothing here imports torch before a model is loaded."""

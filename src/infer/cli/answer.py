@@ -3,9 +3,9 @@
     command --load_s--> model ready --first_token_s--> first token ... last token
                                     |--------------- total_s ------------------|
 
-Both `generate` and `chat` load a model, pass its stream of text to standard output and then know the
-whole answer; this file is what they share. Besides its text an answer may hold reasoning, which is shown
-separately or not at all, and tool calls, which are shown when they are whole.
+`generate` and `chat` share this file: both load a model, print its text as it comes and then have the
+whole answer. Besides text, an answer may hold reasoning, which is shown separately or not at all, and tool
+calls, which are shown when they are complete.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def show_answer(
         if screen is not None:
             screen.end()
     total_s = perf_counter() - started
-    if hasattr(deltas, "seconds") and token_ids:  # it ran before reading began
+    if hasattr(deltas, "seconds") and token_ids:  # the stream began before it was read
         first_token_s, total_s = deltas.seconds
     if hasattr(deltas, "close"):
-        deltas.close()  # ends the request now, not when the stream happens to be collected
+        deltas.close()  # ends the request now, not when the stream is garbage-collected
     answer = ShownAnswer(
         text="".join(pieces),
         token_ids=tuple(token_ids),
@@ -123,7 +123,7 @@ class Screen:
         self._text_lines, self._thought_lines = WordWrap(sys.stdout), WordWrap(sys.stderr)
 
     def show(self, delta: TextDelta) -> None:
-        """Write a piece of the answer, and of the reasoning before it, which may be only counted."""
+        """Write a piece of the answer, and of the reasoning before it, or only count the reasoning."""
         for thought in _reasoning_of(delta.events):
             if self._shows_reasoning:
                 self._think(self._thought_lines.feed(thought))
@@ -154,7 +154,7 @@ class Screen:
 
 
 def write_out(text: str) -> None:
-    """Put text on standard output now, without waiting for the end of the line."""
+    """Write text to standard output now, without waiting for the end of the line."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

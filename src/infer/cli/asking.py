@@ -1,7 +1,7 @@
-"""The parts that `generate` and `chat` share before an answer: flags, parameters, the model that gives it.
+"""The parts that `generate` and `chat` share before an answer: flags, sampling parameters and the model.
 
-A model is loaded here, or a server of `--url` has it (remote.py). The form of an answer can be given, by one
-flag at a time:
+The model is loaded here, or runs on the server that `--url` names (remote.py). One of these flags may set the
+form of the answer:
 
     --json-schema '{"type": "object", ...}'     or the name of a file that holds it
     --regex '[0-9]{4}'                          a pattern for the whole answer
@@ -43,14 +43,14 @@ SILENCE_S = 3.0  # seconds until a wait for standard input is explained
 
 CONVERSATION: flags.Rows = {
     "--system TEXT": (str, "the system message to begin with"),
-    "--url URL": (str, "ask a model of the server there; --model picks which"),
-    "--api-key KEY": (str, "the key that server asks for"),
-    "--thinking": (bool, "let a model that can think first do so; default: as its template does", None),
+    "--url URL": (str, "ask the server at this address; --model picks one of its models"),
+    "--api-key KEY": (str, "the key that the server of --url asks for"),
+    "--thinking": (bool, "let the model think first, if it can; default: as its template does", None),
     "--max-reasoning-tokens N": (
         natural,
-        "end the model's thinking after so many tokens; 0: do not think; default: as long as it likes",
+        "end the model's thinking after this many tokens; 0: do not think; default: no limit",
     ),
-    "--show-reasoning": (bool, "print what the model thinks before its answer; default: at a terminal", None),
+    "--show-reasoning": (bool, "print the reasoning before the answer; default: only at a terminal", None),
     "--stats": (bool, "print times and speed of each answer to standard error"),
 }
 FORMS: flags.Rows = {
@@ -64,7 +64,7 @@ FORMS: flags.Rows = {
 def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
     """Give `parser` the flags of a question; flags of a conversation go to `group`."""
     flags.add_rows(group, CONVERSATION)
-    one = parser.add_argument_group("form of the answer, one of these").add_mutually_exclusive_group()
+    one = parser.add_argument_group("form of the answer (at most one)").add_mutually_exclusive_group()
     flags.add_rows(one, FORMS)
     flags.add_sampling_flags(parser)
     flags.add_knob_flags(parser, without=flags.SAMPLING_HELP)
@@ -72,12 +72,12 @@ def add_asking_flags(parser: argparse.ArgumentParser, group: argparse._ArgumentG
 
 
 def params_from(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that flags ask for, the form of the answer among them."""
+    """The sampling parameters that flags set, with the form of the answer."""
     return dataclasses.replace(flags.sampling_from(args), structured=form_from(args))
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions:
-    """The options of a conversation that flags set."""
+    """The chat options that flags set."""
     template = {} if args.thinking is None else {"enable_thinking": args.thinking}
     return {"max_reasoning_tokens": args.max_reasoning_tokens, "template_options": template}
 
@@ -90,17 +90,17 @@ def shows_reasoning(args: argparse.Namespace) -> bool:
 def open_model(
     args: argparse.Namespace, observer: EngineObserver | None = None, **options: bool
 ) -> LLM | RemoteModel:
-    """The model that flags ask for: loaded here, or a server's; `options` as in `RemoteModel`."""
+    """The model that flags name, loaded here or on a server; `options` as in `RemoteModel`."""
     return open_server(args, **options) if is_remote(args) else open_llm(args, observer)
 
 
 def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -> LLM:
-    """Load the model the flags ask for; torch is imported here and not before."""
+    """Load the model that flags name; torch is imported here and not before."""
     knobs = flags.knobs_from(args)
     config = EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
     adapters = list(config.adapters.modules)
     if len(adapters) > 1:
-        raise ConfigError(f"{len(adapters)} LoRA adapters are named, but one answers here; give one")
+        raise ConfigError(f"{len(adapters)} LoRA adapters are named, but this command uses one; give one")
     with working(f"loading {knobs.get('model') or 'the default model'}: importing PyTorch"), importing():
         from infer.frontend.llm import LLM
 
@@ -112,7 +112,7 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
 
 
 def form_from(args: argparse.Namespace) -> Structured | None:
-    """The constraint that flags ask for, checked; None where they ask for none."""
+    """The constraint that flags set, checked; None if they set none."""
     if args.json_schema is not None:
         given: str = args.json_schema
         text = given if given.lstrip().startswith("{") else read_text("--json-schema", Path(given))
@@ -137,22 +137,22 @@ def read_text(flag: str, path: Path) -> str:
 
 
 def join_text(prompt: str, text: str) -> str:
-    """Return a prompt and the text that it is about, with a blank line between; the text may be empty."""
+    """Return a prompt, a blank line and the text that it is about; only the prompt if the text is empty."""
     return f"{prompt}\n\n{text.removesuffix(chr(10))}" if text.strip() else prompt
 
 
 def join_piped(prompt: str) -> str:
-    """Return the prompt with the piped text: the content of a pipe or of a file, to its end.
+    """Return the prompt with the whole content of the pipe or file on standard input.
 
-    A terminal and `/dev/null` give nothing. Nor does a socket: programs that start others give them one as
+    A terminal and `/dev/null` give nothing. Nor does a socket: some programs start others with a socket as
     standard input and never close it.
     """
     return join_text(prompt, read_piped()) if _is_piped() else prompt
 
 
 def read_piped() -> str:
-    """Return standard input to its end; a line tells a user who waits for a silent pipe."""
-    said = "[waiting for the end of standard input; '< /dev/null' gives none]"
+    """Return standard input to its end; if nothing comes for a while, a notice says what is awaited."""
+    said = "[waiting for the end of standard input; '< /dev/null' gives it none]"
     telling = threading.Timer(SILENCE_S, notice, [said])
     telling.daemon = True
     telling.start()

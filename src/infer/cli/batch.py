@@ -4,12 +4,12 @@
 
 The lines go through the application that `infer serve` serves, in this process and without a network, or with
 `--url` to a server. Either way the routes, the limits and the errors are the server's own. A line that is
-refused has its error in the output, and costs the others nothing.
+refused has its error in the output and does not affect the others.
 
     0    every line has a good answer
-    1    some have not: standard error says how many
-    2    a file cannot be used: nothing was asked
-    130  Ctrl-C: the output is whole lines, and the same command goes on from there
+    1    some lines have an error: standard error says how many
+    2    a file cannot be used: no request was sent
+    130  Ctrl-C: the output holds whole lines, and the same command continues after them
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infer.log import progress
 HELP = "answer the requests of a file, in OpenAI's batch format"
 DESCRIPTION = (
     "Answer every request of IN.jsonl and append the answers to OUT.jsonl, in the order in which they\n"
-    "come. Started again, it goes on with the lines that have no answer yet."
+    "come. Run again, the command continues with the lines that have no answer yet."
 )
 USAGE = "IN.jsonl OUT.jsonl [options]"
 EXAMPLES = f"""\
@@ -56,18 +56,18 @@ examples:
 
 FLAGS: flags.Rows = {
     "input IN.jsonl": (Path, "the requests, one per line"),
-    "output OUT.jsonl": (Path, "the answers; made, or continued"),
-    "--concurrency N": (positive, "requests under way at once; default: 256, or 32 with --url"),
-    "--retry-failed": (bool, "ask lines again that have an error in the output"),
-    "--served-model-name NAME": (str, "what the bodies call the model; default: its own name"),
-    "--url URL": (str, "ask the server there instead of loading a model"),
-    "--api-key KEY": (str, "the key that server asks for"),
+    "output OUT.jsonl": (Path, "the answers; created, or continued"),
+    "--concurrency N": (positive, "requests in flight at once; default: 256, or 32 with --url"),
+    "--retry-failed": (bool, "ask again the lines that have an error in the output"),
+    "--served-model-name NAME": (str, "the model's name in the request bodies; default: its own name"),
+    "--url URL": (str, "ask the server at this address instead of loading a model"),
+    "--api-key KEY": (str, "the key that the server of --url asks for"),
 }
 
 HERE_AT_ONCE, ASKED_AT_ONCE = 256, 32
 TIMEOUT_S = 3600.0  # seconds that a server's answer may take
 FULL = (429, 503)  # statuses after which a request is sent again
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # pauses before that; the last one is repeated
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # pauses before a request is sent again; the last one is repeated
 PATIENCE_S = 600.0  # total pause of a request
 
 
@@ -80,7 +80,7 @@ class LineAnswer(NamedTuple):
 
 
 class NoAnswer(Exception):  # noqa: N818  (it becomes a line of the output)
-    """Nothing came back; the message says why."""
+    """The server sent no answer; the message says why."""
 
 
 Ask: TypeAlias = Callable[[BatchLine], Awaitable[LineAnswer]]
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             asyncio.run(_answer_all(args, config, output, num_left))
     except KeyboardInterrupt:
         done = f"{len(output.statuses)} of {len(numbers)} lines"
-        notice(f"interrupted: {args.output} has {done}; the same command goes on")
+        notice(f"interrupted: {args.output} has {done}; run the same command to continue")
         raise
     finally:
         output.close()
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 async def _answer_all(
     args: argparse.Namespace, config: EngineConfig, output: BatchOutput, num_left: int
 ) -> None:
-    """Keep a fixed number of requests under way until every line has its answer."""
+    """Keep a fixed number of requests in flight until every line has its answer."""
     here = args.url is None
     asking = _asking_here(config, args.served_model_name) if here else _asking_server(args.url, args.api_key)
     at_once = args.concurrency or (HERE_AT_ONCE if here else ASKED_AT_ONCE)
@@ -159,7 +159,7 @@ async def _answer_all(
 
 
 async def _answer(ask: Ask, line: BatchLine) -> tuple[dict[str, Any], int]:
-    """The line of the output for a line of the input, and its status."""
+    """The output line for an input line, and its status."""
     made: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
     try:
         answer = await _ask_patiently(ask, line)
@@ -172,7 +172,7 @@ async def _answer(ask: Ask, line: BatchLine) -> tuple[dict[str, Any], int]:
 
 
 async def _ask_patiently(ask: Ask, line: BatchLine) -> LineAnswer:
-    """Ask, and ask again after a pause where there is no room for the request at the moment."""
+    """Send a request, and while the server is full, send it again after a pause."""
     waited_s = 0.0
     for number in range(1000):
         answer = await ask(line)
@@ -186,7 +186,7 @@ async def _ask_patiently(ask: Ask, line: BatchLine) -> LineAnswer:
 
 @asynccontextmanager
 async def _asking_here(config: EngineConfig, name: str | None) -> AsyncIterator[Ask]:
-    """Ask the application of a server in this process, whose engine is being loaded."""
+    """Load an engine and ask the server's application in this process."""
     with working(f"loading {config.load.model or 'the default model'}: importing PyTorch"), importing():
         from infer.server.app import create_app
         from infer.server.asgi_call import call_app

@@ -4,12 +4,12 @@
     out   {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...",
            "body": {...}}, "error": null}
 
-All of the input is checked before a model is loaded: a mistake in line 40,000 should not show after an hour.
+The whole input is checked before a model is loaded: a mistake in line 40,000 should not show after an hour.
 Bodies are checked by the API itself, when their turn comes.
 
-The output is appended to, a whole line at a time, in the order in which answers come. So a run that was ended
-can be continued: what the file has is not asked again. Its last line may have been cut off by a power failure
-or a full disk, and is then taken out.
+Whole lines are appended to the output, in the order in which answers come. So an interrupted run can be
+continued: lines with an answer are not asked again. A last line that a power failure or a full disk cut off
+is removed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHOWN_LEN = 60  # characters of a value in a message
 class BatchLine(NamedTuple):
     """One request of the input."""
 
-    number: int  # number of its line, from 1
+    number: int  # line number, from 1
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -54,7 +54,7 @@ def _read_line(where: str, number: int, line: bytes) -> BatchLine:
     found = _read_object(where, line)
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise ConfigError(f"{where}: custom_id must be a text that is not empty, got {_show(custom_id)}")
+        raise ConfigError(f"{where}: custom_id must be a non-empty string, got {_show(custom_id)}")
     if found.get("method", "POST") != "POST":
         raise ConfigError(f'{where}: method must be "POST", got {_show(found["method"])}')
     if (url := found.get("url")) not in URLS:
@@ -73,7 +73,7 @@ def check_input(path: Path) -> dict[str, int]:
     for line in read_lines(path):
         if line.custom_id in numbers:
             raise ConfigError(
-                f"{path}, line {line.number}: custom_id {_show(line.custom_id)} is also the one of line "
+                f"{path}, line {line.number}: custom_id {_show(line.custom_id)} is already used in line "
                 f"{numbers[line.custom_id]}; each line needs its own"
             )
         numbers[line.custom_id] = line.number
@@ -83,12 +83,12 @@ def check_input(path: Path) -> dict[str, int]:
 
 
 class BatchOutput:
-    """The output file: the lines it has, and the way to add more."""
+    """The output file: reads the lines that it has, and appends more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.statuses: dict[str, int] = {}  # statuses by custom_id; 0: there was no answer
-        self.num_cut = 0  # bytes of a last line that was not whole
+        self.statuses: dict[str, int] = {}  # statuses by custom_id; 0: no answer came
+        self.num_cut = 0  # bytes of an incomplete last line
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             self._read()
@@ -109,7 +109,7 @@ class BatchOutput:
         return sum(status != 200 for status in self.statuses.values())
 
     def add(self, custom_id: str, line: dict[str, Any], status: int) -> None:
-        """Append a line: all of it or, where the disk is full, nothing."""
+        """Append a line, or nothing of it if the disk is full."""
         data = orjson.dumps(line) + b"\n"
         size = os.fstat(self._file).st_size
         try:
@@ -119,12 +119,12 @@ class BatchOutput:
         except OSError as error:
             os.ftruncate(self._file, size)
             raise ConfigError(
-                f"cannot write {self.path}: {error.strerror}; the same command goes on"
+                f"cannot write {self.path}: {error.strerror}; run the same command to continue"
             ) from None
         self.statuses[custom_id] = status
 
     def forget_failed(self) -> int:
-        """Write the file again without the lines that failed, in one move; returns their number."""
+        """Replace the file atomically by one without the failed lines; returns their number."""
         if not (count := self.num_failed):
             return 0
         kept = self.path.with_name(self.path.name + ".kept")
@@ -141,7 +141,7 @@ class BatchOutput:
         return count
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._file)
 
     def _read(self) -> None:
@@ -164,9 +164,7 @@ def _read_answer(where: str, line: bytes) -> tuple[str, int]:
         response = found["response"]
         return str(found["custom_id"]), 0 if response is None else int(response["status_code"])
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{where}: not a line that 'infer batch' has written; name another output"
-        ) from None
+        raise ConfigError(f"{where}: 'infer batch' did not write this line; name another output") from None
 
 
 def _read_object(where: str, line: bytes) -> dict[str, Any]:

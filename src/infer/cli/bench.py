@@ -1,8 +1,8 @@
-"""`infer bench`: measurements of a server, an engine or a single idea on this machine.
+"""`infer bench`: measure a server or an engine on this machine.
 
 Each subcommand measures, prints a table, and with `--out FILE` writes a report: FILE as JSON for
-`infer bench compare` and for the docs, and next to it the same as Markdown. A file that cannot be written is
-refused before the work. Exit code 1: requests or rows failed, or a comparison found something worse.
+`infer bench compare` and for the docs, and the same as Markdown next to it. A file that cannot be written is
+refused before measuring. Exit code 1: requests or rows failed, or a comparison found something worse.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOCAL_HOST, LOCAL_PORT = "127.0.0.1", 8000
 WORKLOADS = """\
 workloads: baseline, continuous_batching, paged_attention, chunked_prefill, prefix_caching, w1_single,
 w2_mixed (:16, :64), w3_shared_prefix (:16, :64), agent_session and chat_serving (:short, :mid, :long);
-and the lists other engines are timed on: nano256, b1_256_256, b8_256_256, b32_256_256, b128_256_256,
+and the lists on which other engines are timed: nano256, b1_256_256, b8_256_256, b32_256_256, b128_256_256,
 prefill_8x4096. 'all' is the first ten for a server and the last six offline; 'peer' the last six. For a
 server there is also random, which has flags of its own.
 """
@@ -51,7 +51,7 @@ server there is also random, which has flags of its own.
 Flags = dict[str, flags.Row]
 BATCHES: Flags = {"--batches NUMBERS": (numbers, "", "1,8,32")}
 LENGTHS: Flags = {"--lengths NUMBERS": (numbers, "", "128,512,2048")}
-OFFLINE: Flags = {"--workload NAMES": (str, "names with commas", "all")}
+OFFLINE: Flags = {"--workload NAMES": (str, "comma-separated names", "all")}
 DECODE: Flags = {"--context N": (positive, "", 512), "--steps N": (positive, "", 64)}
 SERVER: Flags = {
     "--url/--base-url URL": (str, "http://host:port, https://... or unix:///path/of/socket"),
@@ -69,38 +69,38 @@ RANDOM_LOAD: Flags = {
     "--endpoint PATH": (one_of("/v1/completions"), "/v1/completions, which is the only one"),
 }
 SERVE_WHAT: Flags = {
-    "--workload NAMES": (str, "names with commas; default: all, or random where its flags are given"),
-    "--model NAME": (str, "default: the first one it serves", ""),
-    "--api-key KEY": (str, "bearer token; reports do not hold it"),
-    "--note TEXT": (str, "for the report: how the server was started, and on what", ""),
+    "--workload NAMES": (str, "comma-separated names; default: all, or random if its flags are given"),
+    "--model NAME": (str, "default: the first model that the server lists", ""),
+    "--api-key KEY": (str, "bearer token; not written to reports"),
+    "--note TEXT": (str, "a note for the report: how the server was started, on which machine", ""),
 }
 SERVE_HOW: Flags = {
     "--wait S": (zero_or_more, "seconds for the server to start", 0.0),
-    "--slo LIMITS": (str, "what counts as good, in seconds", "ttft=1,tpot=0.1"),
+    "--slo LIMITS": (str, "latency limits of a good request, in seconds", "ttft=1,tpot=0.1"),
     "--warmup N": (natural, "requests before the first that counts", 4),
-    "--temperature X": (zero_or_more, "of every request", 0.6),
+    "--temperature X": (zero_or_more, "temperature of every request", 0.6),
     "--num-speculative-tokens N": (
         natural,
-        "drafts of a step for each request; 0: none; default: the server's",
+        "draft tokens per step and request; 0: none; default: the server's",
     ),
-    "--vocab-size N": (positive, "token ids stay below; default: 10000 if it takes those"),
+    "--vocab-size N": (positive, "bound of prompts' token ids; default: 10000 if the server takes those"),
     "--timeout S": (above_zero, "seconds for one request", 600.0),
-    "--duration S": (above_zero, "a soak: ask for so long, judge errors, memory and p99 latency"),
-    "--concurrency N": (positive, "clients of a soak", 100),
+    "--duration S": (above_zero, "soak test of this many seconds: judges errors, memory and p99 latency"),
+    "--concurrency N": (positive, "clients of a soak test", 100),
     "--processes N": (positive, "client processes; default: one per 128 streams"),
-    "--text": (bool, "send words; the default for servers that take no token ids"),
+    "--text": (bool, "send text in place of token ids; the default for servers that take no token ids"),
     "--ignore-eos": (bool, "ask for outputs of full length; off for servers that refuse the field", True),
 }
 
 TRACE: Flags = {
-    "--model NAME": (str, "default: the first one it serves", ""),
+    "--model NAME": (str, "default: the first model that the server lists", ""),
     "--api-key KEY": (str, "bearer token"),
     "--wait S": (zero_or_more, "seconds for the server to start", 0.0),
     "--prompt-len N": (positive, "token ids of each prompt", 512),
-    "--requests N": (positive, "warm requests behind the cold one", 9),
+    "--requests N": (positive, "warm requests after the cold one", 9),
 }
 SHAPE_HELP = "random weights of the shape in DIR/config.json instead of a model"
-TRACE_HELP = "what each stage of a request takes, from socket to socket, for a cold and for warm ones"
+TRACE_HELP = "time of each stage of a request, from socket to socket, for a cold and for warm requests"
 
 COMPARE_HELP = (
     "two reports side by side, with a verdict per figure; exit code 1 if anything got worse, 2 if "
@@ -109,8 +109,8 @@ COMPARE_HELP = (
 COMPARE: Flags = {
     "before BEFORE": (Path, "a report, or another engine's results"),
     "after AFTER": (Path, ""),
-    "--all": (bool, "show what did not change as well"),
-    "--noise SHARE": (zero_or_more, "least band of noise", 0.02),
+    "--all": (bool, "also show figures that did not change"),
+    "--noise SHARE": (zero_or_more, "smallest relative change that counts", 0.02),
 }
 URL: Flags = {"--url URL": (str, "http://host:port, https://... or unix:///path/of/socket", flags.REQUIRED)}
 SEED: Flags = {"--seed N": (int, "seed of the prompts", 42)}
@@ -120,7 +120,7 @@ THRICE: Flags = {"--repeats N": (positive, "runs of each", 3)}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the command its own commands, which have the flags."""
+    """Give the command one subcommand per benchmark, which has the flags."""
     parser.set_defaults(parser=parser, log_level="warning", debug=False)
     benches = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, bench in BENCHES.items():
@@ -138,7 +138,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the help: a benchmark was not named."""
+    """Show the help, because no benchmark was named."""
     args.parser.print_help(sys.stderr)
     return 2
 
@@ -315,12 +315,12 @@ class Bench(NamedTuple):
     flags: Mapping[str, Flags]  # flags by the title of their group; "": none
     usage: str = "[options]"
     epilog: str = ""
-    has_knobs: bool = False  # it runs an engine here
+    has_knobs: bool = False  # True if it runs an engine here
     program: str = "infer bench"
 
 
 def model_flags(*, is_tiny: bool = False) -> Flags:
-    """The flags that name the model of a benchmark of an engine here, besides knobs."""
+    """The flags that name the model of an engine here, besides knobs."""
     tiny = "random weights of a tiny model" + ("; the default here, --no-tiny: the default model" * is_tiny)
     return {"--model-config DIR": (Path, SHAPE_HELP), "--tiny": (bool, tiny, is_tiny)}
 
@@ -337,10 +337,10 @@ WHAT = "what to run"
 TO_SERVER = "--url URL [options]"
 REPORTED = SEED | THRICE | OUT
 ENGINE: Mapping[str, tuple[str, Flags]] = {
-    "offline": ("throughput of whole workloads, beside the machine's roofline", OFFLINE | REPORTED),
-    "latency": ("one request at a time: first token, each token, the whole", REPORTED),
-    "prefill": ("prompts alone: tokens per second and share of the matmul rate", LENGTHS | REPORTED),
-    "decode": ("decoding alone: step time at several batch sizes", BATCHES | DECODE | REPORTED),
+    "offline": ("throughput of whole workloads, and the machine's roofline", OFFLINE | REPORTED),
+    "latency": ("one request at a time: first token, each token, total", REPORTED),
+    "prefill": ("prompts only: tokens per second and share of the matmul rate", LENGTHS | REPORTED),
+    "decode": ("decoding only: step time at several batch sizes", BATCHES | DECODE | REPORTED),
 }
 BENCHES: dict[str, Bench] = {  # benchmarks/bench.py has more
     "serve": Bench(

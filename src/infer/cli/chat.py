@@ -1,11 +1,11 @@
 """`infer chat`: a conversation in the terminal.
 
-The model sees the whole conversation at each turn, written by its family's chat template. When that
-no longer fits its context, the oldest turns are dropped, one notice each: a model that forgets in
-silence looks like a model that lies.
+The model sees the whole conversation at each turn, written by its family's chat template. When that no longer
+fits its context, the oldest turns are dropped, with a notice for each: a user who is not told that the model
+forgot something thinks that it lies.
 
-Ctrl-C stops the answer being written and keeps its beginning; at the prompt it clears the line, and
-twice, or Ctrl-D, it leaves. When standard input is a file or a pipe, each of its lines is one message.
+Ctrl-C stops the answer being written and keeps its beginning; at the prompt it clears the line. Ctrl-C twice,
+or Ctrl-D, leaves. When standard input is a file or a pipe, each of its lines is one message.
 
     terminal or pipe ──► prompt.py ──┬── a message ──► conversation.py ──► answer.py, on the screen
                                      └── /a command ──► chat_commands.py
@@ -17,8 +17,8 @@ goes back, and the model answers again, until an answer holds no call.
               ▲      └── calls ──► asked for, made ──┐
               └────────────── results ───────────────┘        at most MAX_ROUNDS times in a row
 
-Each turn is drawn with a seed of its own, made from `--seed`, or from a fresh number, and the count of the
-turns before it: the same question may get another answer, and the same conversation can be held again.
+Each turn has its own seed, made from `--seed` (or a random number) and the number of turns before it: the
+same question may get another answer, and a whole conversation can be repeated.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ examples:
 
 
 FLAGS: flags.Rows = {
-    "positional_model [MODEL]": (str, "as for --model; nothing: the default model"),
+    "positional_model [MODEL]": (str, "the model, as for --model; if left out: the default model"),
     "--tools FILE": (Path, "let the model call the functions of this Python file; asks before each call"),
     "--tool-choice auto|required|NAME": (
         str,
-        "whether the first answer to a message must call a tool, or this one (default: auto)",
+        "the tool that the first answer to a message must call; required: any tool (default: auto)",
     ),
-    "--yes-to-tools": (bool, "call tools without asking; needed where input is no terminal"),
+    "--yes-to-tools": (bool, "call tools without asking; needed if standard input is not a terminal"),
     "--history": (bool, "keep typed messages for the arrow keys of the next conversation (default)", True),
 }
 
@@ -76,12 +76,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, then answer until the user leaves; exit code 1 if a line of a pipe has no answer."""
+    """Load the model, then answer until the user leaves; exit code 1 if a piped line has no answer."""
     return hold(args)
 
 
 def hold(args: argparse.Namespace, message: str | None = None) -> int:
-    """Hold a conversation, or answer this one message and end."""
+    """Hold a conversation, or answer only `message`."""
     if args.positional_model is not None:
         flags.name_model(args, args.positional_model)
     params = asking.params_from(args)
@@ -151,12 +151,12 @@ def open_tools(
     for flag in ("regex", "choice", "grammar"):  # calls can be told apart from a schema's JSON
         if getattr(args, flag) is not None:
             raise ConfigError(
-                f"--{flag} says what the whole answer is, which leaves --tools no room for a call; "
+                f"--{flag} fixes the form of the whole answer, so it could not call one of --tools; "
                 "give one of them, or --json-schema"
             )
     if not is_typed and not args.yes_to_tools:
         raise ConfigError(
-            "--tools asks before each call, and standard input is no terminal; "
+            "--tools asks before each call, but standard input is not a terminal; "
             "--yes-to-tools calls without asking"
         )
     toolbox = ToolBox(read_tools(args.tools), asks=not args.yes_to_tools)
@@ -169,9 +169,9 @@ def open_tools(
 
 
 def _answer_line(conversation: ChatSession, text: str, *, is_typed: bool) -> bool:
-    """Show the answer to one message; returns True if there is one: the next message may have one.
+    """Show the answer to one message; returns True if there is one.
 
-    At a terminal the message can be sent again, or the conversation saved. In a script a failure is the end.
+    After a failure at a terminal the user can go on or save the conversation; a script ends.
     """
     args = conversation.args
     for number in range(MAX_ROUNDS + 1):
@@ -196,7 +196,7 @@ def _answer_line(conversation: ChatSession, text: str, *, is_typed: bool) -> boo
         if not conversation.call_tools(answer, is_last=number == MAX_ROUNDS):
             break
     if number == MAX_ROUNDS and answer.calls:
-        notice(f"[the model called tools {MAX_ROUNDS} times in a row; say something to go on]")
+        notice(f"[the model called tools {MAX_ROUNDS} times in a row; send a message to go on]")
     return True
 
 
@@ -214,10 +214,10 @@ def _explain_end(conversation: ChatSession, answer: ShownAnswer) -> None:
 
 @contextmanager
 def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
-    """While the block runs, Ctrl-C makes the yielded question true; a second Ctrl-C interrupts at once.
+    """While the block runs, Ctrl-C makes the yielded function return True; a second one interrupts at once.
 
-    An interrupt raised in the middle of a step could leave the engine's books half written; a question
-    between two tokens cannot.
+    An interrupt in the middle of a step could leave the engine's state half updated; a check between two
+    tokens cannot.
     """
     was_pressed = False
 

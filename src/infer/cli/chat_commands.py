@@ -17,21 +17,21 @@ from infer.cli.terminal import working
 from infer.errors import InferError, closest
 from infer.loader.find.source import check_model
 
-RETRY = "/retry"  # chat.py does it: it counts as a message again
+RETRY = "/retry"  # run by chat.py, as a message that is sent again
 EXIT = "/exit"
 ALIASES = {"/clear": "/reset", "/quit": EXIT, "/bye": EXIT}  # names in other programs
 ROLES = ("system", "user", "assistant", "tool")
 KEYS = '''\
-"""TEXT""" is one message of several lines; so is a text that is pasted. Alt-Enter begins a new line.
-Ctrl-C stops an answer; at the prompt it clears the line, and twice, or Ctrl-D, leaves. Tab completes.'''
+"""TEXT""" is one message of several lines; so is a pasted text. Alt-Enter begins a new line.
+Ctrl-C stops an answer; at the prompt it clears the line. Ctrl-C twice, or Ctrl-D, leaves. Tab completes.'''
 
 
 class Command(NamedTuple):
-    """A command: what it takes, what it does in words, and the function that does it."""
+    """A command: its argument, its help, and the function that runs it."""
 
     takes: str = ""
     help: str = ""
-    run: Callable[[ChatSession, str], None] | None = None  # None: chat.py does it
+    run: Callable[[ChatSession, str], None] | None = None  # None: run by chat.py
 
 
 def run_command(conversation: ChatSession, line: str) -> bool:
@@ -53,7 +53,7 @@ def full_name(line: str) -> str:
 
 
 def complete(conversation: ChatSession, text: str) -> Iterable[str]:
-    """Return the words that may stand in the place of the last one of a line."""
+    """Return the completions of the last word of a line."""
     if not text.startswith("/") or "\n" in text:
         return []
     command, space, rest = text.partition(" ")
@@ -145,7 +145,7 @@ def _put_back(args: Any, before: Mapping[str, Any]) -> None:
 
 
 def _model(conversation: ChatSession, name: str) -> None:
-    """Go on with another model: from the same server, or loaded here in place of this one."""
+    """Go on with another model of the same server, or load one here in place of the current model."""
     if not name:
         others = [each for each in _models(conversation) if each != conversation.llm.name]
         notice(f"  {conversation.llm.name}; others: {', '.join(others) or 'none'}")
@@ -160,7 +160,7 @@ def _model(conversation: ChatSession, name: str) -> None:
         else:
             with working(f"looking for {name}"):
                 check_model(name)  # refuses a missing model while the old one is still there
-            old.close()  # memory may not hold two
+            old.close()  # memory may not hold both
             is_closed = True
             conversation.llm = asking.open_llm(args)
         check_template(conversation.llm)

@@ -2,11 +2,11 @@
 
     answer with calls ──► each call is shown ──► yes, no, always? ──► the function ──► a `tool` message
 
-Every call gets a message, whatever becomes of it: a chat template wants one for each. A call with wrong
-arguments, one that the user declines and one that fails get a message that says so, and the model may try
-again. Functions print to standard error, because standard output belongs to the conversation.
+Every call gets a message, whatever its outcome, because chat templates expect one for each call. If a call
+has wrong arguments, is declined or fails, its message says so, and the model may try again. What functions
+print goes to standard error, because standard output belongs to the conversation.
 
-A call is shown in full and with every unprintable character escaped: it is what the user agrees to.
+A call is shown in full and with every unprintable character escaped, so that the user knows what to agree to.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from infer.dialects.events import ToolCall
 from infer.errors import ConfigError, shorten
 from infer.frontend.functions import PythonTool
 
-MAX_ROUNDS = 8  # answers with calls in a row before the user is asked for the next message
+MAX_ROUNDS = 8  # answers in a row that may call tools before the user's next message
 MAX_RESULT_LEN = 8000  # characters of a result that the model sees
-MAX_SHOWN_LEN = 400  # characters of it at the terminal
+MAX_SHOWN_LEN = 400  # characters of a result that the terminal shows
 MODULE = "infer_chat_tools"  # the name of a tools file as a module
 
 NOT_CALLED = "it was not called"
@@ -49,7 +49,7 @@ def read_tools(path: Path) -> list[PythonTool]:
     names: Sequence[str] = getattr(module, "__all__", own)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
-        raise ConfigError(f"--tools {path}: __all__ names {missing[0]!r}, which is no function of the file")
+        raise ConfigError(f"--tools {path}: __all__ names {missing[0]!r}, which is not a function in it")
     if not names:
         raise ConfigError(f"--tools {path} holds no public function; write one: def name(city: str) -> str")
     return [PythonTool(getattr(module, name)) for name in names]
@@ -63,7 +63,7 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module  # dataclasses and type hints look here for the names of the file
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
+    sys.path.insert(0, str(path.resolve().parent))  # the file can import its neighbours, as a script can
     try:
         with redirect_stdout(sys.stderr):
             loader.exec_module(module)
@@ -91,7 +91,7 @@ class ToolBox:
         return [tool.schema for tool in self.tools.values()]
 
     def describe(self) -> str:
-        """A line for each tool: its signature, what it does, and whether it is called without asking."""
+        """A line for each tool: its signature, its description, and whether it is called without asking."""
         lines = []
         for name, tool in self.tools.items():
             signature = str(inspect.signature(tool.function)).replace("'", "")
@@ -104,7 +104,7 @@ class ToolBox:
     ) -> tuple[list[dict[str, Any]], bool]:
         """Return a `tool` message for each call, and whether the model goes on; without `goes_on`, call none.
 
-        Ctrl-C or Ctrl-D at a question means that this call and the others are not made, and the turn ends.
+        Ctrl-C or Ctrl-D at a question skips this call and the remaining ones, and ends the turn.
         """
         messages: list[dict[str, Any]] = []
         for call in calls:
@@ -137,7 +137,7 @@ class ToolBox:
 
     def _may_call(self, name: str) -> bool:
         while not self._is_allowed[name]:
-            drop_typed()  # words typed before the call was seen do not agree to it
+            drop_typed()  # keys pressed before the call was shown are not consent
             said = input(f"call it? [y]es, [n]o, [a]lways call {name}: ").strip().lower()
             if said in ("y", "yes", "n", "no"):
                 return said.startswith("y")
@@ -146,7 +146,7 @@ class ToolBox:
 
 
 def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:
-    """Call a function; Ctrl-C ends it and nothing else."""
+    """Call a function; Ctrl-C ends only this call."""
     try:
         with redirect_stdout(sys.stderr):
             result = tool.call(keywords)
@@ -158,7 +158,7 @@ def _run(tool: PythonTool, keywords: Mapping[str, Any]) -> str:
     if len(result) > MAX_RESULT_LEN:
         cut = f"[cut: {MAX_RESULT_LEN} of {len(result)} characters]"
         result = f"{result[:MAX_RESULT_LEN]}\n{cut}"
-        notice(f"[{tool.name} gave more than the model is shown; {cut[1:]}")
+        notice(f"[{tool.name} returned more than the model is shown; {cut[1:]}")
     notice(f"[{tool.name}: {escape(shorten(result, MAX_SHOWN_LEN))}]")
     return result
 
@@ -168,5 +168,5 @@ def _error(what: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return somebody else's text with control characters and invisible ones escaped."""
+    """Return untrusted text with control characters and invisible characters escaped."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)

@@ -1,10 +1,10 @@
 """A conversation: its messages, the model that answers the next, and the parameters of the answers.
 
-The model sees all of it at each turn. When that no longer fits its context, the oldest turns are dropped, one
-notice each.
+The model sees the whole conversation at each turn. When it no longer fits the context, the oldest turns are
+dropped, with a notice for each.
 
-Flags are where settings live. A setting that changes later is a flag given later: `args` gets it, and the
-parameters are made from `args` again (`fit`), so that it also holds for the next model.
+Settings are kept as flags: a change is written into `args`, and `fit` makes the sampling parameters from
+`args` again. So a setting also holds for the next model.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ChatSession:
     options: ChatOptions
     toolbox: ToolBox | None = None
     tool_choice: str | dict[str, Any] | None = None  # choice for the first answer to a message
-    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # a user's message, what follows it
-    num_answers: int = 0  # forgotten ones included: each is drawn with a seed of its own
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # all but the system message
+    num_answers: int = 0  # answers so far, forgotten ones included: the number makes the next seed
     attached: str = ""  # text of files, for the end of the next message
 
     def fit(self) -> None:
-        """Make the parameters of the answers from the flags, for the current model; a drawn seed stays."""
+        """Make the sampling parameters from the flags, for the current model; a drawn seed stays."""
         made = flags.fit_to_model(
             asking.params_from(self.args), self.args, self.llm.context_len, self.llm.sampling_defaults
         )
@@ -54,12 +54,12 @@ class ChatSession:
             self.llm.sampling = {"seed", *given}
 
     def forget(self) -> None:
-        """Begin anew, with the same system message."""
+        """Forget all messages but the system message."""
         self.turns.clear()
         self.attached = ""
 
     def take_back(self) -> list[dict[str, Any]]:
-        """Remove the last message of the user and what follows it, and return them; none: an empty list."""
+        """Remove and return the user's last message and what follows it; an empty list if there is none."""
         places = [place for place, turn in enumerate(self.turns) if turn["role"] == "user"]
         taken = self.turns[places[-1] :] if places else []
         del self.turns[len(self.turns) - len(taken) :]
@@ -129,13 +129,13 @@ class ChatSession:
 
 
 def _whole_calls(answer: ShownAnswer) -> Iterator[ToolCall]:
-    """Yield the calls that can be made: none of an answer that the user stopped, none that was cut."""
+    """Yield the complete calls of an answer; none if the user stopped it."""
     for call in answer.calls:
         given = read_arguments(call.arguments.strip() or "{}")
         if given is not None and answer.finish_reason is not None:
             yield dataclasses.replace(call, arguments=json.dumps(given, ensure_ascii=False))
         else:
-            notice(f"[left out a call of {escape(call.name)}: its arguments broke off]")
+            notice(f"[skipped a call of {escape(call.name)}: its arguments are incomplete]")
 
 
 def check_template(llm: LLM | RemoteModel) -> None:

@@ -16,10 +16,10 @@ from infer.errors import ConfigError
 if TYPE_CHECKING:
     from infer.tools.kernel_report import Operation
 
-HELP = "what this machine has for running models, and what would make it faster"
+HELP = "show what this machine has for running models, and what would make it faster"
 DESCRIPTION = (
     "Print processor, compiler, kernels, GPU, memory and models, and what could be better; with\n"
-    "--kernels, which kernel each operation of a model runs with, and why the faster ones do not."
+    "--kernels, print which kernel runs each operation of a model, and why faster ones do not."
 )
 USAGE = "[options]"
 EXAMPLES = """\
@@ -86,7 +86,7 @@ def _explain_kernels(args: argparse.Namespace) -> int:
     if args.profile is None and not torch.cuda.device_count():
         names = ", ".join(sorted(KNOWN_GPUS))
         raise ConfigError(
-            f"--kernels explains the kernels of a GPU, and none is here; add --profile with one of {names}"
+            f"--kernels explains the kernels of a GPU, but none is here; add --profile with one of {names}"
         )
     gpu = KNOWN_GPUS[args.profile] if args.profile else gpu_of(torch.device("cuda", 0))
     operations = explain_kernels(config, headers, gpu)
@@ -100,7 +100,7 @@ def _explain_kernels(args: argparse.Namespace) -> int:
 
 
 def to_text(operations: list[Operation], gpu: Gpu) -> str:
-    """Return the kernels of a model as lines: a kernel for each range, and below it why no earlier one."""
+    """Return the kernels of a model as lines: one for each range, and why earlier ones do not run."""
     capability = "{}.{}".format(*gpu.capability)
     why = find_profile(gpu.name, gpu.capability).why
     lines = [

@@ -15,7 +15,7 @@ from infer.errors import ConfigError, RequestError
 HELP = "tell why a request to a running server took as long as it did"
 DESCRIPTION = """\
 Ask a server for the life of a request: where its time went, why it waited, what became of its prompt,
-and what would have made it faster. It may be running, or be one of the last that have ended.
+and what would have made it faster. The request may be running or have ended a short time ago.
 """
 USAGE = "ID [options]"
 EXAMPLES = """\
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             text = answer.read(MAX_BYTES).decode(errors="replace")
     except urllib.error.HTTPError as error:
-        with error:  # the error holds the answer, too
+        with error:  # the error is also the response
             raise RequestError(_reason(error)) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
         reason = getattr(error, "reason", None) or error
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's words about a request that it does not explain."""
+    """The server's reason for not explaining a request."""
     try:
         return str(json.loads(error.read(1 << 16))["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):

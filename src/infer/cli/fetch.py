@@ -1,4 +1,4 @@
-"""`infer fetch`: bring a model to this disk ahead of time, and say where it lies."""
+"""`infer fetch`: download a model ahead of time, and print its path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infer.cli import flags
 from infer.cli.answer import write_out
 
 HELP = "download a model, or the default one, for use without a network"
-DESCRIPTION = "Download a model and print where it lies; one that is already here is not touched."
+DESCRIPTION = "Download a model and print its path; a model that is already here is left as it is."
 USAGE = "[MODEL] [options]"
 EXAMPLES = """\
 examples:
@@ -18,7 +18,7 @@ examples:
 
 
 FLAGS: flags.Rows = {
-    "model [MODEL]": (str, "hub id (org/name); nothing: the default model"),
+    "model [MODEL]": (str, "hub id (org/name); if left out: the default model"),
     "--revision TEXT": (str, "branch, tag or commit of a hub id"),
 }
 

@@ -7,8 +7,8 @@
         becomes   --top-p X                            help from SAMPLING_HELP below
 
 The type of a field decides the shape of its flag: a bool is `--x/--no-x`, a tuple is a flag that may
-be given several times, choices are checked. A flag that was not given leaves no trace in the parsed
-arguments, so flags win over the file of `--config`, and that file over the defaults.
+be given several times, choices are checked. A flag that was not given is absent from the parsed arguments,
+so flags override the file of `--config`, and that file overrides the defaults.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infer.log import LEVELS
 from infer.sampling.params import SamplingParams
 
 SAMPLING_HELP = {
-    "temperature": "how far to stray from the likeliest token; 0: never (greedy)",
+    "temperature": "randomness of the draw; 0: always the likeliest token (greedy)",
     "top_p": "draw from the likeliest tokens that together have this probability",
     "top_k": "draw from this many likeliest tokens; 0 or -1: all",
     "min_p": "drop tokens less likely than this share of the likeliest one",
@@ -41,37 +41,37 @@ SAMPLING_HELP = {
     "presence_penalty": "subtract from the logits of tokens already generated; 0: off",
     "frequency_penalty": "subtract for each time a token was already generated; 0: off",
     "logit_bias": "add BIAS to the logit of token ID; may be given several times",
-    "seed": "the same seed gives the same text; each turn or line draws for itself; default: a fresh one",
+    "seed": "the same seed gives the same text; each turn or line derives its own; default: random",
     "max_tokens": "stop after this many tokens; none: as many as the context allows",
     "min_tokens": "do not end before this many tokens",
     "stop": "end before this text would appear; may be given several times",
     "stop_token_ids": "end at this token; may be given several times",
     "ignore_eos": "go on past the model's end-of-text token",
-    "include_stop_str_in_output": "show the --stop text that ended the answer at its end",
+    "include_stop_str_in_output": "keep the --stop text that ended the answer",
     "bad_words": "never write this text; may be given several times",
-    "allowed_token_ids": "write no other tokens than this; may be given several times",
+    "allowed_token_ids": "allow only this token; may be given several times",
 }
 
-# These ask for more than one text, or for numbers with it: the command line has no place to show them.
-# `infer generate -n` asks for each of its answers by itself.
+# These fields ask for several texts or for numbers, which the command line cannot show.
+# `infer generate -n` asks for each of its answers separately.
 LIBRARY_ONLY = {
     "n", "best_of", "use_beam_search", "logprobs", "prompt_logprobs", "structured", "reasoning", "banned_ids",
 }  # fmt: skip
 
-# The settings that a chat can change, also one whose flag belongs to the knob of the same name.
+# The settings that a chat can change, including one whose flag belongs to the knob of the same name.
 CHAT_HELP = SAMPLING_HELP | {
-    "num_speculative_tokens": "guess this many tokens of a step at most; 0: none; default: the engine's",
+    "num_speculative_tokens": "most draft tokens per step; 0: none; default: the engine's",
 }
 
 # Small instruct models ramble at a temperature of 1; these are the values of the sampling flags
-# where they differ from SamplingParams' own, which keeps the values that libraries of other engines have.
+# where they differ from SamplingParams, which has the defaults of other engines' libraries.
 CLI_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512}
 
 # The places of flags among the parsed arguments: a knob and a sampling field may have the same name.
 KNOB = "knob."
 SAMPLING = "sampling."
 
-NUM_SEEDS = 2**31  # number of seeds to draw from: short enough to read off --json and type again
+NUM_SEEDS = 2**31  # number of random seeds: short enough to read from --json and type again
 
 HIDDEN: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -86,10 +86,10 @@ Rows: TypeAlias = Mapping[str, Row]  # flags by name, as `add_rows` reads them
 def add_rows(group: argparse._ActionsContainer, rows: Rows) -> None:
     """Give `group` the flags of a table: "--name METAVAR": (reader, help), or (reader, help, default).
 
-    Other spellings may follow a name: "--name/--other METAVAR". The help of a value with a default
-    ends with it. A `bool` is a switch, which has a `--no-` form where it has a default; a `list` holds
-    the values of all uses of the flag. A name without dashes is an argument: "name METAVAR", or
-    "name [METAVAR]" if it may be left out.
+    Other spellings may follow a name: "--name/--other METAVAR". The help of a flag ends with its default, if
+    it has one. A `bool` is a switch, with a `--no-` form if it has a default; a `list` holds the values of
+    all uses of the flag. A name without dashes is an argument: "name METAVAR", or "name [METAVAR]" if it is
+    optional.
     """
     for spelled, (reader, text, *rest) in rows.items():
         spellings, _, metavar = spelled.partition(" ")
@@ -118,7 +118,7 @@ def add_knob_flags(
 ) -> None:
     """Give `parser` one flag per knob, grouped by section, and `--config FILE`.
 
-    Knobs named in `without` get none: the subcommand has its own flag of that name.
+    Knobs named in `without` get no flag: the subcommand has its own flag of that name.
     """
     groups = {}
     sections = engine_sections() | ({"server": ServerConfig} if with_server else {})
@@ -132,15 +132,15 @@ def add_knob_flags(
         action = argparse.BooleanOptionalAction if isinstance(nothing, bool) else "store"
         parser.add_argument(*_flags(name), dest=KNOB + name, action=action, **HIDDEN)
     groups["load"].add_argument(
-        "--config", metavar="FILE", type=Path, help="YAML file of knobs, written as here; flags win over it"
+        "--config", metavar="FILE", type=Path, help="YAML file of knobs, spelled as here; flags override it"
     )
 
 
 def _add_knob(group: argparse._ArgumentGroup, row: KnobRow) -> None:
     """Add the flag of a knob, and a hidden one for each of its other spellings.
 
-    Each spelling has a destination of its own, so `own_names` sees which one was used. Where the flag takes
-    several values, the others take one each: in `--lora DIR PROMPT` the prompt is not a directory.
+    Each spelling has its own destination, so `own_names` sees which one was used. If the flag takes several
+    values, its other spellings take one each: in `--lora DIR PROMPT` the prompt is not a directory.
     """
     options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if row.kind is not bool:
@@ -170,7 +170,7 @@ def _metavar(row: KnobRow) -> str | None:
 
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
-    """Return the knobs that are set, in the config file and by the flags, which win."""
+    """Return the knobs set by the config file and by flags, which override it."""
     table = knob_table(with_server=with_server)
     from_file = read_config_file(args.config, table) if args.config else {}
     given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
@@ -258,9 +258,9 @@ def sampling_from(args: argparse.Namespace) -> SamplingParams:
 def nth_draw(params: SamplingParams, number: int) -> SamplingParams:
     """Return the parameters of a command's n-th answer, counted from 0: the same, with a seed of its own.
 
-    With one seed for all, equal questions would get equal answers. The first answer has the command's seed
-    itself, each further one a hash of that and its number. The seed of any answer, given to a command that
-    asks nothing else, gives that answer again.
+    With one seed for all, equal questions would get equal answers. The first answer has the command's seed,
+    each further answer a hash of that seed and its number. A command that asks one question with the seed of
+    its answer repeats that answer.
     """
     if number == 0:
         return params
@@ -276,7 +276,7 @@ def sampling_given(args: argparse.Namespace) -> list[str]:
 def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
     """Set a sampling parameter as if its flag had been given; `default` removes the flag.
 
-    A flag that may be given several times takes several words; quotes keep one with spaces together.
+    A flag that may be given several times takes several words; quote a word that holds spaces.
     A `ValueError` names the values that the parameter takes.
     """
     if text == "default":
@@ -300,7 +300,7 @@ def set_sampling(args: argparse.Namespace, name: str, text: str) -> None:
 def fit_to_model(
     params: SamplingParams, args: argparse.Namespace, context_len: int, advice: Mapping[str, Any]
 ) -> SamplingParams:
-    """Return the parameters with the model's defaults where flags set none, fit to a short context."""
+    """Return the parameters, with the model's defaults where flags set none, cut to a short context."""
     given = _given(args, SAMPLING)
     changes = {name: value for name, value in advice.items() if name not in given}
     if "max_tokens" not in given and params.max_tokens is not None:
@@ -321,10 +321,10 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 
 def _flags(name: str) -> list[str]:
-    """The flag of another engine's setting, and its short form if there is one."""
+    """Return the flag of another engine's setting, and its short form if there is one."""
     return [flag(name), *([SHORT_FLAGS[name]] if name in SHORT_FLAGS else [])]
 
 
 def flag(name: str) -> str:
-    """A knob or a sampling parameter as it is written on the command line."""
+    """Return a knob or a sampling parameter as it is written on the command line."""
     return "--" + name.replace("_", "-")

@@ -1,6 +1,6 @@
 """`infer generate`: answer prompts and leave.
 
-Where a prompt comes from                          What is done with it
+Where a prompt comes from                          What happens to it
   infer generate "Why is the sky blue?"              a model that came with a chat template gets it as a
   cat question.txt | infer generate                  user's message; `--raw`, or a model that came without
   infer generate -                                   one, as base models do, continues the text itself
@@ -10,12 +10,12 @@ Where a prompt comes from                          What is done with it
 Standard output holds the answers and nothing else: text as it is generated, or with `--json` one
 object per line and prompt. A model's reasoning is not part of the answer: it goes to standard error.
 
-The prompts of a file are all in the engine together, which batches them. Answers are printed in the order of
-the file, each as soon as the earlier ones are out. A failed prompt is reported with its line and does not
-affect the others; the exit code is then 1. Each line has its own seed, made from `--seed` and the number of
-the line; `--json` shows it, and `--seed` with this value repeats the answer.
+The engine batches the prompts of a file. Answers are printed in the order of the file, each as soon as the
+earlier ones are printed. A failed prompt is reported with its line number and does not affect the others; the
+exit code is then 1. Each line has its own seed, made from `--seed` and the line's number; `--json` shows it,
+and `--seed` with this value repeats the answer.
 
-The form of the answers can be given: `--json-schema`, `--regex`, `--choice` or `--grammar`.
+`--json-schema`, `--regex`, `--choice` or `--grammar` sets the form of the answers.
 
 With `--url` a server has the model and the engine: prompts go to it over HTTP, several at a time if they come
 from a file.
@@ -78,20 +78,20 @@ examples:
 
 
 FLAGS: flags.Rows = {
-    "prompt [PROMPT]": (str, "the text, and after it what is piped in; '-' or nothing: standard input alone"),
+    "prompt [PROMPT]": (str, "the text, followed by piped input; '-' or nothing: standard input only"),
     "--prompts-file FILE": (Path, "answer each line of this file, all at once and printed in order"),
-    "-n/--n N": (positive, "answers to each prompt, each drawn for itself", 1),
+    "-n/--n N": (positive, "answers to each prompt, drawn independently", 1),
     "--raw": (bool, "continue the text as is, without a chat template"),
     "--json": (bool, "print one JSON object per prompt, when it is done"),
-    "--record FILE": (Path, "write down the run, for 'infer replay'; holds the prompts"),
-    "--orders": (bool, "with --record: also write what the device is told in each step"),
-    "--overwrite": (bool, "let --record replace a file that is there"),
+    "--record FILE": (Path, "record the run for 'infer replay'; the file holds the prompts"),
+    "--orders": (bool, "with --record: also record the orders that the device gets in each step"),
+    "--overwrite": (bool, "let --record replace an existing file"),
     "--step": (bool, "one scheduler step per key press, as 'infer step' does"),
 }
 
 
 class Prompt(NamedTuple):
-    """One question, its line if it is from a file, and its number among all draws."""
+    """A prompt, its line number if it is from a file, and the number of its answer among all answers."""
 
     text: str
     line: int | None = None
@@ -100,10 +100,10 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt on its way through the engine, or the reason why it is not."""
+    """A prompt that the engine has, or the error that kept it out."""
 
     prompt: Prompt
-    params: SamplingParams  # its own: each line of a file has its own seed
+    params: SamplingParams  # parameters of this prompt: each line of a file has its own seed
     stream: TextStream | RemoteStream | InferError
 
 
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters that flags ask for, checked for contradictions."""
+    """The sampling parameters that flags set, checked for contradictions."""
     if args.raw and (needs := _needs_template(args)):
         raise ConfigError(f"{needs} needs the chat template that --raw turns off; give one of the two")
     return asking.params_from(args)
@@ -193,7 +193,7 @@ def answer_all(
     args: argparse.Namespace,
     observer: EngineObserver | None,
 ) -> int:
-    """Load the model, ask it everything, print the answers in order; returns how many prompts failed."""
+    """Load the model, print its answers in order, and return the number of failed prompts."""
     started = perf_counter()
     try:
         is_many = args.prompts_file is not None
@@ -266,7 +266,7 @@ def answer_each(
 def ask_all(
     llm: LLM | RemoteModel, prompts: Sequence[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> Iterator[AskedPrompt]:
-    """Put the prompts into the engine, and yield them in order; all go on while the first is read.
+    """Submit the prompts and yield them in order; all of them run while the first answer is read.
 
     If the file is long, or `max_queue` limits the engine's queue, the rest follow as answers are read.
     """
@@ -292,7 +292,7 @@ def _ask(
         if not prompt.text:
             raise RequestError("the prompt is empty; write at least one character", param="prompt")
         return AskedPrompt(prompt, params, _open_stream(llm, prompt.text, params, args))
-    except RequestError as error:  # an error to be told in its turn
+    except RequestError as error:  # reported when it is this prompt's turn
         return AskedPrompt(prompt, params, error)
 
 
@@ -307,7 +307,7 @@ def _open_stream(
         return llm.stream_chat(messages, params, **asking.chat_options(args))
     if needs := _needs_template(args):
         raise ConfigError(
-            f"{needs} needs a chat template, and {llm.name} came without one; give it one with "
+            f"{needs} needs a chat template, and {llm.name} came without one; give a template with "
             "--chat-template FILE, or its family's with --chat-template family"
         )
     return llm.stream(text, params)
@@ -321,7 +321,7 @@ def _needs_template(args: argparse.Namespace) -> str | None:
 
 
 def read_answer(asked: AskedPrompt, screen: Screen | None) -> ShownAnswer:
-    """Wait for one answer, on a screen as it comes if there is one."""
+    """Read one answer to its end, and show it as it comes if there is a screen."""
     if isinstance(asked.stream, InferError):
         raise asked.stream
     answer = show_answer(asked.stream, screen)
@@ -337,7 +337,7 @@ def _write_json(data: dict[str, Any]) -> None:
 def recording(
     path: Path | None, *, may_replace: bool = False, orders: bool = False
 ) -> AbstractContextManager[EngineObserver | None]:
-    """Return an observer that records the run to `path` and closes the file at the end; None without one."""
+    """Return an observer that records the run to `path`, and closes the file at the end; None if no path."""
     if path is None:
         return nullcontext()
     from infer.tools.record_files import check_record
@@ -370,7 +370,7 @@ def to_json(asked: AskedPrompt, answer: ShownAnswer, load_s: float) -> dict[str,
     stream = asked.stream
     assert not isinstance(stream, InferError), "it has an answer"
     if isinstance(stream, RemoteStream):
-        token_ids, usage = None, stream.usage  # a server counts for itself
+        token_ids, usage = None, stream.usage  # the server's own counts
     else:
         token_ids, num_prompt = list(answer.token_ids), stream.num_prompt_tokens
         usage = {

@@ -1,15 +1,14 @@
-"""Signals that end a command: Ctrl-C while torch is being imported, and endings that let it sweep.
+"""Signals that end a command: Ctrl-C while torch is imported, and signals after which it still cleans up.
 
-It takes a second or two, in which Ctrl-C may come. An exception that is raised in the middle of the import
-does not arrive: torch swallows it and goes on, or numpy fails in its place with an ImportError of its own.
-So during the import Ctrl-C raises nothing and ends the process, which has nothing to clean up yet
-(`infer/__main__.py` does the same for the command line itself).
+The import takes a second or two, in which Ctrl-C may come. An exception raised in the middle of it gets lost:
+torch swallows it and goes on, or numpy raises an ImportError in its place. So during the import Ctrl-C ends
+the process, which has nothing to clean up yet (`infer/__main__.py` does the same for the command line).
 
     with importing():
         from infer.frontend.llm import LLM
 
-SIGTERM and SIGHUP end a process on the spot: what it has half written stays. In a block of `sweeping` they
-are exceptions, as Ctrl-C is.
+SIGTERM and SIGHUP end a process at once, and half-written files stay. In a `sweeping` block they raise an
+exception, as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import quickly, and end the process at Ctrl-C, unless the caller has plans of its own for it."""
+    """Import quickly; Ctrl-C ends the process, unless the caller handles it."""
     handler = signal.getsignal(signal.SIGINT)
     is_ours = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if is_ours:
@@ -44,7 +43,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def sweeping() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise, unless they are ignored."""
+    """Let SIGTERM and SIGHUP raise SystemExit, unless they are ignored."""
     kept = {number: signal.getsignal(number) for number in ENDINGS}
     for number in (each for each in ENDINGS if kept[each] is not signal.SIG_IGN):
         signal.signal(number, _interrupt)

@@ -11,9 +11,9 @@ from infer.errors import ConfigError
 
 HELP = "learn how an engine works: twelve lessons with exercises"
 DESCRIPTION = (
-    "Twelve lessons (docs/learn) build an engine up, one idea each. In the exercise of a lesson you write\n"
-    "one part of an engine in a Python file; the check runs it, where it can in the real engine, and says\n"
-    "what is wrong first. The file runs with your rights: check only files that you trust."
+    "Twelve lessons (docs/learn) build an engine, one idea each. In the exercise of a lesson you write one\n"
+    "part of it in a Python file; the check runs that file, in the real engine where it can, and reports\n"
+    "the first mistake. The file runs with your rights: check only files that you trust."
 )
 USAGE = "[start | check] [LESSON FILE]"
 EXAMPLES = """\

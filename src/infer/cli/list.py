@@ -1,4 +1,4 @@
-"""`infer list`: the models that were fetched and are on this disk."""
+"""`infer list`: the models that were downloaded to this disk."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
             write_out(json.dumps(facts, ensure_ascii=False) + "\n")
         return 0
     if not models:
-        notice(
-            "no model is cached; 'infer fetch' gets the default one, 'infer fetch org/name' one of the hub"
-        )
+        notice("no model is cached; 'infer fetch' downloads the default one, 'infer fetch org/name' another")
         return 0
 
     def row(model: CachedModel) -> tuple[str, ...]:
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def spell_bytes(count: int) -> str:
-    """Return a size as people say it: 98.4 MB."""
+    """Return a size with its unit: 98.4 MB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -3,15 +3,15 @@
     0     done
     1     `infer replay`: the runs differ; `infer serve`: every engine is down for good;
           `infer bench`: a figure got worse, or requests failed; `infer generate --prompts-file`:
-          some prompts have no answer; `infer batch`: some lines have an error in its place;
+          some prompts have no answer; `infer batch`: some lines have an error;
           `infer learn check`: something is wrong with the file
     2     the user asked for something impossible: one line on standard error says what to do
     130   interrupted with Ctrl-C
-    141   the reader of the output has gone (`infer generate ... | head -1`); not worth a message
+    141   the reader of the output has gone (`infer generate ... | head -1`); no message
 
 Each subcommand is a module: its help text (HELP, DESCRIPTION, USAGE, EXAMPLES), its flags (the table FLAGS,
-or `add_flags` where that does not say it all) and `run`. None of them imports torch before it has a model to
-load, so that `--help` and a mistyped flag answer at once.
+or `add_flags` if a table is not enough) and `run`. None of them imports torch before it loads a model, so
+`--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    is_named = words[:1] and words[0] in COMMANDS  # then the others need not be imported
+    is_named = words[:1] and words[0] in COMMANDS  # the other commands need not be imported
     parser = build_parser(words[:1] if is_named else COMMANDS)
     args = parser.parse_args(words)
     if args.run is None:
@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
     setup_logging(args.log_level)
     keep_bytecode()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end the command
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not encode every character
     try:
         if words[0] not in LIGHT:
             check_limits()

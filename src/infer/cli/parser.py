@@ -4,11 +4,11 @@
     infer serve: error: --port must be a whole number, for example 8000, got 'x'
     infer: error: unknown command 'serv'; did you mean serve?
 
-The names of commands in other programs are known as well: `infer pull` means `fetch`.
+The names of commands in other programs are known as well: for `infer pull` the message suggests `fetch`.
 
-argparse reports a mistake through `error`, and leaves options that a subcommand does not know to the parser
-above it. Here each parser refuses them itself, and `error` rewords argparse's messages; the names that a
-message suggests, and the example of a value, are read from the help text. Only public methods are overridden.
+argparse reports a mistake through `error`, and a subcommand leaves unknown options to the parser above it.
+Here each parser refuses them itself, and `error` rewords argparse's messages; the names that a message
+suggests, and the example of a value, are read from the help text. Only public methods are overridden.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Leave with a message; one of argparse's own is reworded."""
+        """Exit with a message; messages of argparse are reworded."""
         for theirs, reworded in self._rewordings().items():
             if match := re.fullmatch(theirs, message, re.DOTALL):
                 super().error(reworded(match))
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def _missing(self, match: re.Match[str]) -> str:
-        """First name an option that does not exist: the missing value may come after it."""
+        """Report an unknown option before a missing argument, which may have been taken as its value."""
         names = {
             word.partition("=")[0]: word for word in self._given if word.startswith("--") and word != "--"
         }
@@ -118,7 +118,7 @@ class Parser(argparse.ArgumentParser):
         options = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
         if not options:
             return f"unexpected argument {unknown[0]!r}; {self._surplus_hint()}"
-        known = {name.lstrip("-"): name for name in self._options()}  # dashes make no two names alike
+        known = {name.lstrip("-"): name for name in self._options()}  # no two names differ in dashes only
         match = nearest(options[0].lstrip("-"), known)
         hint = f"did you mean {known[match]}?" if match else f"'{self.prog} --help' lists the options"
         of_server = knob_table(with_server=True).keys() - knob_table().keys()
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {options[0]}; {hint}"
 
     def _surplus_hint(self) -> str:
-        """Return what the user may have meant by one word too many."""
+        """Return a hint at what the user may have meant by a surplus argument."""
         if re.search(r"^  PROMPT\b", self._help(), re.MULTILINE):
             return "quote a text that holds spaces"
         if "--model" in self._options():

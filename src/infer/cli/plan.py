@@ -1,7 +1,7 @@
 """`infer plan`: where a model's memory goes, before anything is loaded.
 
-Reads the config and the headers of the weights, never the weights, so it answers in seconds for any
-size; for a shape that is not on this disk yet, its config.json is enough.
+It reads the config and the headers of the weights, never the weights, so it answers in seconds for any size.
+For a model that is not on this disk yet, its config.json is enough.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ examples:
   infer plan model.gguf --max-batch-size 8 --json
 """
 
-# Knobs that change no memory: they have no flag here, and a --config file that sets them is taken.
+# Knobs that do not change memory: they have no flag here, but a --config file may set them.
 NO_MEMORY = {
     "tokenizer", "chat_template", "tool_call_parser", "reasoning_parser", "num_threads", "node_rank",
     "master_addr", "master_port", "attention_backend",
@@ -52,16 +52,16 @@ NO_MEMORY = {
 FLAGS: flags.Rows = {
     "model [MODEL]": (
         str,
-        "directory, GGUF file, config.json or hub id, as --model takes it; nothing: the default model",
+        "directory, GGUF file, config.json or hub id, as for --model; if left out: the default model",
     ),
     "--gpu-memory SIZE": (
         str,
-        "plan for a GPU with this memory, such as 16GiB; default: this machine, with what is free now",
+        "plan for a GPU with this memory, such as 16GiB; default: this machine's free memory",
     ),
     "--bandwidth GB/S": (
         float,
-        "memory bandwidth for the tokens per second of each form of the weights, in 10^9 bytes per "
-        "second, such as 4800 for an H200; default: measured here, none for a GPU that is not here",
+        "memory bandwidth in 10^9 bytes per second, such as 4800 for an H200, to estimate tokens per "
+        "second; default: measured here, unknown with --gpu-memory",
     ),
     "--json": (bool, "print one JSON object, sizes in bytes"),
 }
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         flags.name_model(args, args.model)
     knobs = flags.knobs_from(args)
     if args.gpu_memory is not None and "device" in knobs:
-        raise ConfigError("--gpu-memory plans for a GPU that need not be here; leave out --device")
+        raise ConfigError("--gpu-memory always plans for a GPU; leave out --device")
     if args.bandwidth is not None and not 0 < args.bandwidth < 1e9:
         raise ConfigError(f"--bandwidth must be a number of GB per second above 0, got {args.bandwidth:g}")
     config = EngineConfig.from_knobs(**knobs)
@@ -102,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = plan_memory(config, headers, machine)
     except NoRoom as error:
-        plan = error  # its needs in every form are shown first
+        plan = error  # the sizes of every form are shown before the error
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
     if bandwidth is None and args.gpu_memory is None:
         bandwidth = copy_bandwidth(machine.device, scale=0.5)
-    if bandwidth is not None:  # stages come one after the other, and ranks of a CPU share its memory
+    if bandwidth is not None:  # stages run one after the other, and the ranks of a CPU share its memory
         bandwidth /= load.num_ranks if machine.kind == "cpu" else 1
     forms = Forms(compare_schemes(config, headers, machine), bandwidth)
     if isinstance(plan, NoRoom):
@@ -123,13 +123,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Forms(NamedTuple):
-    """The forms that the weights could have, and the bytes per second that speeds are computed from."""
+    """The quantizations that the weights could have, and the memory bandwidth for their speeds."""
 
     schemes: list[SchemePlan]
     bandwidth: float | None  # None: not known
 
     def tokens_per_second(self, scheme: SchemePlan) -> float | None:
-        """Return the highest speed that one sequence could have."""
+        """Return the highest decode speed of one sequence."""
         return None if self.bandwidth is None else scheme.tokens_per_second(self.bandwidth)
 
 
@@ -169,7 +169,7 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
 
 
 def _forms_json(forms: Forms) -> dict[str, Any]:
-    """Return the part of `--json` about the forms of the weights."""
+    """Return the part of `--json` about the quantizations of the weights."""
     return {
         "bandwidth": forms.bandwidth,
         "schemes": [
@@ -244,7 +244,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
         if usual < 1 and not (given.kv_cache_memory or given.num_blocks):
             share = given.kv_cache_share or usual
             lines.append(
-                f"It has {share:.0%} of what weights leave; --kv-cache-memory or --kv-cache-share gives more."
+                f"It has {share:.0%} of the memory that weights leave; --kv-cache-memory or --kv-cache-share "
+                "gives it more."
             )
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
     start = "Start with, once the weights are there:" if is_shape_only else "Start with:"
@@ -262,7 +263,7 @@ def _draft_json(draft: DraftMemory) -> dict[str, Any]:
 
 
 def _scheme_table(forms: Forms) -> list[str]:
-    """Return the lines that compare the forms of the weights."""
+    """Return the lines that compare the quantizations of the weights."""
     from infer.tools.memory_plan import format_bytes
 
     head = f"  {'quantization':>12}{'weights':>12}{'per token':>12}{'KV tokens':>14}"
@@ -278,12 +279,12 @@ def _scheme_table(forms: Forms) -> list[str]:
         )
     lines.append("  (*: the form of this plan)")
     if forms.bandwidth is None:
-        return [*lines, "  (tokens per second with --bandwidth GB/S of the GPU)"]
+        return [*lines, "  (--bandwidth GB/S of the GPU adds tokens per second)"]
     return [*lines, f"  (tokens/s: at most, of one sequence, at {forms.bandwidth / 1e9:,.0f} GB/s)"]
 
 
 def _context_table(plan: MemoryPlan) -> list[str]:
-    """Return the lines that say which contexts fit at which concurrency."""
+    """Return the table of the contexts that fit at each concurrency."""
     from infer.tools.memory_plan import CONCURRENCIES, format_bytes
 
     columns = [count for count in CONCURRENCIES if count <= plan.resolved.scheduler.max_batch_size]

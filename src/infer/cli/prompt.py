@@ -1,15 +1,15 @@
-"""The messages of `infer chat`: typed with an editor for lines, or the lines of a pipe.
+"""The messages of `infer chat`: typed in a line editor, or the lines of a pipe.
 
     > one line                    a message
-    > \"\"\"several                 a message that ends with the line that ends with three quotes
+    > \"\"\"several                 a message up to the line that ends with three quotes
     ... lines\"\"\"
     > (a pasted text)             one message, with all its lines
-    > /command                    for the program; a text of several lines, or in quotes, is never one
+    > /command                    a command; a text of several lines, or in quotes, is never a command
 
-Alt-Enter begins a new line within a message. prompt_toolkit is imported when the first one is wanted.
+Alt-Enter begins a new line within a message. prompt_toolkit is imported when the first message is read.
 
 Typed messages are kept for the arrow keys of the next conversation, in `chat-history.jsonl` next to the
-models that were fetched: a JSON string per line, the last 1,000 messages, readable only by their author.
+downloaded models: a JSON string per line, the last 1,000 messages, readable only by the user.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Said(NamedTuple):
 
 
 class Cleared(KeyboardInterrupt):
-    """Ctrl-C that discarded the typed text, and did not ask to leave."""
+    """Ctrl-C that cleared the typed text; it does not count as a wish to leave."""
 
 
 def read_said(read_line: ReadLine) -> Said:
@@ -79,7 +79,7 @@ def typed_messages(read_line: ReadLine) -> Iterator[Said]:
             if was_interrupted:
                 return
             was_interrupted = True
-            notice("[Ctrl-C again, or Ctrl-D, leaves]")
+            notice("[press Ctrl-C again, or Ctrl-D, to leave]")
             continue
         was_interrupted = False
         yield said
@@ -171,7 +171,7 @@ def _open_editor(completes: Completes, *, keeps_history: bool) -> PromptSession[
     def _begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    # A terminal that is asked for the cursor's place answers among the keys, late or never.
+    # A terminal reports the cursor position among the keys, late or never.
     output = Vt100_Output.from_pty(
         sys.stdout if is_terminal(sys.stdout) else sys.stderr, term=os.environ.get("TERM")
     )
@@ -207,7 +207,7 @@ class HistoryFile:
         return file
 
     def read(self) -> list[str]:
-        """Return the messages, the oldest first; lines that are not ours are left out."""
+        """Return the messages, the oldest first, without lines that are not messages."""
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError:
@@ -223,7 +223,7 @@ class HistoryFile:
                 notice(f"[the message is not kept in {self.path}: {error.strerror}]")
 
     def _shorten(self) -> None:
-        """Make the file, set its mode, and drop messages that are too old; others may add some meanwhile."""
+        """Make the file, set its mode, and drop the oldest messages; other processes may write too."""
         entries = self.read()
         is_long = self.path.exists() and self.path.read_bytes().count(b"\n") > 2 * MAX_KEPT
         self._write(os.O_TRUNC if is_long else os.O_APPEND, entries if is_long else [])

@@ -44,9 +44,9 @@ FILES: flags.Rows = {
 FLAGS: flags.Rows = {
     "--bits N": (int, "2, 3, 4 or 8 for gptq; 3 or 4 for squeezellm; default: 4"),
     "--group-size N": (int, "columns that share a scale, for gptq, awq and ct-w4a16; -1: all; default: 128"),
-    "--asymmetric": (bool, "a zero for each group, for gptq and ct-w4a16; awq always has them"),
+    "--asymmetric": (bool, "a zero point for each group, for gptq and ct-w4a16; awq always has them"),
     "--act-order": (bool, "sort the columns by their size before they are grouped, for gptq"),
-    "--outliers PERCENT": (float, "the largest weights, kept apart, for squeezellm; default: 0.45; 0: none"),
+    "--outliers PERCENT": (float, "largest weights, stored apart, for squeezellm; default: 0.45; 0: none"),
     "--revision TEXT": (str, "branch, tag or commit of a hub id"),
 }
 
@@ -60,13 +60,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a recipe that flags choose; a flag that the scheme does not have is refused."""
+    """The options of the recipe that flags set; a flag that the scheme does not have is refused."""
     values = {name: getattr(args, name) for name in OPTIONS}
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     for name in given:
         if args.scheme not in OPTIONS[name]:
             if (args.scheme, name) == ("awq", "asymmetric"):
-                raise ConfigError("awq is always asymmetric: each group has a zero; leave --asymmetric out")
+                raise ConfigError("awq always has a zero point for each group; leave --asymmetric out")
             has = " and ".join(flags.flag(each) for each in OPTIONS if args.scheme in OPTIONS[each])
             schemes = " and ".join(OPTIONS[name])
             raise ConfigError(f"{flags.flag(name)} is for {schemes}; {args.scheme} has {has or 'no options'}")
@@ -76,7 +76,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize the model and print its place."""
+    """Quantize the model and print its path."""
     chosen = options_of(args)
     from infer.loader.find.source import resolve_model
     from infer.tools.quantize import Recipe, quantize_checkpoint

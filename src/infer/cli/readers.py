@@ -1,6 +1,6 @@
-"""Readers of the numbers that a flag takes; a reader refuses a text with a `ValueError`.
+"""Readers of flag values; a reader refuses a text with a `ValueError`.
 
-The parser (parser.py) turns that into a message, and takes the allowed values from the reader's name:
+The parser (parser.py) turns the error into a message, and takes the allowed values from the reader's name:
 
     infer bench serve: error: --timeout must be a number above 0, for example 600, got 'nan'
 """
@@ -76,7 +76,7 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 rate.__name__ = "a number above 0, or 'inf'"
-numbers.__name__ = "whole numbers of 1 or more with commas between"
+numbers.__name__ = "whole numbers of 1 or more, separated by commas"
 int_or_none.__name__ = "a whole number or 'none'"
 on_or_off.__name__ = "on or off"
 token_bias.__name__ = "ID=BIAS"

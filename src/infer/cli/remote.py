@@ -1,7 +1,7 @@
 """A model that a server runs, for commands that need only its answers.
 
-`RemoteModel` stands where an `LLM` stands and asks an OpenAI-compatible server instead, with nothing but
-the standard library: one POST per answer, its body a stream of events
+`RemoteModel` takes the place of an `LLM` and asks an OpenAI-compatible server, with nothing but the standard
+library: one POST per answer, whose response is a stream of events
 
     data: {"choices": [{"delta": {"content": "The"}, "finish_reason": null}]}      a chat's
     data: {"choices": [{"text": "The", "finish_reason": null}]}                    a completion's
@@ -10,8 +10,8 @@ the standard library: one POST per answer, its body a stream of events
 A chat's delta may also hold `reasoning_content` (or `reasoning`) and pieces of `tool_calls`.
 
 A thread reads each answer ahead. For the lines of a file, a server that is full (429 or 503) is asked again
-after growing pauses, none shorter than its `Retry-After`. As long as it sends that header it is asked for up
-to ten minutes; otherwise it is given up after four pauses. A user at a terminal learns it at once.
+after growing pauses, none shorter than its `Retry-After`: for up to ten minutes if it sends that header, else
+four times. At a terminal the user sees the error at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses before a full server is asked again; t
 MAX_PAUSE_S = 60.0  # longest pause, even if a server asks for more
 PATIENCE_S = 600.0  # total of the pauses
 FULL = (429, 503)
-UNKNOWN_ID = -1  # a server sends text; each of its chunks is one token
+UNKNOWN_ID = -1  # a server sends text; each chunk counts as one token
 
 
 class RemoteFull(QueueFull):
@@ -56,7 +56,7 @@ class RemoteFull(QueueFull):
 class RemoteModel:
     """One model of an OpenAI-compatible server."""
 
-    has_chat_template = True  # assumed: only the server knows, and says if not
+    has_chat_template = True  # assumed: the server refuses a chat if it has none
     sampling_defaults: Mapping[str, float] = {}  # the server applies its own to fields that are not sent
 
     def __init__(
@@ -71,8 +71,8 @@ class RemoteModel:
     ) -> None:
         """Ask a server for its models; only the parameters named in `sampling` are sent with a request.
 
-        `counts` also asks it to count tokens, which not every server can do. With `is_patient` a server that
-        is full is asked again.
+        `counts` also asks it for token counts, which not every server has. With `is_patient` a full server is
+        asked again.
         """
         self.sampling = sampling  # may change between answers
         self._counts = counts
@@ -82,7 +82,7 @@ class RemoteModel:
             raise ConfigError(f"--url must start with http:// or https://, got {url!r}")
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
-            if not (api_key.isascii() and api_key.isprintable()):  # it is not shown: logs keep messages
+            if not (api_key.isascii() and api_key.isprintable()):  # the key is not shown: logs keep messages
                 raise ConfigError("--api-key must be printable ASCII characters, without a line break")
             self._headers["authorization"] = f"Bearer {api_key}"
         served = self._list_models()
@@ -138,24 +138,24 @@ class RemoteModel:
     ) -> http.client.HTTPResponse:
         """Send a request and wait for the head of its answer; a refusal is raised.
 
-        It is raised in the server's words, or with `says` if these are not in OpenAI's form.
+        The error has the server's words, or `says` if its body is not in OpenAI's form.
         """
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._base + path, data=data, headers=self._headers)
             answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
-            with error:  # the error holds the answer, too
+            with error:  # the error is also the response
                 raise _refusal(error, says.replace("{status}", str(error.code))) from None
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
             reason = getattr(error, "reason", None) or error
-            kind = ConfigError if body is None else EngineError  # EngineError: it was there a moment ago
+            kind = ConfigError if body is None else EngineError  # EngineError: it answered a moment ago
             raise kind(f"cannot reach {self._base}: {reason}; is the server running?") from None
         return answer
 
 
 class RemoteStream(Iterator[TextDelta]):
-    """One answer, which a thread reads as it comes, even before its pieces are wanted."""
+    """One answer, which a thread reads ahead as it comes."""
 
     def __init__(self, model: RemoteModel, path: str, body: Mapping[str, Any]) -> None:
         self.usage: dict[str, Any] | None = None  # the server's counts, once it sends them
@@ -217,8 +217,8 @@ class RemoteStream(Iterator[TextDelta]):
                         if piece.text or piece.events or piece.finish_reason is not None:
                             yield piece
             except (KeyError, TypeError, AttributeError) as error:
-                name = f" {error}" if isinstance(error, KeyError) else " what it should"
-                raise EngineError(f"the server's answer broke off: its event has no{name}") from None
+                what = f"has no {error}" if isinstance(error, KeyError) else "is not in OpenAI's form"
+                raise EngineError(f"the server's answer broke off: its event {what}") from None
             except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
                 raise EngineError(f"the server's answer broke off: {error}") from None
         if not is_whole:
@@ -226,7 +226,7 @@ class RemoteStream(Iterator[TextDelta]):
 
 
 def _open_patiently(model: RemoteModel, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
-    """Open an answer; a server that is full is asked again, unless a terminal waits."""
+    """Open an answer; a full server is asked again if the model is patient."""
     num_refused, waited_s = 0, 0.0
     while True:
         try:
@@ -242,7 +242,7 @@ def _open_patiently(model: RemoteModel, path: str, body: Mapping[str, Any]) -> h
 
 
 def to_fields(structured: Structured) -> dict[str, Any]:
-    """A constraint in the words that a server most likely knows: OpenAI's for a schema, else vLLM's."""
+    """A constraint in the fields that most servers know: OpenAI's for a schema, else vLLM's."""
     if structured.kind == "json_schema":
         described = {"name": "answer", "schema": json.loads(structured.text), "strict": True}
         return {"response_format": {"type": "json_schema", "json_schema": described}}
@@ -284,7 +284,7 @@ def is_remote(args: argparse.Namespace) -> bool:
 
 
 def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
-    """The model of the server that `--url` names; the knobs of an engine are that server's business.
+    """The model of the server that `--url` names; the knobs of an engine are refused.
 
     The user's settings are sent, and always a seed: each answer has its own (`flags.nth_draw`).
     Options are the same as for `RemoteModel`.
@@ -308,7 +308,7 @@ def _refusal(answer: urllib.error.HTTPError, says: str) -> InferError:
         return _failure(answer, f"{says} (its reason broke off: {lost})")
     except (ValueError, KeyError, TypeError, RecursionError):
         return _failure(answer, says)
-    if status in (400, 422) and "no chat template" in message:  # it advises a route; here that is a flag
+    if status in (400, 422) and "no chat template" in message:  # its advice is a route; here it is a flag
         return RequestError(
             "the server's model has no chat template; use 'infer generate --raw', "
             "or serve it with --chat-template FILE",

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 HELP = "run a record again, bit for bit"
 DESCRIPTION = (
     "Run a record again with its own knobs, and compare every plan and every sampled id.\n"
-    "Exit code 1 if the runs differ. A record that was cut off is said to have no end; exit code 0 if\n"
-    "all that is there is identical."
+    "Exit code 1 if the runs differ. If the record was cut off, a line says that it has no end; the exit\n"
+    "code is 0 if all that it holds is identical."
 )
 USAGE = "RECORD [options]"
 EXAMPLES = """\
@@ -49,7 +49,7 @@ FLAGS: flags.Rows = {
     "--draft-model TEXT": (str, "the draft model that was recorded, if there was one"),
     "--device TEXT": (str, "cpu or cuda; default: as recorded"),
     "--until STEP": (int, "stop after this step and print the engine's state (with --orders: only stop)"),
-    "--orders": (bool, "run what the device was told, without a scheduler; the record must have it"),
+    "--orders": (bool, "run the recorded orders to the device, without a scheduler; the record needs them"),
     "--step": (bool, "one step per key press, as 'infer step' shows it"),
     "--check": (bool, "compare with the record (default); without it, the requests are only run again", True),
 }
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _frame_stepper(model: str | None, screen: stepping.StepScreen) -> Stepper:
-    """The stepper that shows the frames of a replay, with tokens spelled by the model's tokenizer."""
+    """The stepper that shows the frames of a replay, with tokens decoded by the model's tokenizer."""
     from infer.config.settings import LoadConfig
     from infer.frontend.prompts import find_source, open_text
     from infer.tools.step_frames import FrameStepper

@@ -1,4 +1,4 @@
-"""`infer rm`: take a downloaded model off this disk."""
+"""`infer rm`: remove a downloaded model from this disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS: flags.Rows = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find the model, ask, remove it, and say how much room that made."""
+    """Find the model, ask, remove it, and say how much space is free again."""
     from infer.loader.find.cached import find_cached, remove_cached
 
     found = find_cached(args.name, args.revision)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     size = spell_bytes(sum(model.num_bytes for model in found))
     if not args.yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"{args.name} is removed without a question only with --yes")
+            raise ConfigError(f"to remove {args.name} without a terminal to ask at, add --yes")
         said = input(f"remove {args.name} ({revisions}{size}) from {found[0].path.parent}? [y/N] ")
         if said.strip().lower() not in ("y", "yes"):
             notice("nothing was removed")

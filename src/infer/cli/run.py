@@ -17,7 +17,7 @@ examples:
   infer run path/to/model "Why is the sky blue?"
   cat letter.txt | infer run path/to/model "Summarise in one sentence:"
 """
-FLAGS: flags.Rows = {"prompt [PROMPT]": (str, "answer this, and after it what is piped in, and leave")}
+FLAGS: flags.Rows = {"prompt [PROMPT]": (str, "answer this text, followed by piped input, and leave")}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

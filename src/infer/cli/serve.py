@@ -4,7 +4,7 @@
     infer serve path/to/model --port 9000         one model, under its own name
     infer serve --model small=DIR --model big=org/name      several; the first is the default
 
-Standard output gets one line, the URL, once requests are welcome; the log goes to standard error.
+Standard output gets one line, the URL, once the server accepts requests; the log goes to standard error.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]MODEL",
-        help="the same, and the name clients use for it; may be given several times",
+        help="the same, with the name that clients use for it; may be given several times",
     )
     models.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="what clients call the first model; further names are aliases; default: its own name",
+        help="name of the first model for clients; further names are aliases; default: its own name",
     )
     flags.add_knob_flags(parser, without=("model", "served_model_name"), with_server=True)
     flags.add_common_flags(parser, log_level="info")
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve_here(models: Mapping[str, EngineConfig], config: ServerConfig) -> None:
-    """Serve from engines on this machine, which start before most of this program is imported."""
+    """Serve from engines on this machine; they start before most of this program is imported."""
     for engine in models.values():
         check_model(engine.load.model, revision=engine.load.revision)
         if engine.speculation.is_on and engine.speculation.draft_model is not None:
@@ -147,12 +147,12 @@ def read_models(
 
 
 def _check_nodes(loads: Sequence[LoadConfig], config: ServerConfig) -> None:
-    """Refuse what ranks on several machines cannot do."""
+    """Refuse settings that ranks on several machines cannot have."""
     nnodes, node_rank = loads[0].nnodes, loads[0].node_rank
     if config.cluster != "none":
         for name in ("node_rank", "master_addr", "master_port"):
             if getattr(loads[0], name) != getattr(LoadConfig(), name):
-                raise ConfigError(f"{name} is found by Ray with --cluster ray; leave it out")
+                raise ConfigError(f"with --cluster ray, Ray finds {name}; leave it out")
     if config.headless and node_rank == 0:
         raise ConfigError("headless is for nodes other than the first; give --node-rank as well, from 1 on")
     num_engines = len(loads) * (config.replicas if config.cluster == "none" else 1)
@@ -173,7 +173,7 @@ def _check_aliases(given: Sequence[str], names: Sequence[str]) -> None:
                 known = ", ".join(names)
                 raise ConfigError(f"--model-alias {text}: no model is served as {name!r}, but {known}")
         if alias in taken:
-            raise ConfigError(f"{alias!r} is given twice as a name; every alias must be another one")
+            raise ConfigError(f"{alias!r} is given twice as a name; every alias must be a different name")
         taken.add(alias)
 
 

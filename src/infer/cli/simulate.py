@@ -1,7 +1,7 @@
 """`infer simulate`: compare policies and cache sizes under a load, without a model.
 
-The real scheduler and the real cache books run on a virtual clock (bench/simulated.py), so the results
-depend on the trace, the knobs and the cost alone, and not on this machine.
+The real scheduler and the real bookkeeping of the cache run on a virtual clock (bench/simulated.py), so the
+results depend only on the trace, the knobs and the cost, not on this machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 HELP = "compare scheduling policies and cache sizes under a load, without a model"
 DESCRIPTION = (
-    "Run the real scheduler and cache books under a load, on a virtual clock, for every policy and\n"
-    "every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
+    "Run the real scheduler and cache bookkeeping under a load, on a virtual clock, for every policy\n"
+    "and every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
     "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use."
 )
 USAGE = "(--trace FILE | --workload NAME) [options]"
@@ -83,29 +83,29 @@ FLAGS: flags.Rows = {
     "--seed N": (int, "seed of a built-in load (default: 0)"),
     "--policy NAMES": (
         str,
-        "policies to compare, with commas, or 'all'; default: all, or the one in --config",
+        "comma-separated policies to compare, or 'all'; default: all, or the policy in --config",
     ),
     "--num-blocks NUMBERS": (
         numbers,
-        "cache sizes to compare, with commas; default: 256,1024, or the one in --config",
+        "comma-separated cache sizes to compare; default: 256,1024, or the size in --config",
     ),
     "--cost COST": (
         str,
-        "seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file of it; or "
-        "a record, to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
+        "seconds of a step: JSON with any of base, per_token, per_kv_token, per_block; a file with such "
+        "JSON; or a record to fit them to; default: SmolLM2-135M in int4 on two CPU cores",
     ),
     "-tp/--tensor-parallel-size NUMBERS": (
         numbers,
-        "numbers of ranks to compare, with commas; --cost is for one rank (default: 1)",
+        "comma-separated numbers of ranks to compare; --cost is for one rank (default: 1)",
     ),
     "-pp/--pipeline-parallel-size N": (positive, "stages of a pipeline are not simulated: 1", 1),
     "--link-bandwidth GB/S": (
         gigabytes_per_s,
-        "what a rank reads from the others, in 10^9 bytes per second: some 450 over NVLink, 50 over PCIe 5",
+        "speed of reads from other ranks, in 10^9 bytes per second: about 450 over NVLink, 50 over PCIe 5",
     ),
     "--link-latency US": (
         microseconds,
-        "microseconds until the first of it is there: some 6 over NVLink, 15 over PCIe",
+        "latency of reads from other ranks, in microseconds: about 6 over NVLink, 15 over PCIe",
     ),
     "--model MODEL": (str, "model whose layers the ranks share: a folder, a config.json or a hub id"),
     "--json": (bool, "print one JSON object instead of a table"),
@@ -124,7 +124,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read the load, simulate every combination, print the comparison."""
     if args.trace is not None and args.workload is not None:
-        raise ConfigError("--trace and --workload are two loads; leave one of them out")
+        raise ConfigError("--trace and --workload both name a load; leave one of them out")
     if args.trace is None and args.workload is None:
         from infer.bench.traces import LOADS
 
@@ -228,7 +228,7 @@ def read_policies(text: str) -> list[str]:
 
 
 def to_table(load: Workload, results: Sequence[Mapping[str, Any]], *, has_ranks: bool = False) -> str:
-    """Return a table with one row per policy and cache size, and per number of ranks if there are several."""
+    """Return a table with a row per policy, cache size and, if there are several, number of ranks."""
     from infer.bench.render import align
 
     has_deadlines = any(session.deadline is not None for session in load.sessions)

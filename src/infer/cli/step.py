@@ -2,10 +2,10 @@
 
     infer step "Why is the sky blue?" "Why is the sky"
 
-Each step is a frame (tools/step_frames.py). It takes the knobs of `infer generate`, so that a few flags show
-what a large server rarely shows: `--max-num-batched-tokens 8` cuts prompts into chunks, `--num-blocks 6
---block-size 4` lets sequences preempt each other, `--speculative-method ngram` lets them verify drafts, and
-`-n 2` lets one fork. Steps do not overlap here: each is read before the next is planned.
+Each step is a frame (tools/step_frames.py). The command takes the knobs of `infer generate`, so that a few
+flags show what is rare on a large server: `--max-num-batched-tokens 8` cuts prompts into chunks,
+`--num-blocks 6 --block-size 4` makes sequences preempt each other, `--speculative-method ngram` makes them
+verify drafts, and `-n 2` makes one fork. Steps do not overlap here: each is read before the next is planned.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FLAGS: flags.Rows = {
     "-n/--n N": (positive, "answers to each prompt; they share its blocks", 1),
     "--raw": (bool, "continue the texts as they are, without a chat template"),
     "--top N": (positive, "candidates shown for each token", 5),
-    "--record FILE": (Path, "write down the run, for 'infer replay FILE --step'; holds the prompts"),
-    "--overwrite": (bool, "let --record replace a file that is there"),
+    "--record FILE": (Path, "record the run for 'infer replay FILE --step'; the file holds the prompts"),
+    "--overwrite": (bool, "let --record replace an existing file"),
 }
 
 
@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, let all prompts in, show step after step."""
+    """Load the model, submit all prompts, show step after step."""
     if args.url is not None:
         raise ConfigError(
             "--url leaves the engine to a server, and its steps cannot be watched; load a model"

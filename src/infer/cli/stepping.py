@@ -6,8 +6,8 @@
     q              leave
 
 Frames are kept, so going back costs nothing and shows exactly what was there. Going forward from the newest
-frame makes a step of the engine. Where standard input or output is not a terminal, frames are printed one
-after the other without waiting; with `--watch` the next step comes by itself.
+frame runs a step of the engine. If standard input or output is not a terminal, frames are printed one after
+the other without waiting; with `--watch` the next step comes by itself.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 KEYS = "space next, b back, n N jump to step N, q quit, ? help"
 TALL = "lines {first} to {last} of {of} (d down, u up), "
 HELP = """\
-space, enter   make the next step, or show the next frame
+space, enter   run the next step, or show the next frame
 b              show the step before
-n 12, enter    go to step 12: an earlier frame, or steps are made until then
+n 12, enter    go to step 12: show an earlier frame, or run steps until then
 d, u           down and up in a frame that is taller than the terminal
 q, Ctrl-C      leave
 ?              this help
@@ -61,7 +61,7 @@ blocks    the KV cache: a letter for each block's request
 
 
 class LeaveSteps(Exception):  # noqa: N818  (a key that was pressed, not an error)
-    """The user has seen enough."""
+    """The user has pressed the key that leaves."""
 
 
 class StepScreen:
@@ -72,7 +72,7 @@ class StepScreen:
         self.frames: list[Frame] = []
         self._watch_s = watch_s
         self._is_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
-        self.is_left = False  # a key has ended it
+        self.is_left = False  # a key has ended the view
         self._until = 0  # the step that was jumped to
 
     @contextmanager
@@ -105,7 +105,7 @@ class StepScreen:
 
     def _browse(self, *, is_last: bool) -> None:
         place, newest, shown = len(self.frames) - 1, len(self.frames) - 1, ""
-        top, drawn = 0, place  # the first line shown, and the frame that it is a line of
+        top, drawn = 0, place  # the first line shown, and its frame
         while True:
             if place != drawn:
                 top, drawn = 0, place
@@ -125,7 +125,7 @@ class StepScreen:
             elif key == "n":
                 step = self._read_number()
                 if step is None or (is_last and step > self.frames[newest].step):
-                    shown = "n needs the number of a step that is made, then enter"
+                    shown = "n needs the number of an existing step, then enter"
                 elif step > self.frames[newest].step:
                     self._until = step
                     return
@@ -149,7 +149,7 @@ class StepScreen:
         return page
 
     def _read_key(self, *, waits: bool) -> str:
-        """The next key; empty if `--watch` has waited long enough for one."""
+        """The next key; empty when the time of `--watch` is over."""
         if self._watch_s is not None and not waits:
             ready, _, _ = select.select([sys.stdin], [], [], self._watch_s)
             if not ready:
@@ -178,7 +178,7 @@ def add_watch(group: argparse._ActionsContainer) -> None:
         type=zero_or_more,
         nargs="?",
         const=WATCH_S,
-        help=f"go on by itself, a step every SECONDS ({WATCH_S:g} where no number follows)",
+        help=f"go on without keys, a step every SECONDS (default: {WATCH_S:g})",
     )
 
 
@@ -190,14 +190,14 @@ def forbid_overlap(args: argparse.Namespace) -> None:
 
 
 def with_candidates(params: SamplingParams) -> SamplingParams:
-    """The parameters, with as many alternatives to each token as can be reported."""
+    """The parameters, with the most alternatives per token that can be reported."""
     return replace(params, logprobs=MAX_LOGPROBS)
 
 
 def make_frames(
     screen: StepScreen, recorder: EngineObserver | None = None
 ) -> tuple[StepFrames, EngineObserver]:
-    """The maker of frames for a screen, and the observer to build the engine with: it may record as well."""
+    """The maker of frames for a screen, and the observer for the engine, which may also record."""
     with importing():
         from infer.engine.observer import Observers
         from infer.tools.step_frames import StepFrames
@@ -207,7 +207,7 @@ def make_frames(
 
 
 def step_through(llm: LLM, frames: StepFrames, screen: StepScreen) -> None:
-    """Make the steps of all requests that are in the engine, one after the other, until a key ends it."""
+    """Run the steps of all requests in the engine, one after the other, until a key ends it."""
     engine = llm.engine
     with screen.keys():
         while engine.has_work:

@@ -32,7 +32,7 @@ def is_terminal(stream: TextIO) -> bool:
     """Return True if a stream is a terminal of the system, with modes that can be set."""
     try:
         return os.isatty(stream.fileno())
-    except (OSError, ValueError):  # a closed stream, or an object in place of one
+    except (OSError, ValueError):  # a closed stream, or an object in its place
         return False
 
 
@@ -84,7 +84,7 @@ def quiet() -> Iterator[None]:
 
 
 def drop_typed() -> None:
-    """Forget keys that were pressed before a question was asked: they are not its answer."""
+    """Discard keys that were pressed before a question was asked: they are not its answer."""
     if is_terminal(sys.stdin):
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
 

@@ -1,10 +1,10 @@
-"""The knobs of LoRA adapters: which are loaded at the start, and how much room there is for others.
+"""The knobs of LoRA adapters: the adapters loaded at the start, and the room for others.
 
     --lora-modules sql=/path/a chat=/path/b      loaded at the start; requests name them as their model
     --enable-lora                                room for adapters that are loaded later
     --max-loras 8 --max-lora-rank 16             that room: adapters at a time, and their largest rank
 
-The room is taken once, when the engine is built, because captured steps read from fixed addresses
+The room is allocated once, when the engine is built, because captured steps read from fixed addresses
 (docs/features/adapters.md).
 """
 
@@ -23,13 +23,13 @@ MAX_RANK: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """LoRA adapters that are loaded, and room for others."""
+    """The LoRA adapters that are loaded, and the room for others."""
 
     lora_modules: tuple[str, ...] = knob(
         (),
-        "LoRA adapters to load, each as NAME=DIRECTORY of a PEFT checkpoint; a request chooses one by its "
-        "model name, and a command without requests answers with the one given; may be repeated; --lora "
-        "takes a single adapter, so that a prompt may follow",
+        "LoRA adapters to load, each as NAME=DIRECTORY of a PEFT checkpoint; a request names an adapter as "
+        "its model, and a command such as generate uses the adapter given; may be repeated; --lora takes a "
+        "single adapter, so that a prompt may follow",
         aliases=("lora",),
         takes_several=True,
     )
@@ -37,7 +37,7 @@ class AdapterConfig:
         None, "keep room for LoRA adapters that are loaded later; default: if lora_modules names any"
     )
     max_loras: int | None = knob(
-        None, "LoRA adapters that are loaded at a time, at most; default: 8, or as many as lora_modules names"
+        None, "most LoRA adapters loaded at a time; default: 8, or as many as lora_modules names, if more"
     )
     max_lora_rank: int | None = knob(
         None,
@@ -77,7 +77,7 @@ class AdapterConfig:
 
 
 def parse_module(text: str) -> tuple[str, str]:
-    """The name and the directory of an entry of `lora_modules`; a directory alone is its own name."""
+    """Return the name and the directory of an entry of `lora_modules`; a directory alone is its own name."""
     name, equals, path = text.partition("=")
     if not equals:
         name, path = Path(text).name, text

@@ -4,9 +4,9 @@
     decode_attention_backend    attention of rows that decode: sequences that compute one token in a step
     mlp_backend                 the feed-forward half of a block
 
-`torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `benchmarks/backends.py` runs the
-references next to what `auto` takes. Settings, `resolve.py` (the choice, the refusals), `infer doctor` and
-the docs read this table.
+`torch_ref` is the readable reference of each: plain PyTorch, nothing fused. `benchmarks/backends.py` compares
+the references with the backends that `auto` chooses. Settings, `resolve.py` (which chooses and refuses),
+`infer doctor` and the docs read this table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = (
     Backend("triton", ("gpu",), _ATTENTION, "the kernels in Triton"),
     Backend("cuda", ("gpu",), _ATTENTION, "CUDA C++ for rows that decode, Triton for prompts"),
     Backend("flash", ("gpu",), ("attention",), "PyTorch's FlashAttention for prompts, Triton for the rest"),
-    Backend("kernels", _BOTH, ("mlp",), "the kernels of the weights' form, fused where they can be"),
+    Backend("kernels", _BOTH, ("mlp",), "the kernels for the weights' quantization, fused where they can be"),
     Backend("sdpa", _BOTH, _ATTENTION, "PyTorch's fused attention"),
     Backend(REFERENCE, _BOTH, (*_ATTENTION, "mlp"), "the readable reference in PyTorch"),
 )

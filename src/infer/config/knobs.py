@@ -6,9 +6,9 @@
         │                  └─ default, and with the annotation the type that a value must have
         └─ flag --block-size, YAML key block_size, keyword of `LLM`
 
-`settings.py` declares the knobs; `knob_rows` makes the table from which flags, files and docs are read.
-Flags, files and keywords all pass through `own_names`, so a spelling that one of them takes is taken by all,
-and the log says once what the knob is called here.
+`settings.py` declares the knobs; `knob_rows` makes the table that flags, files and docs are made from.
+Flags, files and keywords all pass through `own_names`, so all of them accept the same spellings, and the log
+says once what the knob is called here.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def knob(
 ) -> Any:
     """Return a dataclass field that is a knob.
 
-    `aliases` are what other engines call it, `opposites` what they call its reverse, `formerly` its names in
-    the release before this one. `same_as` has other spellings of choices, `least` and `most` the bounds of a
-    number; one without `least` is above 0. `takes_code`: a name of the user's own code (own_code.py) is a
-    choice too. `takes_several`: one use of the flag takes several values, and a keyword may be a mapping.
+    `aliases` are other engines' names of the knob, `opposites` their names of its negation, `formerly` its
+    names in the previous release. `same_as` has other spellings of choices, `least` and `most` the bounds of
+    a number; without `least` it must be above 0. `takes_code`: the name of the user's own code (own_code.py)
+    is a choice too. `takes_several`: a use of the flag takes several values, and a keyword may be a mapping.
     """
     metadata: dict[str, Any] = {"help": help, "aliases": aliases, "opposites": opposites}
     metadata |= {"choices": (*choices, *same_as), "same_as": same_as, "least": least, "most": most}
@@ -81,14 +81,14 @@ class KnobRow:
     opposites: tuple[str, ...] = ()
     formerly: tuple[str, ...] = ()
     is_many: bool = False  # a tuple: the flag may be given several times
-    is_size: bool = False  # a text that `parse_bytes` reads; a number stands for its digits
-    is_json: bool = False  # a text that holds a JSON object; a mapping stands for its text
-    takes_code: bool = False  # besides its choices, `module:Name` of the user's own code
+    is_size: bool = False  # a string for `parse_bytes`; a number stands for its digits
+    is_json: bool = False  # a string that holds a JSON object; a mapping stands for its JSON
+    takes_code: bool = False  # True if `module:Name` of the user's own code is allowed as well
     takes_several: bool = False  # a flag is followed by one value or more; a mapping stands for NAME=VALUE
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every name but its own under which the knob is taken."""
+        """The other names under which the knob is accepted."""
         return (*self.aliases, *self.opposites, *self.formerly)
 
 
@@ -118,7 +118,7 @@ def _row(section: str, knob_field: Field[Any], hint: Any) -> KnobRow:
 def parse_knob(row: KnobRow, value: Any) -> Any:
     """Return a value from YAML or a keyword in the knob's type; another type is refused.
 
-    None leaves a knob open: one that may be None, or that has a value for it, `auto`.
+    None leaves a knob open: a knob that may be None, or whose choice `auto` means the same.
     """
     if value is None and (row.is_optional or row.default == "auto"):
         return row.default if row.default == "auto" else None
@@ -157,7 +157,7 @@ def own_names(
 ) -> dict[str, Any]:
     """Return the knobs under their own names; a name that is unknown or given twice is refused.
 
-    `elsewhere` has the knobs that could be set somewhere else: the server's.
+    `elsewhere` has the knobs of the server, for the error message.
     """
     spelled = _by_spelling(table)
     knobs: dict[str, Any] = {}
@@ -176,19 +176,19 @@ def own_names(
         if says_own_name and name != row.name and len(name) > SHORT:
             _say_own_name(name, row.name, is_old=name in row.formerly)
         if name in row.opposites and isinstance(value, bool):
-            # turning off an opposite demands nothing: what can be left open stays open
+            # an opposite that is turned off asks for nothing: a knob that can be open stays open
             value = None if not value and row.is_optional else not value
         knobs[row.name] = value
     return knobs
 
 
 def _by_spelling(table: Mapping[str, KnobRow]) -> dict[str, KnobRow]:
-    """Return every name under which a knob of the table is taken."""
+    """Return the knobs of the table by every name under which they are accepted."""
     return {name: row for row in table.values() for name in (*row.spellings, row.name)}
 
 
 def _unknown(name: str, spelled: Mapping[str, KnobRow], elsewhere: Mapping[str, KnobRow]) -> str:
-    """Return the message about a name that no knob has: where it is one, or which ones are like it."""
+    """Return the message about a name that no knob has: where it is a knob, or which knobs resemble it."""
     if (row := _by_spelling(elsewhere).get(name)) is not None:
         also = "" if name == row.name else f" ({row.name})"
         return f"{name}{also} is a knob of the server; give it to infer serve"
@@ -196,7 +196,7 @@ def _unknown(name: str, spelled: Mapping[str, KnobRow], elsewhere: Mapping[str, 
     if match := nearest(name, spelled):
         return f"{begun}; did you mean {spelled[match].name!r}?"
     alike = dict.fromkeys(spelled[each].name for each in difflib.get_close_matches(name, spelled, n=3))
-    return f"{begun}; like it are {', '.join(alike)}" if alike else f"{begun}; docs/knobs.md has them all"
+    return f"{begun}; similar: {', '.join(alike)}" if alike else f"{begun}; docs/knobs.md lists all knobs"
 
 
 def given_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[str, str]:
@@ -206,7 +206,7 @@ def given_names(given: Mapping[str, Any], table: Mapping[str, KnobRow]) -> dict[
 
 
 def spell_as_given(message: str, names: Mapping[str, str]) -> str:
-    """Return an error message in which each knob has, next to its own name, the name it was given under."""
+    """Return an error message that adds to each knob's own name the name that it was given under."""
     for own, given in names.items():
         pattern = rf"(?<![\w-])(?:--)?{own.replace('_', '[-_]')}(?![\w-])"
         if given.lstrip("-").replace("-", "_") not in message:
@@ -243,7 +243,7 @@ def _say_own_name(given: str, own: str, *, is_old: bool) -> None:
         logger.info("knob has another name here given=%s own=%s", given, own)
 
 
-SHORT = 2  # letters of an abbreviation such as -tp: no name of another engine
+SHORT = 2  # most letters of an abbreviation such as -tp, which is not another engine's name
 LEAST_BARE = 2**20  # bytes that may be written without their unit
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
@@ -254,7 +254,7 @@ _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 def parse_bytes(text: str, name: str = "a size") -> int:
     """Return the bytes of a size such as 512MiB, 4GiB or 1.5GB; `name` is the knob's, for the error.
 
-    A number alone is bytes if it is large: 4 is likelier to mean 4 GiB than 4 bytes, which is written 4B.
+    A large number without a unit is bytes. A small one is refused: 4 is likelier to mean 4 GiB than 4B.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -267,7 +267,7 @@ def parse_bytes(text: str, name: str = "a size") -> int:
 
 
 def host_size(text: str, name: str) -> str | None:
-    """A size of host memory with its unit; a small number alone is GiB, and zero of any unit is None."""
+    """Return a size of host memory with its unit; a small number alone is GiB, zero in any unit is None."""
     size = text.strip()
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([a-zA-Z]*)", size)
     if match is not None and match[2].lower() in _UNITS:
@@ -296,7 +296,7 @@ _NUMBERS = {int: ("an integer", "a positive integer"), float: ("a number", "a nu
 
 
 def check_knobs(section: Any) -> None:
-    """Refuse what the knobs of a section do not take; another spelling of a choice becomes the usual one."""
+    """Refuse values that knobs do not take, and give every choice its usual spelling."""
     section_type: type = type(section)
     for row in knob_rows("", section_type):
         value = getattr(section, row.name)

@@ -1,11 +1,11 @@
-"""Code of a user's own, named in a knob: how policies, proposers and allocators are replaced without a fork.
+"""The user's own code, named in a knob, replaces a policy, proposer or allocator without a fork.
 
     --scheduler-policy my_policy.py:urgency          a name in a file
     --speculative-method my_package.drafts:Drafts    a name in an installed module
 
 A knob that takes code lists its built-in choices and accepts the name of code as well. The code runs in the
-engine with all rights of the server, so it can be named where the server is started and nowhere else: not in
-a request, not in a checkpoint, and not by an admin route.
+engine with all rights of the server, so only whoever starts the server can name it: a request, a checkpoint
+or an admin route cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infer.errors import ConfigError
 
 
 def names_code(value: object) -> bool:
-    """True for `module:Name` and `path/to/file.py:Name`."""
+    """Return True for `module:Name` and `path/to/file.py:Name`."""
     if not isinstance(value, str):
         return False
     module, colon, name = value.rpartition(":")
@@ -45,7 +45,7 @@ def load_code(value: str, knob: str) -> object:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Return the module that a file makes; it is run once in a process."""
+    """Return a file as a module; the file is run once in a process."""
     path = path.resolve()
     key = f"infer_own_code.{path.as_posix()}"
     if key in sys.modules:

@@ -1,13 +1,13 @@
-"""Decisions from settings: what a knob that is None or `auto` means on this machine, for this model.
+"""Resolves settings: what a knob that is None or `auto` means on this machine, for this model.
 
     EngineConfig  (what was asked)  ┐
     Machine       (what there is)   ├──► resolve ──► ResolvedConfig  (what will be done, and why)
     ModelFacts    (what is served)  ┘
 
-`resolve` is a pure function: it asks no device and reads no file, so a plan for another machine and a test
-for a GPU that is not there decide as the engine would. Settings that cannot work on the machine are refused.
-The size of the KV cache is the one decision left: it depends on the memory that is free once the weights are
-loaded (`engine/cache_fit.py`).
+`resolve` is a pure function: it queries no device and reads no file, so a plan for another machine, or a test
+for an absent GPU, gets the engine's decisions. Settings that cannot work on the machine are refused. Only the
+size of the KV cache is decided later: it depends on the memory that is free after the weights are loaded
+(`engine/cache_fit.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from infer.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The device of an engine, as far as settings depend on it."""
+    """The facts about an engine's device that settings depend on."""
 
     device: str = "cpu"  # cpu, cuda or cuda:N
     gpu_memory: int | None = None  # total bytes, free or not
     has_gpu_kernels: bool = False  # kernels that keep the state of the batch on the device
-    has_fp8: bool = True  # whether a GPU converts e4m3 numbers, from compute capability 8.9 on
+    has_fp8: bool = True  # True if a GPU converts e4m3 numbers, from compute capability 8.9 on
     has_c_attention: bool = False  # the C kernel is built, and reads the model's dtype and head size
     profile: DeviceProfile = CPU  # measurements of the device
 
@@ -45,33 +45,33 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that is loaded or about to be, as far as settings depend on it."""
+    """The facts about a model, loaded or not yet, that settings depend on."""
 
     max_seq_len: int  # prompt + output, in tokens
-    num_layer_weights: int  # weights of all layers that one token meets
+    num_layer_weights: int  # active weights per token, in all layers
     num_layers: int = 1
     dtype: str = "float32"  # number format of activations, and of the KV cache unless that is kept in 8 bits
-    weights: str = "as stored"  # their form
+    weights: str = "as stored"  # the form in which weights are kept
     published_as: str = ""  # the quantized format of the checkpoint and its bytes; "": plain numbers
-    kept_as: str = ""  # the form that a device has given the weights, where that is not plain numbers
-    has_kv_scales: bool = False  # it was calibrated for a KV cache in FP8
-    model_impl: str = "infer"  # the code that computes it
-    family: str = ""  # the name of its network
-    has_mixed_heads: bool = False  # its layers have kv heads of several sizes
-    state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: it has none
+    kept_as: str = ""  # the quantized form in which a device keeps the weights; "": plain numbers
+    has_kv_scales: bool = False  # the checkpoint has scales for a KV cache in FP8
+    model_impl: str = "infer"  # the code that computes the model
+    family: str = ""  # the name of the model's architecture
+    has_mixed_heads: bool = False  # the layers have kv heads of several sizes
+    state_tokens: int = 0  # tokens of the smallest block that holds a layer's state; 0: no layer has one
 
     def is_small(self, profile: DeviceProfile) -> bool:
-        """Return True if a decode step on a GPU is so short that everything around it counts."""
+        """Return True if a decode step on a GPU is so short that the overhead around it matters."""
         return self.num_layer_weights <= profile.steps.small_weights
 
     def is_launched_slowly(self, num_tokens: int, profile: DeviceProfile) -> bool:
-        """Return True if the host launches a layer slower than the GPU computes this many tokens."""
+        """Return True if launching a layer takes the host longer than the GPU computes this many tokens."""
         return self.num_layer_weights / self.num_layers * num_tokens <= profile.graphs.launched_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedScheduler:
-    """`SchedulerConfig` with every limit decided."""
+    """`SchedulerConfig` with a value for every limit."""
 
     batching_mode: str
     scheduler_policy: str
@@ -80,8 +80,8 @@ class ResolvedScheduler:
     use_chunked_prefill: bool
     prefill_chunk_size: int
     prefill_tokens_while_decoding: int | None  # None: as many as a step has room for
-    hurries: bool  # whether many waiting prompts are computed at full speed, beyond that
-    busy_step_tokens: int  # tokens of a step, with decoding rows, if hurried ones would be frequent; 0: never
+    hurries: bool  # True if many waiting prompts are computed at full speed, beyond that
+    busy_step_tokens: int  # tokens of a step with decoding rows if hurried steps are frequent; 0: never
     packed_step_tokens: int  # prompt tokens of a step with many short prompts
     max_prefill_chunks_per_step: int | None  # None: no limit
     preemption: str
@@ -99,7 +99,7 @@ class ResolvedScheduler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(ModelFacts):
-    """The settings of an engine with every open one decided, and the reasons; the facts of its model."""
+    """The settings of an engine with a value for each, the reasons, and the facts about its model."""
 
     settings: EngineConfig  # settings as asked, with `kv_cache_dtype` as it is understood
     device: str
@@ -108,14 +108,14 @@ class ResolvedConfig(ModelFacts):
     keeps_cache: bool
     use_prefix_caching: bool
     backends: Chosen  # backends of each operation
-    gathers_kv: bool  # whether attention copies keys and values together before it reads them
-    uses_gpu_device: bool  # whether the state of the batch is kept on the device
+    gathers_kv: bool  # True if attention copies keys and values together before it reads them
+    uses_gpu_device: bool  # True if the state of the batch is kept on the device
     use_cuda_graphs: bool
     steps_ahead: int  # steps launched before one is read
     record_cpu_step: bool
     deterministic: bool
     reasons: Mapping[str, str]  # reasons for decisions that the settings left open, by the name of the knob
-    overruled: Mapping[str, str]  # knobs that another knob turns off: what they are instead, and why
+    overruled: Mapping[str, str]  # knobs that another knob overrides: their actual values, and why
 
     @property
     def has_fixed_kv_scales(self) -> bool:
@@ -124,7 +124,7 @@ class ResolvedConfig(ModelFacts):
 
 
 def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> ResolvedConfig:
-    """Return every decision for this model on this machine; settings that cannot work there are refused."""
+    """Return the resolved settings for this model on this machine; settings that cannot work are refused."""
     asked = config
     if model.state_tokens:
         config = _with_states(config, model)
@@ -242,7 +242,7 @@ def _captures(config: EngineConfig, machine: Machine) -> bool:
 
 
 def check_machine(config: EngineConfig, machine: Machine) -> None:
-    """Refuse what was asked for and would do nothing on this machine, whatever the model."""
+    """Refuse settings that have no effect on this machine, whatever the model."""
     check_backends(config, machine)
     can_have = {
         "use_cuda_graphs": _captures(config, machine),
@@ -314,7 +314,7 @@ def _or(names: list[str] | tuple[str, ...]) -> str:
 
 
 def _check_impl(config: EngineConfig, model: ModelFacts) -> None:
-    """Refuse by name what needs our own layers, where the code of transformers computes the model."""
+    """Refuse settings that need our own layers if the code of transformers computes the model."""
     if model.model_impl == "infer":
         return
     run, knobs = config.run, config.knobs()
@@ -351,7 +351,7 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
             )
     if config.run.mlp_backend == REFERENCE:
         raise ConfigError(
-            f"deterministic has a reference of its own, not mlp_backend={REFERENCE}; leave one of the two out"
+            f"deterministic has its own reference, not mlp_backend={REFERENCE}; leave one of the two out"
         )
     if not machine.is_gpu and not machine.has_c_attention:
         raise ConfigError(
@@ -361,7 +361,7 @@ def _check_deterministic(config: EngineConfig, machine: Machine, model: ModelFac
 
 
 def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
-    """Return the settings with `kv_cache_dtype=fp8` in place of auto, where fp8 can be read."""
+    """Return the settings with `kv_cache_dtype=fp8` in place of auto if fp8 can be read."""
     cache = config.cache
     if cache.kv_cache_dtype != AUTO or not cache.keeps_cache or cache.attention_backend == "flash":
         return config
@@ -369,7 +369,7 @@ def _with_fp8_cache(config: EngineConfig) -> EngineConfig:
 
 
 def _with_states(config: EngineConfig, model: ModelFacts) -> EngineConfig:
-    """Return the settings with blocks that hold a state; refuse what does not work with states."""
+    """Return the settings with blocks that hold a layer's state; refuse what does not work with states."""
     cache, draft = config.cache, config.speculation.draft_model
     refused = {
         f"draft_model={draft}": config.speculation.is_on and draft is not None,
@@ -433,7 +433,7 @@ def _reasons(
 def _overruled(
     config: EngineConfig, scheduler: ResolvedScheduler, model: ModelFacts, backends: Chosen
 ) -> dict[str, str]:
-    """Return what became of knobs that another knob turns off, and why."""
+    """Return the actual values of knobs that another knob overrides, and why."""
     cache, found = config.cache, dict[str, str]()
     if config.run.record_cpu_step and backends[:2] != ("c", "c"):
         found["record_cpu_step"] = "off, because attention is not computed by C kernels"

@@ -19,10 +19,10 @@ MIN_RECORD_BYTES = 1 << 20
 
 
 def check_room_for_models(name: str, size: str) -> None:
-    """Refuse a size that cannot be read, or that no model fits into."""
+    """Refuse a size that cannot be read, or that is too small for any model."""
     if parse_bytes(size, name) < MIN_MODEL_MEMORY:
         least = f"{MIN_MODEL_MEMORY >> 20}MiB"
-        raise ConfigError(f"{name} must be at least {least}, got {size}, which no model's weights fit into")
+        raise ConfigError(f"{name} must be at least {least}, got {size}, which is too small for any model")
 
 
 def is_loopback(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_loopback(name: str) -> bool:
     return bare == "localhost" or bare.endswith(".localhost")
 
 
-_EFFECTS = (  # a knob of the server, and the knobs that have no effect without it (or with it)
+_EFFECTS = (  # a knob of the server, and the knobs that have no effect without it (or with it):
     ("without", "on_demand", {"max_loaded_models", "loaded_memory", "idle_unload", "model_memory"}),
     ("without", "record", {"record_text", "record_bytes", "overwrite"}),
     ("without", "cluster", {"ray_address", "max_replicas"}),
@@ -48,7 +48,7 @@ _EFFECTS = (  # a knob of the server, and the knobs that have no effect without 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The server's address, its clients, and the amount of work that it takes."""
+    """The server's address, its clients, and the limits of its work."""
 
     host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = knob(8000, "TCP port; 0: any free one", least=0, most=65535)
@@ -62,32 +62,32 @@ class ServerConfig:
     on_demand: bool = knob(False, "load models at their first request; each needs a name: --model NAME=MODEL")
     max_loaded_models: int | None = knob(
         None,
-        "with on_demand: models that are loaded at a time; the one used least recently makes room; default: "
-        "1, or any number within loaded_memory",
+        "with on_demand: most models loaded at a time; the least recently used is unloaded for the next; "
+        "default: 1, or any number within loaded_memory",
     )
     loaded_memory: str | None = knob(
         None,
-        "with on_demand: memory that loaded models may take together, such as 60GiB, with their KV caches as "
-        "infer plan counts them; the one used least recently makes room; default: they are only counted",
+        "with on_demand: memory of all loaded models together, such as 60GiB, with their KV caches as infer "
+        "plan counts them; the least recently used is unloaded for the next; default: no limit in bytes",
         is_size=True,
     )
     idle_unload: float = knob(
         0.0,
-        "with on_demand: seconds without requests after which a model is unloaded; 0: to make room only",
+        "with on_demand: seconds without requests after which a model is unloaded; 0: only to make room",
         least=0,
     )
     model_memory: str | None = knob(
         None,
-        "with on_demand: host memory for the weights of models that were unloaded, such as 64GiB, from where "
-        "they are back in seconds; the model that was unloaded first makes room; a number alone is GiB; "
+        "with on_demand: host memory that keeps the weights of unloaded models, such as 64GiB, so that they "
+        "load again in seconds; the model unloaded first is dropped for the next; a number alone is GiB; "
         "default, or 0: none is kept",
         is_size=True,
     )
     api_key: tuple[str, ...] = knob((), "clients must send one of these as a bearer token; may be repeated")
     cache_isolation: str = knob(
         "none",
-        "who shares cached prefixes: none: everyone, but for their cache_salt; key: requests with the same "
-        "API key, so that no client learns from the time of an answer what others have asked",
+        "requests that share cached prefixes: none: all with the same cache_salt; key: only requests with "
+        "the same API key as well, so that no client learns from response times what others have asked",
         choices=("none", "key"),
     )
     admin_key: str | None = knob(None, "key of the admin routes; without one they are off")
@@ -95,7 +95,7 @@ class ServerConfig:
         (), "web page origin that browsers may call from; may be repeated", aliases=("allowed_origins",)
     )
     allowed_host: tuple[str, ...] = knob(
-        (), "host name to answer for, besides this machine's, on loopback without keys; may be repeated"
+        (), "further host name to answer for, on loopback without keys; may be repeated"
     )
     tls_cert: str | None = knob(None, "PEM certificate: serve HTTPS", aliases=("ssl_certfile",))
     tls_key: str | None = knob(None, "PEM key of tls_cert", aliases=("ssl_keyfile",))
@@ -116,16 +116,16 @@ class ServerConfig:
     )
     replicas: int = knob(
         1,
-        "engines that serve the model side by side, on a GPU each, or with a share of the processor's cores",
+        "engines that serve the model in parallel, each on its own GPU or share of the processor's cores",
         aliases=("data_parallel_size", "num_replicas"),
     )
     cluster: str = knob(
         "none",
         "where replicas run: none: on this machine, in one server; ray: on the nodes of a Ray cluster, each "
-        "a server of its own, and this one forwards to them",
+        "with its own server, to which this one forwards requests",
         choices=("none", "ray"),
     )
-    ray_address: str | None = knob(None, "address of the Ray cluster; default: the one that Ray finds")
+    ray_address: str | None = knob(None, "address of the Ray cluster; default: found by Ray")
     max_replicas: int | None = knob(
         None, "in a cluster: add replicas up to this many while requests wait; default: as many as replicas"
     )
@@ -133,17 +133,17 @@ class ServerConfig:
     scale_down_after: float = knob(300.0, "seconds without a queue until an added replica is ended")
     share_device: bool = knob(
         False,
-        "let replicas share GPUs where there are too few for all of them, and divide device_memory; "
-        "otherwise they are refused",
+        "let replicas share GPUs and divide device_memory if there are fewer GPUs than they need; "
+        "otherwise that is refused",
     )
     in_process: bool = knob(False, "run the engine in the server's own process, for debugging")
-    restart_engine: bool = knob(True, "start an engine that died again")
+    restart_engine: bool = knob(True, "restart an engine that died")
     stuck_timeout: float = knob(
         120.0, "seconds without progress until an engine counts as stuck; 0: never", least=0
     )
     metrics_prefix: str = knob(
         "infer",
-        "prefix of a second name for every metric, next to infer_; vllm: as in dashboards made for vLLM",
+        "prefix of a second name for every metric, next to infer_; vllm: the names in vLLM's dashboards",
     )
     otlp_traces_endpoint: str | None = knob(
         None,
@@ -152,8 +152,8 @@ class ServerConfig:
     access_log: bool = knob(True, "log one line per request")
     unknown_fields: str = knob(
         "ignore",
-        "what becomes of a body's field that resembles no known one, on other routes than /v1/completions: "
-        "ignore: it is named in the header x-infer-ignored and once in the log; refuse: an error",
+        "unknown fields of a body that resemble no known field, except on /v1/completions: ignore: they are "
+        "named in the header x-infer-ignored and once in the log; refuse: an error",
         choices=("ignore", "refuse"),
     )
     response_store: int = knob(
@@ -163,8 +163,8 @@ class ServerConfig:
     )
     explain_requests: int = knob(
         256,
-        "requests that have ended and can still be explained at /explain/ID, for each engine and each "
-        "process that answers HTTP; 0: none, nor running ones",
+        "ended requests that /explain/ID can still explain, for each engine and each process that answers "
+        "HTTP; 0: nothing can be explained, running requests neither",
         least=0,
     )
     record: str | None = knob(
@@ -173,12 +173,12 @@ class ServerConfig:
         "FILE-2 and so on for further engines",
     )
     record_text: bool = knob(
-        False, "with record: record the whole run, for 'infer replay'; holds the prompts and outputs"
+        False, "with record: record the whole run, for 'infer replay'; the file holds prompts and outputs"
     )
     record_bytes: str = knob("1GiB", "with record: disk space for the files of one engine", is_size=True)
     overwrite: bool = knob(False, "let record replace existing files")
     ui: bool = knob(True, "serve the playground, a web page, at / and /ui")
-    docs: bool = knob(False, "serve a page at /docs that lists the API and tries it")
+    docs: bool = knob(False, "serve a page at /docs that lists the API and can call it")
     headless: bool = knob(False, "serve no HTTP, only ranks for node 0; implied by a node_rank above 0")
 
     def _check_model_memory(self, size: str) -> None:
@@ -190,28 +190,28 @@ class ServerConfig:
             raise ConfigError("model_memory works with one API process so far; leave out api_processes")
 
     def _check_cluster(self) -> None:
-        """Refuse settings that a cluster has no place for."""
+        """Refuse settings that do not work with a cluster."""
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ConfigError(
                 f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas to start with"
             )
         alone = {
-            "admin_key": (self.admin_key is not None, "admin routes are about one server"),
+            "admin_key": (self.admin_key is not None, "admin routes act on one server"),
             "in_process": (self.in_process, "replicas are processes on other machines"),
             "record": (self.record is not None, "replicas write to disks of other machines"),
             "share_device": (self.share_device, "Ray gives each replica a GPU of its own"),
             "api_processes": (self.api_processes is not None, "the front is one process"),
-            "response_store": (self.response_store not in (0, 1000), "replicas share no memory of responses"),
+            "response_store": (self.response_store not in (0, 1000), "replicas share no stored responses"),
         }
         for name, (is_given, why) in alone.items():
             if is_given:
                 raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
 
     def _check_effects(self) -> None:
-        """Refuse knobs that the others leave without effect."""
+        """Refuse knobs that have no effect next to the others."""
         rows = knob_rows("server", ServerConfig)
         given = {row.name for row in rows if getattr(self, row.name) != row.default}
-        given -= {"api_processes"} if self.api_processes == 1 else set()  # the number that in_process has
+        given -= {"api_processes"} if self.api_processes == 1 else set()  # in_process has one as well
         for how, other, names in _EFFECTS:
             for name in sorted(given & names) if (other in given) == (how == "with") else ():
                 change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
@@ -248,13 +248,13 @@ class ServerConfig:
             )
         if not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", self.metrics_prefix):
             raise ConfigError(
-                "metrics_prefix must be letters, digits, underscores and colons that begin with no digit, "
+                "metrics_prefix must be letters, digits, underscores and colons, and not begin with a digit, "
                 f"such as infer or vllm, got {self.metrics_prefix!r}"
             )
 
 
 def name_fault(name: str) -> str | None:
-    """Return the fault of a model's name, if any: it must not write log lines or move a terminal's cursor."""
+    """Return the fault of a model's name: control characters, which could forge log lines; else None."""
     return None if name.isprintable() else f"must not have control characters, got {name[:100]!r}"
 
 
@@ -262,7 +262,7 @@ ModelShares: TypeAlias = dict[str, float]  # shares by the name of a model; an o
 
 
 def parse_alias(text: str) -> tuple[str, ModelShares]:
-    """The alias of a `model_alias` and what it stands for; the name of the first model may be left empty."""
+    """Return the alias of a `model_alias` and its models; an empty name is the first model."""
     alias, equals, rest = text.partition("=")
     fault = name_fault(text)
     if fault is None and (not alias or (equals and not rest)):
@@ -279,14 +279,14 @@ def parse_alias(text: str) -> tuple[str, ModelShares]:
         except ValueError:
             weight = math.nan
         if not name or name in weights or (fault := weight_fault(weight)):
-            fault = fault or f"has {part!r}, but needs NAME:WEIGHT for each of different models"
+            fault = fault or f"has {part!r}, but needs NAME:WEIGHT, each with another NAME"
             raise ConfigError(f"model_alias {text!r} {fault}")
         weights[name] = weight
     return alias, weights
 
 
 def weight_fault(weight: float) -> str | None:
-    """Return what is wrong with the weight of a model in an alias, or None."""
+    """Return the fault of the weight of a model in an alias, or None."""
     if math.isfinite(weight) and weight > 0:
         return None
     return f"needs weights that are numbers above 0, got {weight:g}; leave out a model that gets no requests"

@@ -9,9 +9,9 @@ no environment variables that change behaviour.
     ├── cache     CacheConfig     the cache of keys and values
     ├── scheduler SchedulerConfig the choice of sequences that run in a step
     ├── run       RunConfig       the execution of steps
-    ├── speculation SpeculationConfig the proposer of tokens that a step judges together (speculation.py)
+    ├── speculation SpeculationConfig the proposer of drafts that a step verifies together (speculation.py)
     └── adapters  AdapterConfig   LoRA adapters that are loaded, and room for others (adapters.py)
-    ServerConfig                  the server's address, its clients, and the amount of work (server.py)
+    ServerConfig                  the server's address, its clients, and the limits of its work (server.py)
 
 Knob names are unique across the sections, so they are written flat: `LLM("dir", dtype="float32")`,
 `--dtype float32`, or `dtype: float32` in a file given to `--config`.
@@ -63,42 +63,42 @@ class LoadConfig:
     tokenizer: str | None = knob(None, "directory or tokenizer.json to use instead of the model's own")
     chat_template: str | None = knob(
         None,
-        "Jinja file that overrides the family's chat template; 'checkpoint': the template shipped with the "
-        "model; 'family': the family's, also for a model shipped without one; or a name from "
+        "Jinja file to use as the chat template; 'checkpoint': the template shipped with the model; "
+        "'family': the family's template, also for a model shipped without one; or a name from "
         "docs/features/chat-templates.md",
     )
     tool_call_parser: str = knob(
         "auto",
-        "notation of the model's tool calls, see docs/features/tools.md; auto: as in its chat template",
+        "notation of the model's tool calls (docs/features/tools.md); auto: as in its chat template",
     )
     reasoning_parser: str = knob(
         "auto",
-        "tags of the model's reasoning, see docs/features/reasoning.md; auto: as in its chat template; none: "
+        "tags of the model's reasoning (docs/features/reasoning.md); auto: as in its chat template; none: "
         "reasoning is part of the answer",
     )
     dtype: str = knob(
         "auto",
-        "number format of weights and activations; auto: the checkpoint's, unless this device is slow at it",
+        "number format of weights and activations; auto: the checkpoint's, unless the device is slow with it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = knob(
         "auto",
-        "how weights are kept: none (unpacked, in the dtype), int8, int4, on a GPU also fp8, on a CPU also "
-        "int4+int8, fp32, bf16; the name of a quantized format (gptq, awq, compressed-tensors, fp8, "
-        "bitsandbytes, squeezellm, gguf) checks that the file has it, and means auto; auto: on a GPU as in "
+        "form in which weights are kept: none (unpacked, in the dtype), int8, int4, on a GPU also fp8, on a "
+        "CPU also int4+int8, fp32, bf16; the name of a quantized format (gptq, awq, compressed-tensors, fp8, "
+        "bitsandbytes, squeezellm, gguf) means auto, and that the file must have it; auto: on a GPU as in "
         "the file, on a CPU int4 where it has 4 bits and int8 elsewhere, but fp32 for files in float32",
         formerly=("cpu_weights",),
     )
     model_impl: str = knob(
         "auto",
-        "code that computes the model: infer, transformers; auto: infer, and transformers for a family "
-        "without a file here, if the package is installed",
+        "code that computes the model: infer or transformers; auto: infer, and transformers for a family "
+        "that infer does not implement, if the package is installed",
         choices=("auto", "infer", "transformers"),
     )
     device: str = knob("auto", "device that the model runs on: auto, cpu, cuda or cuda:N")
     max_seq_len: int | None = knob(
         None,
-        "longest prompt + output in tokens; default: the model's context",
+        "most tokens of a prompt and its output together; default: the model's context",
         aliases=("max_model_len", "ctx_size"),
     )
     num_threads: int | None = knob(
@@ -106,8 +106,8 @@ class LoadConfig:
     )
     tensor_parallel_size: int = knob(
         1,
-        "processes that share the weights and the KV cache of the model, each computing its part of every "
-        "step: a GPU for each, or parts of a CPU (docs/features/tensor-parallelism.md)",
+        "processes that share the weights and the KV cache, each computing its part of every step, with a "
+        "GPU for each or with parts of a CPU (docs/features/tensor-parallelism.md)",
         most=MAX_RANKS,
         aliases=("tp", "tp_size"),
     )
@@ -120,14 +120,14 @@ class LoadConfig:
     )
     nnodes: int = knob(
         1,
-        "machines that the ranks of tensor_parallel_size and pipeline_parallel_size are on, equally many on "
-        "each, with GPUs of one kind or on CPUs (docs/features/nodes.md)",
+        "machines that the ranks of tensor_parallel_size and pipeline_parallel_size run on, the same number "
+        "on each, with GPUs of one kind or on CPUs (docs/features/nodes.md)",
     )
     node_rank: int = knob(
-        0, "with nnodes: the number of this machine; 0 has the server, and the others only compute", least=0
+        0, "with nnodes: the number of this machine; 0 runs the server, the others only compute", least=0
     )
     master_addr: str = knob("127.0.0.1", "with nnodes: the address at which node 0 waits for the others")
-    master_port: int = knob(29501, "with nnodes: the TCP port there", most=65535)
+    master_port: int = knob(29501, "with nnodes: the TCP port at master_addr", most=65535)
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -159,7 +159,7 @@ class LoadConfig:
 
     @property
     def num_local_ranks(self) -> int:
-        """The number of those processes on one machine."""
+        """The number of processes on one machine."""
         return self.num_ranks // self.nnodes
 
     @property
@@ -181,9 +181,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         "auto",
-        "number format of keys and values, see docs/features/kv-cache-dtype.md; none: the dtype; int8 or "
-        "fp8: 8 bits with one scale for each token and head; fp8 uses the checkpoint's own scales if it has "
-        "any, fp8_per_token_head never; auto: fp8 if the checkpoint has scales, else the dtype",
+        "number format of keys and values (docs/features/kv-cache-dtype.md); none: the dtype; int8 or fp8: "
+        "8 bits with a scale for each token and head; fp8 uses the checkpoint's own scales if it has any, "
+        "fp8_per_token_head never; auto: fp8 if the checkpoint has scales, else the dtype",
         choices=("auto", "none", "fp8", "int8", "fp8_per_token_head"),
         same_as={"fp8_e4m3": "fp8", "int8_per_token_head": "int8"},
     )
@@ -195,32 +195,32 @@ class CacheConfig:
     )
     kv_cache_memory: str | None = knob(
         None,
-        "memory for the KV cache, such as 512MiB or 4GiB; default: chosen from what is free",
+        "memory for the KV cache, such as 512MiB or 4GiB; default: a part of the free memory",
         is_size=True,
     )
     kv_cache_share: float | None = knob(
         None,
-        "share of the memory that is left beside weights and steps that the KV cache may take, where neither "
-        f"num_blocks nor kv_cache_memory says how much; default: {CPU_SHARE}, on a GPU all of it",
+        "share of the memory left after weights and steps that the KV cache takes, if neither num_blocks nor "
+        f"kv_cache_memory is given; default: {CPU_SHARE}, on a GPU all of it",
         most=1,
     )
     device_memory: str | None = knob(
         None,
-        "memory of the device that the engine may take for weights, CUDA graphs, workspaces and KV cache "
-        "together: a size such as 12GiB, or a share of all there is such as 0.9; default: the weights and "
-        f"what is free beside them, on a GPU {GPU_SHARE} of it",
+        "device memory for weights, CUDA graphs, workspaces and KV cache together: a size such as 12GiB, or "
+        "a share of the device's memory such as 0.9; default: the weights and the free memory, on a GPU "
+        f"{GPU_SHARE} of the free memory",
         aliases=("gpu_memory_utilization", "mem_fraction_static"),
         is_size=True,
     )
     swap_blocks: int = knob(
         0,
-        "blocks in host memory for preempted sequences and for cached prefixes that make room; 0: none",
+        "blocks in host memory, for preempted sequences and evicted prefixes; 0: none",
         least=0,
         formerly=("num_host_blocks",),
     )
     swap_space: str | None = knob(
         None,
-        "the same as a size, such as 16GiB, of each rank; a number alone is GiB; 0: none",
+        "swap_blocks as a size for each rank, such as 16GiB; a number alone is GiB; 0: none",
         aliases=("kv_offloading_size", "hicache_size"),
         is_size=True,
     )
@@ -232,14 +232,14 @@ class CacheConfig:
     )
     block_allocator: str = knob(
         "lru",
-        "allocator of blocks, which decides what cached block is evicted first; lru: the least recently used",
+        "block allocator, which decides which cached block is evicted first; lru: the least recently used",
         choices=("lru",),
         takes_code=True,
     )
     attention_backend: str = knob(
         "auto",
-        "implementation of attention; auto: the fastest on the device; torch_ref or naive: the readable "
-        "reference; see docs/features/backends.md",
+        "implementation of attention (docs/features/backends.md); auto: the fastest on the device; torch_ref "
+        "or naive: the readable reference",
         choices=choices("attention"),
         same_as=OTHER_SPELLINGS,
     )
@@ -280,12 +280,12 @@ class CacheConfig:
 
     @property
     def keeps_cache(self) -> bool:
-        """True if keys and values survive a step."""
+        """True if keys and values are kept after a step."""
         return self.kv_cache_backend != "naive"
 
     @property
     def caches_prefixes(self) -> bool:
-        """True if prompts that start alike share blocks: only the paged cache can."""
+        """True if prompts that start alike share blocks, which only the paged cache can do."""
         return self.use_prefix_caching and self.kv_cache_backend == "paged"
 
 
@@ -295,12 +295,12 @@ class SchedulerConfig:
 
     batching_mode: str = knob(
         "continuous",
-        "continuous: sequences join and leave at every step; static: a batch runs until its last is done",
+        "continuous: sequences join and leave at every step; static: a batch runs until its last one ends",
         choices=("continuous", "static"),
     )
     scheduler_policy: str = knob(
         "fcfs",
-        "order in which sequences are served; see docs/features/scheduling.md",
+        "order in which sequences are served (docs/features/scheduling.md)",
         choices=("fcfs", "prefill_first", "decode_round_robin", "priority", "deadline"),
         aliases=("scheduling_policy", "schedule_policy"),
         takes_code=True,
@@ -314,7 +314,7 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int | None = knob(
         None,
-        f"tokens one step may compute, all sequences together; default: {_CPU_STEPS.batched_tokens}, on a "
+        f"most tokens of a step, of all sequences; default: {_CPU_STEPS.batched_tokens}, on a "
         f"GPU {_GPU_STEPS.usual.batched_tokens} (with {_GPU_STEPS.large_bytes >> 30} GiB "
         f"{_GPU_STEPS.large.batched_tokens}, for a large model with up to {_GPU_STEPS.tight_bytes >> 30} GiB "
         f"{_GPU_STEPS.tight.batched_tokens}), or more if max_batch_size or prompts that are not chunked "
@@ -322,50 +322,48 @@ class SchedulerConfig:
     )
     use_chunked_prefill: bool = knob(
         True,
-        "split long prompts into chunks, so that others go on decoding",
+        "split long prompts into chunks, so that other sequences go on decoding",
         aliases=("chunked_prefill", "enable_chunked_prefill"),
     )
     prefill_chunk_size: int | None = knob(
         None,
-        f"tokens of one prompt a step may compute; default: {_CPU_STEPS.chunk_size}, on a GPU no limit",
+        f"most tokens of one prompt in a step; default: {_CPU_STEPS.chunk_size}, on a GPU no limit",
         aliases=("chunked_prefill_size", "long_prefill_token_threshold"),
     )
     prefill_tokens_while_decoding: int | None = knob(
         None,
-        "tokens of prompts that a step may compute while others decode, unless more than "
-        f"{GENERIC.scheduling.backlog_tokens} wait after the prompt whose turn it is (continuous batching, "
-        f"policies that put decoding first); default: {_GPU_STEPS.usual.mixed_tokens}, on a GPU "
-        f"{_GPU_STEPS.small_mixed_tokens} where a token meets at most "
-        f"{_GPU_STEPS.small_weights / 1e9:g} billion weights: such a step takes it few milliseconds",
+        "most prompt tokens of a step in which other sequences decode, unless more than "
+        f"{GENERIC.scheduling.backlog_tokens} wait after the first prompt (continuous batching, policies "
+        f"that put decoding first); default: {_GPU_STEPS.usual.mixed_tokens}, on a GPU "
+        f"{_GPU_STEPS.small_mixed_tokens} for models with at most "
+        f"{_GPU_STEPS.small_weights / 1e9:g} billion active weights, whose steps are short",
         formerly=("mixed_prefill_tokens",),
     )
     itl_target_ms: float | None = knob(
         None,
-        "target for the milliseconds between two tokens of a sequence: no step takes more prompt tokens than "
-        "were measured to fit when the engine started, or than prefill_tokens_while_decoding says; default: "
-        "none, waiting prompts are computed at full speed",
+        "target for the milliseconds between two tokens of a sequence: a step takes no more prompt tokens "
+        "than were measured to fit when the engine started, nor more than prefill_tokens_while_decoding; "
+        "default: none, waiting prompts are computed at full speed",
     )
     max_prefill_chunks_per_step: int | None = knob(
-        None, "chunks of prompts that one step may compute, besides the limits in tokens; default: no limit"
+        None, "most chunks of prompts in a step, in addition to the limits in tokens; default: no limit"
     )
     preemption: str = knob(
         "auto",
-        "when the cache is full: recompute forgets a sequence's blocks, swap copies them to host memory, "
-        "auto takes the cheaper",
+        "when the cache is full: recompute drops a sequence's blocks, swap copies them to host memory, auto "
+        "takes the cheaper way",
         choices=("auto", "recompute", "swap"),
     )
-    max_wait_steps: int = knob(
-        1000, "steps after which a waiting sequence goes first whatever the policy says"
-    )
+    max_wait_steps: int = knob(1000, "steps after which a waiting sequence goes first, whatever the policy")
     max_decode_gap: int = knob(
         8,
-        "steps in a row that may leave a decoding sequence out, for prompts (prefill_first) or for want of "
-        "tokens in a step; where a step has too few, sequences take turns and this may be exceeded",
+        "most steps in a row that leave a decoding sequence out, for prompts (prefill_first) or because a "
+        "step has too few tokens; sequences then take turns, and this may be exceeded",
     )
     max_queue: int | None = knob(
         None,
-        "sequences that may wait for an engine, besides the ones that its free places will take; more are "
-        f"refused; default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
+        "most sequences that wait for an engine, without the ones that its free places will take; more "
+        f"are refused; default: {SERVER_MAX_QUEUE} in a server, no limit in the library",
         aliases=("max_queued_requests",),
         formerly=("max_waiting",),
     )
@@ -381,7 +379,7 @@ class RunConfig:
 
     use_cuda_graphs: bool | None = knob(
         None,
-        "replay decode steps as CUDA graphs instead of launching kernel after kernel; default: on a GPU",
+        "replay decode steps as CUDA graphs instead of launching each kernel; default: on a GPU",
         aliases=("cuda_graphs",),
         opposites=("enforce_eager", "disable_cuda_graph"),
     )
@@ -400,18 +398,18 @@ class RunConfig:
     )
     mlp_backend: str = knob(
         "auto",
-        "what computes the feed-forward half of a block: kernels (auto), or the readable reference",
+        "implementation of the feed-forward half of a layer: kernels (auto), or the readable reference",
         choices=choices("mlp"),
         same_as=OTHER_SPELLINGS,
     )
     cpu_products: str = knob(
         "exact",
-        "how products of int8 and int4 weights on a CPU round activations: exact: to 15 bits; fast: to 8, "
-        f"as llama.cpp does, {FAST_PRODUCTS_GAIN}, {FAST_PRODUCTS_COST} (docs/features/cpu.md)",
+        "rounding of activations for int8 and int4 weights on a CPU: exact: to 15 bits; fast: to 8 bits as "
+        f"in llama.cpp, {FAST_PRODUCTS_GAIN}, {FAST_PRODUCTS_COST} (docs/features/cpu.md)",
         choices=("exact", "fast"),
     )
     deterministic: bool = knob(
-        False, "logits that do not depend on the batch, chunking or caching, to the last bit; slower"
+        False, "make logits independent of batch, chunking and caching, to the last bit; slower"
     )
 
     def __post_init__(self) -> None:
@@ -432,7 +430,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
             raise ConfigError(
-                "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode phase; "
+                "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode steps; "
                 "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
             )
         if self.speculation.is_on and not self.cache.keeps_cache:
@@ -447,7 +445,7 @@ class EngineConfig:
             asked = {
                 "tensor_parallel_size": self.load.tensor_parallel_size > 1,
                 "pipeline_parallel_size": self.load.pipeline_parallel_size > 1,
-                "deterministic": self.run.deterministic,  # a kept side line was summed in another order
+                "deterministic": self.run.deterministic,  # an accepted branch was summed in another order
             }
             for name in (name for name, is_asked in asked.items() if is_asked):
                 raise ConfigError(
@@ -462,7 +460,7 @@ class EngineConfig:
 
     @classmethod
     def from_knobs(cls, **knobs: Any) -> EngineConfig:
-        """Return flat knobs in their sections; an unknown name is an error that names the closest one."""
+        """Return the config of flat knobs; an unknown name is an error that names the closest knob."""
         table = knob_table()
         named = own_names(knobs, table, elsewhere=knob_table(with_server=True))
         sections: dict[str, Any] = {}
@@ -479,7 +477,7 @@ class EngineConfig:
         return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
 
     def own_code(self) -> list[str]:
-        """The knobs that name code of the user's own (own_code.py)."""
+        """The knobs that name the user's own code (own_code.py)."""
         table, knobs = knob_table(), self.knobs()
         return [name for name, row in table.items() if row.takes_code and names_code(knobs[name])]
 

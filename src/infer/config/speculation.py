@@ -1,16 +1,16 @@
-"""The knobs of speculative decoding: what proposes drafts, how many, and from which files.
+"""The knobs of speculative decoding: the method that proposes drafts, their number, and its files.
 
     --speculative-decoding                       on, with the method that the other knobs imply
     --speculative-method ngram | suffix          text that repeats itself, or recent answers
     --draft-model DIR                            a small model with the same vocabulary, or an EAGLE-3 head
-    --speculative-method tree --draft-model DIR  several guesses of that model next to each other
+    --speculative-method tree --draft-model DIR  several drafts of that model for each position
     --speculative-config '{"method": ...}'       vLLM's JSON for the same
 
-A knob of one method alone (prompt_lookup_max, prompt_lookup_min, suffix_max_answers) asks for that method. A
-knob that says how guesses are tried and not what makes them (adaptive_speculation, synthetic_acceptance) is
-refused where nothing else asks for guesses.
+A knob of a single method (prompt_lookup_max, prompt_lookup_min, suffix_max_answers) selects that method. A
+knob that changes how drafts are verified, not what makes them (adaptive_speculation, synthetic_acceptance),
+is refused if nothing else turns speculative decoding on.
 
-Whatever is chosen, the text stays what it would have been; docs/features/speculative-decoding.md says why.
+No method changes the text; docs/features/speculative-decoding.md says why.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
 
 MAX_DRAFTS: Final = 16  # drafts of one sequence in a step; tables with a window have room for them
-WINDOW_TOKENS: Final = 128  # tokens of a step that verifies drafts: more than pays anywhere
+WINDOW_TOKENS: Final = 128  # tokens of a step that verifies drafts; more never pay
 LOOKUPS: Final = ("ngram", "suffix")  # methods that look drafts up in texts
-DRAFTED: Final = ("draft_model", "eagle3", "tree")  # methods that compute them, from files of their own
+DRAFTED: Final = ("draft_model", "eagle3", "tree")  # methods that compute drafts, from files of their own
 ASKS_FOR: Final = {"prompt_lookup_max": "ngram", "prompt_lookup_min": "ngram", "suffix_max_answers": "suffix"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """The proposer of tokens that a step then judges together."""
+    """The proposer of drafts, which a step then verifies together."""
 
     speculative_decoding: bool | None = knob(
         None,
-        "draft the next tokens cheaply and judge the drafts in one step; the text stays the same; default: "
-        "off, unless a method, a setting of one, a number of tokens or a draft model is named",
+        "draft the next tokens cheaply and verify the drafts in one step; the text stays the same; default: "
+        "off, unless a method, a setting of a method, a number of drafts or a draft model is given",
     )
     speculative_method: str = knob(
         "auto",
-        "what guesses: ngram: the text of the request itself; suffix: that and recent answers; draft_model: "
-        "a small model; eagle3: a head trained for the model; tree: a small model, several guesses of each "
-        "token; auto: what draft_model names, suffix where "
-        "suffix_max_answers is given, else ngram",
+        "source of drafts: ngram: the request's own text; suffix: that text and recent answers; draft_model: "
+        "a small model; eagle3: a head trained for the model; tree: a small model, with several drafts for "
+        "each position; auto: by the files of draft_model, else suffix if suffix_max_answers is given, else "
+        "ngram",
         choices=("auto", *LOOKUPS, *DRAFTED),
         same_as=METHODS,
         aliases=("speculative_algorithm",),
@@ -52,42 +52,42 @@ class SpeculationConfig:
     )
     num_speculative_tokens: int | None = knob(
         None,
-        f"tokens guessed for one sequence in a step, at most ({MAX_DRAFTS} or fewer); 0: none, whatever else "
-        "asks for them; default: 8 looked up or in a tree, 5 computed one after the other",
+        f"most drafts of a sequence in a step, up to {MAX_DRAFTS}; 0: none, whatever else is set; default: 8 "
+        "if looked up or in a tree, 5 if computed one after the other",
         least=0,
         most=MAX_DRAFTS,
         aliases=("spec_length", "draft_max", "draft", "draft_n", "speculative_num_steps"),
     )
     draft_model: str | None = knob(
         None,
-        "directory, GGUF file or hub id of a small model with the same vocabulary, or directory or hub id of "
-        "an EAGLE-3 head",
+        "small model with the same vocabulary (directory, GGUF file or hub id), or EAGLE-3 head (directory "
+        "or hub id)",
         aliases=("speculative_model", "model_draft", "speculative_draft_model_path"),
     )
     prompt_lookup_max: int = knob(
         16,
-        "for ngram: tokens at the end of a text that are looked for earlier in it, at most",
+        "for ngram: most tokens at the end of a text that are looked up earlier in it",
         aliases=("ngram_prompt_lookup_max", "speculative_ngram_max_match_window_size"),
     )
     prompt_lookup_min: int = knob(
         2,
-        "for ngram: the fewest equal tokens after which a draft is made",
+        "for ngram: fewest matching tokens after which drafts are made",
         aliases=("ngram_prompt_lookup_min", "speculative_ngram_min_match_window_size"),
     )
     suffix_max_answers: int = knob(
         4096,
-        "for suffix: recent answers that guesses come from; 0: the text of the request alone",
+        "for suffix: number of recent answers that drafts come from; 0: only the request's own text",
         least=0,
         aliases=("suffix_decoding_max_cached_requests",),
     )
     adaptive_speculation: bool = knob(
         True,
-        "choose in each step how many guesses are worth their time, none included; off: always as many as "
+        "choose in each step how many drafts are worth their time, possibly none; off: always as many as "
         "num_speculative_tokens",
     )
     synthetic_acceptance: float | None = knob(
         None,
-        "for benchmarks alone: keep each guess with this probability, whatever the model says; the text is "
+        "only for benchmarks: accept each draft with this probability, whatever the model says; the text is "
         "wrong then",
         least=0,
         most=1,
@@ -112,7 +112,7 @@ class SpeculationConfig:
             )
         if self.speculative_method in DRAFTED and self.draft_model is None:
             raise ConfigError(
-                f"speculative_method={self.speculative_method} needs the files of what drafts; name them "
+                f"speculative_method={self.speculative_method} needs the files of a drafter; name them "
                 "with draft_model"
             )
         looks_up = self.speculative_method in LOOKUPS or names_code(self.speculative_method)
@@ -125,12 +125,12 @@ class SpeculationConfig:
         if is_open and len(set(self._asked)) > 1:
             raise ConfigError(
                 "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min are "
-                "for ngram; say which with speculative_method, or leave one of them out"
+                "for ngram; choose one with speculative_method, or leave the knobs of the other out"
             )
         for name in ("adaptive_speculation", "synthetic_acceptance"):
             if self.speculative_decoding is None and not self.is_on and self._is_given(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is for guesses, and speculative decoding is off; "
+                    f"{name}={getattr(self, name)} is for drafts, and speculative decoding is off; "
                     f"turn it on with speculative_decoding, or leave {name} out"
                 )
 
@@ -141,11 +141,11 @@ class SpeculationConfig:
 
     @property
     def _asked(self) -> list[str]:
-        """The methods that knobs of one method alone ask for."""
+        """The methods whose own knobs are given."""
         return [method for name, method in ASKS_FOR.items() if self._is_given(name)]
 
     def _take_json(self, text: str) -> None:
-        """Set the knobs that vLLM's JSON stands for; it asks for speculation even if it names none."""
+        """Set the knobs that vLLM's JSON stands for; even without a method it turns speculation on."""
         rows = {row.name: row for row in knob_rows("speculation", SpeculationConfig)}
         for name, value in read_speculative_config(text).items():
             asked, given = parse_knob(rows[name], value), getattr(self, name)
@@ -169,7 +169,7 @@ class SpeculationConfig:
 
     @property
     def method(self) -> str:
-        """The method that proposes drafts, if they are on; loading a `draft_model` shows if it is a head."""
+        """The method that proposes drafts, if any; only loading a `draft_model` shows if it is a head."""
         if self.speculative_method != "auto":
             return self.speculative_method
         if self.draft_model is not None:

@@ -4,7 +4,8 @@
          │                     └──────────────┬────────────────┘
          └─ speculative_method                └─ knobs of the same names
 
-A key stands for a knob, or asks for nothing at the value it has in vLLM by default, or is refused by name.
+A key stands for a knob, or is accepted with vLLM's default value, which asks for nothing, or is refused by
+name.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ KNOBS: Final[Mapping[str, str]] = {  # key: knob
     "suffix_decoding_max_cached_requests": "suffix_max_answers",
 }
 
-_ADAPTIVE = "drafts are as long as pays, none at large batches; leave it out, or use adaptive_speculation"
-_DRAFTED = "a draft model is loaded as the model is; leave it out"
+_ADAPTIVE = "the number of drafts adapts to the load; leave it out, or use adaptive_speculation"
+_DRAFTED = "a draft model is loaded with the model's settings; leave it out"
 _EXACT = "drafts are kept where the model draws the same token; leave it out"
 _SYNTHETIC = "use synthetic_acceptance, the probability that a draft is kept"
 _SUFFIX = "the bounds of suffix drafts are fixed; leave it out"
@@ -44,13 +45,13 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {  # key: values tha
     "draft_sample_method": (("greedy", "gumbel", "probabilistic"), _EXACT),
     "synthetic_acceptance_rate": ((), _SYNTHETIC),
     "synthetic_acceptance_rates": ((), _SYNTHETIC),
-    "speculative_token_tree": ((), "the method tree makes its own; leave it out"),
+    "speculative_token_tree": ((), "the method tree makes its own tree; leave it out"),
     "suffix_decoding_max_tree_depth": ((24,), _SUFFIX),
     "suffix_decoding_max_spec_factor": ((1, 1.5), _SUFFIX),
     "suffix_decoding_min_token_prob": ((0.1,), _SUFFIX),
 }
 
-METHODS: Final[Mapping[str, str]] = {  # other engines' names of a method, in addition to its own
+METHODS: Final[Mapping[str, str]] = {  # names of a method in other engines, besides its own
     "ngram_gpu": "ngram",
     "NGRAM": "ngram",
     "STANDALONE": "draft_model",

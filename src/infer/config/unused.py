@@ -1,7 +1,7 @@
-"""Settings that have no effect because of other settings: one list of rules for all of them.
+"""Settings that have no effect because of other settings, as one list of rules.
 
-    two knobs decide the same thing differently     refused, where the section is made (settings.py)
-    another knob leaves a knob nothing to decide    named in the start line, with the reason: these rules
+    two knobs contradict each other             refused, where the section is made (settings.py)
+    a knob has no effect because of another     named in the start line, with the reason: these rules
 
 A knob counts as given when its value is not its default.
 """
@@ -24,7 +24,7 @@ class UnusedKnob(NamedTuple):
 
 
 def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKnob]:
-    """Yield what may leave a knob without effect; `decided`: values of open knobs."""
+    """Yield the conditions under which a knob has no effect; `decided`: values of open knobs."""
     cache, scheduler, drafts = config.cache, config.scheduler, config.speculation
     is_naive, is_static = not cache.keeps_cache, scheduler.batching_mode == "static"
     policy, is_alone = scheduler.scheduler_policy, config.load.nnodes == 1
@@ -43,12 +43,12 @@ def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKn
     yield UnusedKnob(
         "max_decode_gap",
         serves_all and (policy != "prefill_first" or is_static),
-        "every step has room for all sequences that decode, and only prefill_first in continuous batching "
+        "every step has room for all decoding sequences, and only prefill_first in continuous batching "
         "puts prompts before them",
     )
     after = "batching_mode is static, which decodes after its prompts"
     yield UnusedKnob("prefill_tokens_while_decoding", is_static, after)
-    as_fcfs = "a step has room for all sequences that decode, and this is fcfs then"
+    as_fcfs = "a step has room for all decoding sequences, so it is the same as fcfs"
     yield UnusedKnob("scheduler_policy", policy == "decode_round_robin" and serves_all, as_fcfs)
     first = "batching_mode is static, which puts prompts first under every policy"
     yield UnusedKnob("scheduler_policy", policy == "prefill_first" and is_static, first)

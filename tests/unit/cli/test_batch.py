@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_whole_lines_and_says_how_to_go_on(
     outcome = infer("batch", str(source), str(output), "--concurrency", "1")
     assert outcome.code == 130
     num_done = len(read(output))
-    assert f"interrupted: {output} has {num_done} of 9 lines; the same command goes on" in outcome.err
+    assert f"interrupted: {output} has {num_done} of 9 lines; run the same command to continue" in outcome.err
     puppet.before = lambda line: None
     assert infer("batch", str(source), str(output)).code == 0
     assert read(output).keys() == {str(n) for n in range(9)}
@@ -173,9 +173,9 @@ def test_no_more_requests_than_allowed_are_under_way(
         (["[1]"], "IN, line 1: a JSON object is expected, got [1]"),
         (
             [asked("a"), asked("b"), asked("a")],
-            'IN, line 3: custom_id "a" is also the one of line 1; each line needs',
+            'IN, line 3: custom_id "a" is already used in line 1; each line needs',
         ),
-        ([asked("")], 'IN, line 1: custom_id must be a text that is not empty, got ""'),
+        ([asked("")], 'IN, line 1: custom_id must be a non-empty string, got ""'),
         ([{"custom_id": "a"}], "IN, line 1: url must be one of /v1/chat/completions, /v1/completions, "),
         ([asked("a") | {"method": "GET"}], 'IN, line 1: method must be "POST", got "GET"'),
         ([asked("a", "/v1/rerank")], "IN, line 1: url must be one of "),
@@ -204,7 +204,7 @@ def test_files_that_do_not_belong_together_are_refused(infer: Infer, puppet: Pup
     write(output, [{"other": 1}])
     before = output.read_bytes()
     outcome = infer("batch", str(source), str(output))
-    assert outcome.code == 2 and "not a line that 'infer batch' has written" in outcome.err
+    assert outcome.code == 2 and "'infer batch' did not write this line" in outcome.err
     assert output.read_bytes() == before
     assert infer("batch", str(tmp_path / "absent"), str(output)).err.startswith("infer: error: cannot read ")
     outcome = infer("batch", str(source), str(tmp_path / "no" / "out"))
@@ -248,7 +248,7 @@ def test_a_line_that_cannot_be_written_ends_the_run(
     outcome = infer("batch", str(source), str(output), "--concurrency", "1")
     assert outcome.code == 2
     assert outcome.err == (
-        f"infer: error: cannot write {output}: No space left on device; the same command goes on\n"
+        f"infer: error: cannot write {output}: No space left on device; run the same command to continue\n"
     )
     assert len(read(output)) == 2
 

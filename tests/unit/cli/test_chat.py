@@ -194,7 +194,7 @@ def test_at_the_prompt_only_two_ctrl_c_in_a_row_leave(infer: Infer, monkeypatch:
     typing(monkeypatch, KeyboardInterrupt, "one", KeyboardInterrupt, KeyboardInterrupt, "two")
     outcome = infer("chat", is_typed=True)
     assert (outcome.code, outcome.out) == (0, "ONE\n")
-    assert outcome.err.count("Ctrl-C again, or Ctrl-D, leaves") == 2
+    assert outcome.err.count("press Ctrl-C again, or Ctrl-D, to leave") == 2
 
 
 def test_a_model_that_came_without_a_template_chats_with_a_warning(infer: Infer) -> None:

@@ -210,7 +210,7 @@ def test_what_becomes_of_a_call_is_told_to_the_model(
     assert results(llm) == [result]
     assert call.name in outcome.err
     if call.name == "flood":
-        assert "[flood gave more than the model is shown; cut: 8000 of 9000 characters]" in outcome.err
+        assert "[flood returned more than the model is shown; cut: 8000 of 9000 characters]" in outcome.err
         assert len(outcome.err) < 1000
 
 
@@ -232,7 +232,7 @@ def test_rounds_in_a_row_are_bounded(infer: Infer, file: Path) -> None:
     llm = ScriptedLLM(*rounds, ["Enough."])
     outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\nstop it\n", llm=llm)
     assert outcome.out == "Enough.\n"
-    assert f"[the model called tools {MAX_ROUNDS} times in a row; say something to go on]" in outcome.err
+    assert f"[the model called tools {MAX_ROUNDS} times in a row; send a message to go on]" in outcome.err
     assert results(llm) == ["2"] * MAX_ROUNDS + ['{"error": "it was not called"}']
     assert outcome.err.count("adding") == MAX_ROUNDS
 
@@ -251,7 +251,7 @@ def test_a_call_that_broke_off_is_left_out(infer: Infer, file: Path) -> None:
     outcome = infer("chat", "--tools", str(file), "--yes-to-tools", stdin="go\n", llm=llm)
     assert (results(llm), outcome.out) == (["2"], "Wait.\n2\n")
     assert len(llm.chats[-1][1]["tool_calls"]) == 1
-    assert "[left out a call of add: its arguments broke off]" in outcome.err
+    assert "[skipped a call of add: its arguments are incomplete]" in outcome.err
 
 
 def test_calls_that_were_not_asked_for_are_no_part_of_the_conversation(infer: Infer) -> None:
@@ -315,7 +315,7 @@ def test_the_command_lists_the_tools(infer: Infer, file: Path) -> None:
         ("def f():\n    1/0\nf()\n", "line 2: ZeroDivisionError: "),
         ("raise SystemExit('no')", "line 1: SystemExit: no"),
         ("\ndef f(x): ...\n", "tools.py, line 2: f cannot be a tool: parameter 'x' has no type; allowed are"),
-        ("__all__ = ['f']", "__all__ names 'f', which is no function of the file"),
+        ("__all__ = ['f']", "__all__ names 'f', which is not a function in it"),
     ],
 )
 def test_a_file_that_gives_no_tools_is_refused_before_a_model_is_loaded(
@@ -357,11 +357,11 @@ def test_a_file_may_choose_its_tools_and_import_its_neighbours(infer: Infer, tmp
         ),
         (
             ["--tools", "{file}", "--choice", "a"],
-            "--choice says what the whole answer is, which leaves --tools",
+            "--choice fixes the form of the whole answer, so it could not call",
         ),
         (
             ["--tools", "{file}", "--regex", "a"],
-            "--regex says what the whole answer is, which leaves --tools",
+            "--regex fixes the form of the whole answer, so it could not call",
         ),
     ],
 )

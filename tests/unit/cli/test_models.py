@@ -99,7 +99,7 @@ def test_rm_removes_the_default_model(infer: Infer, hub: Path) -> None:
         (["org/nam", "--yes"], "no model 'org/nam' is cached; did you mean 'org/name'?"),
         (["../../hub", "--yes"], "no model '../../hub' is cached; cached are: "),
         (["org/name", "--revision", "v9", "--yes"], "org/name has no one cached revision 'v9'; cached are "),
-        (["org/name"], "org/name is removed without a question only with --yes"),
+        (["org/name"], "to remove org/name without a terminal to ask at, add --yes"),
     ],
 )
 def test_rm_refuses(infer: Infer, hub: Path, arguments: list[str], said: str) -> None:

@@ -454,7 +454,7 @@ def test_what_does_not_fit_is_a_row_that_says_so(infer: Infer, shape: Path) -> N
     assert outcome.code == 0, outcome.err
     assert re.search(r"  +auto +15\.\d GiB +14\.\d GiB +does not fit   bfloat16\n", outcome.out)
     assert re.search(r"\* +int4 +\d\.\d GiB +\d\.\d GiB +[\d,]+   int4\n", outcome.out)
-    assert "tokens per second with --bandwidth" in outcome.out
+    assert "--bandwidth GB/S of the GPU adds tokens per second" in outcome.out
     refused = infer("plan", str(shape), "--gpu-memory", "12GiB")
     assert refused.code == 2 and "what would fit: quantization=fp8 or int8 or int4\n" in refused.err
     assert re.search(r"\* +auto .* does not fit ", refused.out)

@@ -21,7 +21,7 @@ from infer.tools.quantize import ALL_NAMES, Recipe, _warn_of_groups
             "--group-size is for gptq and awq and ct-w4a16; fp8-block has no options",
         ),
         ("ct-w8a16 --bits 4", "--bits is for gptq and squeezellm; ct-w8a16 has no options"),
-        ("awq --asymmetric", "awq is always asymmetric: each group has a zero; leave --asymmetric out"),
+        ("awq --asymmetric", "awq always has a zero point for each group; leave --asymmetric out"),
         ("nf4 --asymmetric", "--asymmetric is for gptq and ct-w4a16; nf4 has no options"),
     ],
 )

@@ -176,8 +176,8 @@ def test_help_needs_neither_torch_nor_a_web_framework() -> None:
             ["-tp", "2", "--nnodes", "2", "--replicas", "2"],
             "nnodes=2 is for one engine, and there would be 2",
         ),
-        (["-tp", "2", "--nnodes", "2", "--cluster", "ray", "--node-rank", "1"], "node_rank is found by Ray"),
-        (["--cluster", "ray", "--master-port", "7"], "master_port is found by Ray with --cluster ray"),
+        (["-tp", "2", "--nnodes", "2", "--cluster", "ray", "--node-rank", "1"], "Ray finds node_rank"),
+        (["--cluster", "ray", "--master-port", "7"], "Ray finds master_port; leave it out"),
     ],
 )
 def test_nodes_that_cannot_be_are_refused(given: list[str], reason: str) -> None:

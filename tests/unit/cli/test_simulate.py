@@ -113,7 +113,7 @@ def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, 
             "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers",
         ),
         (["--workload", "mixed", "--policy", "best"], "--policy must be all, or some of fcfs"),
-        (["--workload", "mixed", "--trace", "a.jsonl"], "--trace and --workload are two loads; leave one of"),
+        (["--workload", "mixed", "--trace", "a.jsonl"], "--trace and --workload both name a load;"),
         (["--trace", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--trace", "absent.jsonl", "--seed", "1"], "--seed is for --workload"),
         (["--workload", "mixed", "--cost", "{"], "the cost is not JSON"),
@@ -131,8 +131,8 @@ def test_an_impossible_simulation_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-blocks", "12,many"], "--num-blocks must be whole numbers of 1 or more with commas between"),
-        (["--num-blocks", "0"], "--num-blocks must be whole numbers of 1 or more with commas between"),
+        (["--num-blocks", "12,many"], "--num-blocks must be whole numbers of 1 or more, separated by commas"),
+        (["--num-blocks", "0"], "--num-blocks must be whole numbers of 1 or more, separated by commas"),
         (["--num-requests", "0"], "--num-requests must be a whole number of 1 or more, for example 300"),
     ],
 )

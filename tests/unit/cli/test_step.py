@@ -109,7 +109,7 @@ def test_keys_move_between_the_steps_of_a_run(model: Path) -> None:
         terminal.type("n1\r")
         assert "step 1: " in terminal.wait_for("[step 1 of 4, the last one]")
         terminal.type("n9\r")
-        terminal.wait_for("n needs the number of a step that is made")
+        terminal.wait_for("n needs the number of an existing step")
         terminal.type("n4\r")
         terminal.wait_for("[step 4 of 4, the last one]")
         terminal.type(" ")

@@ -127,7 +127,7 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line_and_twice_it_leaves(chat: Open
         terminal.type("\x03")
         assert "[stopped]" in terminal.wait_prompt()
         terminal.type("\x03")
-        assert "[Ctrl-C again, or Ctrl-D, leaves]" in terminal.wait_prompt()
+        assert "[press Ctrl-C again, or Ctrl-D, to leave]" in terminal.wait_prompt()
         terminal.type("half a line\x03")  # clears the line, and does not leave
         assert "leaves]" not in terminal.wait_prompt()
         assert "HELLO\n" in terminal.ask("hello")

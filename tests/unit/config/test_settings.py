@@ -142,9 +142,9 @@ def test_a_knob_given_under_two_names_is_refused() -> None:
         ("enable_expert_parallel", False, True),
     ],
 )
-def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refused: object) -> None:
+def test_a_setting_of_other_engines_is_refused_by_name(name: str, taken: object, refused: object) -> None:
     assert EngineConfig.from_knobs(**{name: taken}) == EngineConfig()
-    message = f"{name} must be {taken}, got {refused!r}: .* is not built yet; leave it out"
+    message = f"{name} must be {taken}, got {refused!r}: .* use tensor_parallel_size"
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_knobs(**{name: refused})
     words = ["--" + name.replace("_", "-"), *([] if refused is True else [str(refused)])]
@@ -158,12 +158,13 @@ def test_what_is_not_built_yet_is_refused_by_name(name: str, taken: object, refu
     [
         ({"n_gpu_layers": 99}, "n_gpu_layers must be left out, got 99: .* use device=cpu or device=cuda"),
         ({"n_gpu_layers": 0}, "n_gpu_layers must be left out, got 0: .* use device=cpu or device=cuda"),
+        ({"mmproj": "a.gguf"}, "mmproj must be left out, got .*: input of images is not built yet; leave it"),
         ({"parallel": 4}, "parallel must be left out, got 4: .* use max_batch_size"),
         ({"hicache_ratio": 2.0}, "use swap_space"),
         ({"speculative_num_draft_tokens": 4}, "use num_speculative_tokens, which is one less"),
         ({"speculative_eagle_topk": 4}, "speculative_eagle_topk must be 1, got 4: drafts are chains"),
         ({"draft_min": 2}, "draft_min must be 0, got 2: .* use adaptive_speculation"),
-        ({"trust_remote_code": True}, "code of a checkpoint is never run; leave it out"),
+        ({"trust_remote_code": True}, "code from a checkpoint is never run; leave it out"),
     ],
 )
 def test_what_is_done_another_way_says_how(knobs: dict[str, Any], message: str) -> None:
@@ -229,9 +230,9 @@ def test_no_setting_of_another_engine_hides_a_knob() -> None:
         ({"batch": 4}, "unknown knob 'batch'; did you mean 'batching_mode'"),
         (
             {"prefill_size_chunk": 4},
-            "unknown knob 'prefill_size_chunk'; like it are [a-z_]+(, [a-z_]+){0,2}$",
+            "unknown knob 'prefill_size_chunk'; similar: [a-z_]+(, [a-z_]+){0,2}$",
         ),
-        ({"zzz": 4}, "^unknown knob 'zzz'; docs/knobs.md has them all$"),
+        ({"zzz": 4}, "^unknown knob 'zzz'; docs/knobs.md lists all knobs$"),
     ],
 )
 def test_an_impossible_value_is_refused(knobs: dict[str, object], message: str) -> None:

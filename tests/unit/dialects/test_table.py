@@ -135,7 +135,7 @@ def test_a_switch_of_another_server_is_taken_where_it_changes_nothing() -> None:
 
     config = EngineConfig.from_knobs(enable_auto_tool_choice=True, tool_call_parser="hermes")
     assert config.load.tool_call_parser == "hermes"
-    with pytest.raises(ConfigError, match="tool calls are always looked for"):
+    with pytest.raises(ConfigError, match="tool calls are always parsed"):
         EngineConfig.from_knobs(enable_auto_tool_choice=False)
 
 

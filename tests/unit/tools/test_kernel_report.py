@@ -81,7 +81,7 @@ def test_doctor_explains_the_heads_of_every_size(tmp_path: Path, capsys: pytest.
         (["--profile", "l4"], "add --kernels MODEL, or leave them out"),
         (["--quantization", "fp8"], "add --kernels MODEL, or leave them out"),
         (["--kernels", "attention"], "model 'attention': there is no such file or directory"),
-        (["--kernels", "MODEL"], "of a GPU, and none is here; add --profile with one of a100, "),
+        (["--kernels", "MODEL"], "of a GPU, but none is here; add --profile with one of a100, "),
         (["--kernels", "MODEL", "--profile", "h200", "--attention-backend", "c"], "needs a CPU"),
     ],
 )

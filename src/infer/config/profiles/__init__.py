@@ -1,1 +1,1 @@
-"""Measurements of devices, as numbers: a file for each kind of device that has been measured."""
+"""Measured numbers of devices: a file for each kind of device that has been measured."""

@@ -1,6 +1,6 @@
-"""The profile of a CPU: small steps, because 512 tokens of a prompt take nearly a second.
+"""The profile of a CPU: small steps, because 512 prompt tokens take nearly a second.
 
-Kernels of a GPU run on a CPU in tests only, under Triton's interpreter, with the tiles of the H200.
+GPU kernels run on a CPU only in tests, under Triton's interpreter, with the tiles of the H200.
 """
 
 from __future__ import annotations

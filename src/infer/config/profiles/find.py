@@ -1,4 +1,4 @@
-"""Finds a device's profile: the one measured on it, the nearest of its generation, or the generic one."""
+"""Find a device's profile: measured on it, measured on a GPU of its generation, or the generic profile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infer.config.profiles.generic import GENERIC
 from infer.config.profiles.hopper_h200 import H200
 from infer.config.profiles.profile import DeviceProfile
 
-MEASURED = (H200,)  # profiles of GPUs: add a new one here
+MEASURED = (H200,)  # profiles of GPUs: add a new profile here
 
 
 class FoundProfile(NamedTuple):
@@ -25,14 +25,14 @@ class FoundProfile(NamedTuple):
 class Gpu:
     """The facts about a device that the choice of a kernel depends on."""
 
-    name: str  # name as its driver gives it; "": a CPU
+    name: str  # name that the driver reports; "": a CPU
     capability: tuple[int, int]  # compute capability of NVIDIA; (0, 0): any other device
     num_sms: int
     profile: DeviceProfile
 
 
 def find_profile(gpu: str, capability: tuple[int, int]) -> FoundProfile:
-    """Return the profile of a GPU with this name and compute capability; no name: of the CPU."""
+    """Return the profile of a GPU with this name and compute capability, or without a name, of the CPU."""
     if not gpu:
         return FoundProfile(CPU, "the model is on a CPU")
     for profile in MEASURED:
@@ -49,7 +49,7 @@ def _known(name: str, capability: tuple[int, int], num_sms: int) -> Gpu:
     return Gpu(name, capability, num_sms, find_profile(name, capability).profile)
 
 
-# GPUs that choices can be computed for where they are not (`infer doctor --kernels --profile`)
+# GPUs whose kernel choices can be shown on any machine (`infer doctor --kernels --profile`)
 KNOWN_GPUS = {
     "a100": _known("NVIDIA A100-SXM4-80GB", (8, 0), 108),
     "l4": _known("NVIDIA L4", (8, 9), 58),

@@ -1,7 +1,7 @@
 """The profile of a GPU that was not measured: the H200's numbers, without those known to be wrong elsewhere.
 
-A number that was never measured here is better than one that was never measured anywhere. The sizes of steps
-follow the memory of the GPU, and kernels ask it for its SMs.
+A number measured on another GPU is better than a number measured on none. The sizes of steps depend on the
+GPU's memory, and kernels query its number of SMs.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ H200 = DeviceProfile(
     generation=9,
     steps=StepProfile(
         usual=_USUAL,
-        large=_USUAL._replace(batched_tokens=16384),  # the host launches half as many kernels per token
+        large=_USUAL._replace(batched_tokens=16384),  # half as many kernel launches per token
         large_bytes=64 << 30,
         tight=_USUAL._replace(batch_size=32, batched_tokens=1024, busy_tokens=0),
         tight_bytes=12 << 30,
@@ -116,39 +116,39 @@ H200 = DeviceProfile(
         cuda_projected_heads={64: 256, 128: 64},
         projected_registers=192,
         # With tiles of 16 KiB and three stages, two of which are being loaded, a program holds 64 KiB and
-        # three share an SM: while one is between items, two keep memory busy. More wait for their turn: the
-        # SM that is done first takes them.
+        # three programs share an SM: while one is between items, two keep memory busy. Further programs
+        # wait, and the first SM that is done takes them.
         decode={
             128: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
             256: DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=6),
             512: DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=6),
             1024: DecodeConfig(block_n=16, num_warps=4, num_stages=3, programs_per_sm=6),
         },
-        # With many rows a program is one warp, which never waits for another one, and more of them share an
-        # SM: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
+        # With many rows a program is one warp, which never waits for another warp, and more programs share
+        # an SM: 128 rows with 400 positions and heads of 64 are read in 29.7 us instead of 39.3.
         decode_one_warp=DecodeConfig(block_n=32, num_warps=1, num_stages=3, programs_per_sm=16),
         few_heads=512,
         programs_for_few=(2, 3),
         handful=32,
         prefetched=128,
-        # Only short splits let few rows fill the machine, but each item waits for its table and first keys.
-        # So splits get twice, four times ... as long while there are more items than wanted.
+        # Few rows fill the GPU only with short splits, but each item waits for its block table and first
+        # keys. So the length of splits doubles while there are more items than wanted.
         split_lens=((32, 64), (64, 128), (128, 512), (math.inf, 1024)),
-        # Few rows want two items for nearly each SM. Many rows want more: with one item to a row of 500 to
-        # 6,000 positions (64 of them) the long rows run on while other SMs have nothing left to read.
+        # Few rows need two items for nearly each SM. Many rows need more: with one item per row, 64 rows of
+        # 500 to 6,000 positions leave most SMs idle while the long rows are still read.
         most_items=((256, 256), (math.inf, 2048)),
         least_items=128,
         prefill=_PREFILL,
-        # Where four or more query heads share a kv head, finding a row's query takes the registers that the
-        # second program would need; alone, a program is better off with long tiles.
+        # Where four or more query heads share a kv head, finding a row's query takes the registers that a
+        # second program would need; a single program per SM is faster with long tiles.
         prefill_grouped=_PREFILL | {256: PrefillConfig(block_n=128, num_warps=8, num_stages=2)},
-        prefill_split_len=512,  # putting splits together takes as long as 250 keys
+        prefill_split_len=512,  # merging splits takes as long as 250 keys
         merge_programs=4,
         merge_rows=8,
         merge_at_once=4,
         cudnn_min_lens={64: 4096, 128: 2048},
-        # A call for each prompt and layer takes the host a tenth of a millisecond, in which few heads are
-        # computed: with 16, one launch for four prompts of 2,000 tokens is faster on the GPU too.
+        # A call for each prompt and layer takes the host 0.1 ms, longer than the GPU computes few heads:
+        # with 16 heads, one launch for four prompts of 2,000 tokens is faster on the GPU too.
         cudnn_few_heads=16,
         cudnn_few_heads_min_lens={128: 3072},
         cudnn_pad_len=256,
@@ -161,7 +161,7 @@ H200 = DeviceProfile(
         block_k=128,
         gated_block_k=64,
         num_stages=4,
-        stage_bytes=200 << 10,  # a part of the 227 KB that a block may have
+        stage_bytes=200 << 10,  # part of the 227 KB of a block
         enough_programs=264,
         few_weights=1 << 22,
         fold_norm_tokens=1,
