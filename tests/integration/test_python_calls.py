@@ -46,7 +46,7 @@ def llm(checkpoint: str) -> LLM:
     [
         ({"dtpye": "float32"}, "unknown knob 'dtpye'; did you mean 'dtype'"),
         ({"max_modle_len": 64}, "unknown knob 'max_modle_len'; did you mean 'max_seq_len'"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel must be False, .* use tensor_parallel_size"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel must be False, .* tensor_parallel_size"),
         ({"temperature": 0}, r"temperature belongs to the params: SamplingParams\(temperature=...\)"),
     ],
 )
@@ -414,8 +414,8 @@ def test_a_text_is_a_conversation_of_one_message(llm: LLM, checkpoint: str) -> N
         (
             ["hello", "again"],
             'one conversation, which is a list of messages such as {"role": "user", "content": "..."}, or '
-            "several conversations as a list of such lists; conversation 0 of 2 is str; to ask every text by "
-            'itself give [[{"role": "user", "content": "..."}], [{"role": "user", "content": "..."}], ...]',
+            "several conversations as a list of such lists; conversation 0 of 2 is str; to ask each text "
+            'separately, give [[{"role": "user", "content": "..."}], [{"role": "user", "content": "..."}], ...]',
         ),
         ([[{"role": "user", "content": "hi"}], "hello"], "conversation 1 of 2 is str"),
         ([None], "conversation 0 of 1 is NoneType"),

@@ -1,10 +1,10 @@
-"""A replica's process: an ordinary server, told what to do on standard input, which is also its lifeline.
+"""A replica's process: an ordinary server that gets its orders on standard input, which is also its lifeline.
 
     python -m infer.cluster.child  <──  one line of JSON: models, server, log level
 
-Keys are neither on a command line nor in a file. When standard input closes, whoever started this process is
-gone or wants its end: it drains and leaves, as at SIGTERM. Standard output gets one line once requests are
-welcome, and goes to the pipe that the log goes to: one thread reads it to its end, or it would fill up.
+So keys are neither on a command line nor in a file. When standard input closes, the parent has ended or wants
+this process to end: it drains and exits, as at SIGTERM. Standard output gets one line once the server accepts
+requests. It shares a pipe with the log; the parent reads the pipe to its end, or it would fill up.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def _end_with_stdin() -> None:
 
 
 class ReplicaProcess:
-    """A replica on this machine: starts it, waits for it, ends it. For an actor's threads."""
+    """A replica's process on this machine, to start, await and end. For an actor's threads."""
 
     def __init__(self, orders: Orders, module: str = "infer.cluster.child") -> None:
-        """Start a module of ours that takes these orders."""
+        """Start a module of this package with these orders."""
         server = orders.get("server", {})
         self._drain_s = float(server.get("drain_timeout", ServerConfig().drain_timeout))
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._url = ""
-        self._is_told = threading.Event()  # it serves, or has ended
+        self._is_told = threading.Event()  # set once the process serves or has ended
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,  # a signal to the actor's group is not for it
+            start_new_session=True,  # signals to the actor's group do not reach it
         )
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(orders) + b"\n")
@@ -82,7 +82,7 @@ class ReplicaProcess:
         threading.Thread(target=self._pass_log_on, daemon=True).start()
 
     def wait_ready(self) -> str:
-        """Return the URL once the model is loaded; raise `RuntimeError` with the reason if it ends before."""
+        """Return the URL once the model is loaded; raise `RuntimeError` if the process ends before."""
         self._is_told.wait()
         if not self._url:
             self._process.wait()
@@ -90,14 +90,14 @@ class ReplicaProcess:
         return self._url
 
     def wait_end(self) -> str:
-        """Wait until the process ends; returns how."""
+        """Wait until the process ends; returns how it ended."""
         code = self._process.wait()
         return f"its process ended with code {code}" + (
             f": {self._last[-1]}" if code > 0 and self._last else ""
         )
 
     def stop(self) -> None:
-        """Let it drain and end; kill it if it does not."""
+        """Let the process drain and end; kill it if it does not."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -107,12 +107,12 @@ class ReplicaProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if its process is gone."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     @property
     def pid(self) -> int:
-        """The id of its process."""
+        """The process id."""
         return self._process.pid
 
     def _pass_log_on(self) -> None:
@@ -127,7 +127,7 @@ class ReplicaProcess:
                     if not line:
                         continue
                 self._last.append(line)
-                with suppress(OSError, ValueError):  # nowhere to write, and the process must still be read
+                with suppress(OSError, ValueError):  # the log cannot be written, but the pipe must be read
                     print(line, file=sys.stderr, flush=True)
         self._is_told.set()
         self._process.wait()

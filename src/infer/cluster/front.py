@@ -2,15 +2,14 @@
 
     client ──► AccessLog ─► CORS ─► Auth ─► BodyLimit ─► Gate ─► Front ──HTTP──► replica, which does the work
 
-The front passes on the tokens of the replica's own server unchanged. If a replica dies before its answer has
-begun, another replaces it, unnoticed by the client; signs of life (`: ping`) do not count as a beginning. If
-it dies later, the stream ends with an error in the form of its API, and an answer that is not streamed breaks
-off. A refused request (503: the replica's queue is full, it drains) goes to the next replica, until one takes
-it. If a replica or an engine ends during a request, the request may be the cause, so it is tried only once
-more.
+The front forwards the replica's tokens unchanged. If a replica dies before its answer has begun, another
+replica takes over, unnoticed by the client; pings (`: ping`) do not count as a beginning. If it dies later, a
+stream ends with an error in the form of its API, and an answer that is not streamed breaks off. A refused
+request (503: the replica's queue is full, or it drains) goes to the next replica, until one accepts it. If a
+replica or an engine ends during a request, the request may be the cause, so it is tried only once more.
 
-`/health` is 200 while some replica serves. `/metrics` has the series of all replicas, each with its number as
-the label `replica`. Admin routes are about one server and are not here.
+`/health` is 200 while any replica serves. `/metrics` has the series of all replicas, each with its number as
+the label `replica`. Admin routes act on one server and are not here.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from infer.server.state import ServerState, current_id
 
 logger = logging.getLogger(__name__)
 
-# Headers of one connection, and headers that the front writes itself.
+# Headers of a single connection, and headers that the front writes itself.
 PER_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date"}
 OF_REQUEST = PER_HOP | {b"host", b"content-length", b"x-request-id"}
 OF_ANSWER = PER_HOP | {b"x-request-id", b"request-id"}
@@ -50,7 +49,7 @@ WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with
 
 
 def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -> ASGIApp:
-    """The application with all its layers; `check_host` as in server/app.py."""
+    """The application with all its middleware; `check_host` as in server/app.py."""
     config = state.config
     app: ASGIApp = Gate(Front(state, replicas), state)
     app = Auth(BodyLimit(app, config.max_body_size), config)
@@ -69,18 +68,18 @@ def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -
 
 
 class _Answer:
-    """One answer on its way to the client, from whichever replica gives it."""
+    """One answer on its way to the client, from any replica."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.path = route_path(scope)
         self.has_head = False
-        self.has_begun = False  # more than signs of life were passed on
+        self.has_begun = False  # True once more than pings was forwarded
         self.num_begun = 0  # replicas that may have begun the request
         self.is_stream = False
         self.send = send
 
     async def start(self, head: ResponseHead) -> None:
-        """Pass the head on, once."""
+        """Forward the head, once."""
         if not self.has_head:
             self.has_head = True
             kinds = [value for name, value in head.headers if name == b"content-type"]
@@ -89,7 +88,7 @@ class _Answer:
             await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     async def pass_on(self, piece: bytes) -> None:
-        """Pass a piece of the body on."""
+        """Forward a piece of the body."""
         self.has_begun = self.has_begun or not _is_sign_of_life(piece)
         await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
@@ -98,7 +97,7 @@ class _Answer:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream that has a head with an error; an answer that is not a stream breaks off."""
+        """End a stream whose head was sent with an error; break off an answer that is not streamed."""
         if not self.is_stream:
             raise ConnectionError(error.message)
         told = error.encode()
@@ -122,7 +121,7 @@ class Front:
         """Answer one request."""
         if scope["type"] != "http":
             return
-        body = (await receive()).get("body", b"")  # whole: BodyLimit has read it
+        body = (await receive()).get("body", b"")  # the whole body: BodyLimit has read it
         path = route_path(scope)
         if path == HEALTH_PATH:
             await self._health()(scope, receive, send)
@@ -153,7 +152,7 @@ class Front:
         return Response(merge_pages(found), media_type=CONTENT_TYPE)
 
     async def _forward_in_time(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
-        """Forward a request; replicas enforce `request_timeout` themselves, unless one has frozen."""
+        """Forward a request in time; replicas enforce `request_timeout` themselves, unless one hangs."""
         seconds = self._state.config.request_timeout
         try:
             async with asyncio.timeout(seconds + OVERTIME_S if seconds else None):
@@ -178,15 +177,15 @@ class Front:
             try:
                 refusal = await self._try(server, scope, body, receive, answer)
             except ReplicaGone as error:
-                is_news, server.is_up = server.is_up, False  # down until a probe finds it well
+                is_news, server.is_up = server.is_up, False  # down until a probe succeeds
                 logger.warning(
                     "replica gone number=%d began=%s request_id=%s error=%s",
                     server.number, answer.has_begun, current_id(), error,
                 )  # fmt: skip
                 if is_news and len(self._replicas.servers) == 1:
-                    await self._replicas.probe()  # nobody else can take requests until the next probe
+                    await self._replicas.probe()  # otherwise no replica takes requests until the next probe
                 if answer.has_begun:
-                    message = "the replica that was answering is gone; send the request again"
+                    message = "the replica that was answering has ended; send the request again"
                     await answer.fail(ApiError(status=500, message=message))
                     return
                 continue
@@ -203,7 +202,7 @@ class Front:
         if answer.num_begun < MAX_BEGUN:
             failure = ApiError.for_now("no replica serves at the moment; try again in a few seconds")
         else:
-            message = f"{MAX_BEGUN} replicas ended with this request inside; it may be the reason"
+            message = f"{MAX_BEGUN} replicas ended while they ran this request; it may be the cause"
             failure = ApiError(status=500, message=message, headers={"x-should-retry": "false"})
         if answer.has_head:
             await answer.fail(failure)
@@ -213,7 +212,7 @@ class Front:
     async def _try(
         self, server: RemoteServer, scope: Scope, body: bytes, receive: Receive, answer: _Answer
     ) -> tuple[ResponseHead, bytes] | None:
-        """Let one replica answer; returns its answer if another should be asked, None if this is done."""
+        """Let one replica answer; returns None, or its refusal if another replica should be tried."""
         connection = await server.connect()
         answer.num_begun += 1
         request = self._message(scope, body, server)
@@ -228,7 +227,7 @@ class Front:
                 connection = await server.connect_anew()
                 leaving = asyncio.ensure_future(_close_when_left(receive, connection))
                 head = await connection.ask(request)
-            is_unknown = head.status == 404 and answer.path.startswith(EXPLAIN_PREFIX)  # another had it
+            is_unknown = head.status == 404 and answer.path.startswith(EXPLAIN_PREFIX)  # ask another replica
             if head.status == 503 or is_unknown:
                 if is_unknown or any(name == REFUSED_HEADER.encode() for name, _ in head.headers):
                     answer.num_begun -= 1
@@ -240,7 +239,7 @@ class Front:
                 await answer.fail(ApiError(status=500, message=message))
                 return None
             async for piece in _pieces(connection):
-                # not before there is something to say: until then the replica may still change
+                # not before the first piece: until then another replica may take over
                 await answer.start(head)
                 await answer.pass_on(piece)
             await answer.start(head)
@@ -248,7 +247,7 @@ class Front:
             server.give_back(connection)
             return None
         except ReplicaGone:
-            if leaving.done() and not leaving.cancelled():  # the client has left, and we have closed it
+            if leaving.done() and not leaving.cancelled():  # the client has left, the connection is closed
                 return None
             raise
         finally:
@@ -257,7 +256,7 @@ class Front:
                 connection.close()
 
     def _message(self, scope: Scope, body: bytes, server: RemoteServer) -> bytes:
-        """The request as bytes, with the front's id; with the front's key where clients need none."""
+        """The request as bytes, with the front's request id, and the front's key if clients need none."""
         dropped = OF_REQUEST if self._state.config.api_key else OF_REQUEST | KEYS
         path = quote(route_path(scope)).encode() if scope.get("root_path") else bytes(scope["raw_path"])
         query = b"?" + scope["query_string"] if scope.get("query_string") else b""
@@ -274,7 +273,7 @@ class Front:
 
 
 async def _close_when_left(receive: Receive, connection: Upstream) -> None:
-    """Close the connection when the client leaves, so that the replica computes no more for it."""
+    """Close the connection when the client leaves, so that the replica stops computing the answer."""
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
@@ -287,12 +286,12 @@ async def _pieces(connection: Upstream) -> AsyncIterator[bytes]:
 
 
 def _is_sign_of_life(piece: bytes) -> bool:
-    """True if a piece of a stream holds nothing but pings, which readers skip."""
+    """True if a piece of a stream holds only pings, which readers skip."""
     return all(part.startswith((b":", b"event: ping")) for part in piece.split(b"\n\n") if part.strip())
 
 
 def merge_pages(pages: list[tuple[int, bytes]]) -> bytes:
-    """Several pages of metrics as one: every series has the number of its replica as a label."""
+    """Several pages of metrics as one, with the number of the replica as a label of every series."""
     families: dict[bytes, tuple[list[bytes], list[bytes]]] = {}  # (comments, samples) by name
     for number, page in pages:
         for name, comments, samples in _families(page):

@@ -1,15 +1,15 @@
-"""Replicas on the nodes of a Ray cluster. Ray places, starts and watches; it never sees a request or a token.
+"""Replicas on the nodes of a Ray cluster. Ray places, starts and watches them, but handles no requests.
 
     placement group {CPU, GPU} ──► actor ──► the replica's process, an ordinary server on the node's address
 
 A replica of several ranks has a bundle for all of them on one node. If no node is large enough, it has
-bundles on several nodes, each with an actor. The first has the server, the others only ranks, and they
-communicate as with `--nnodes`, with their own secret. They end and are placed together.
+bundles on several nodes, each with an actor. The first actor has the server, the others only ranks, and they
+communicate as with `--nnodes`, with a secret of their own. They end and are placed together.
 
 One task manages each replica: it places the actor, waits for the model, passes its URL to the front, and
 waits for its end. Whatever ended it (a crash, a killed actor, a lost node), the next replica is placed
-wherever there is room, after a growing pause. Only the very first start may fail for good, because then
-nothing would ever serve.
+wherever there is room, after a growing pause. Only if the first replica cannot start does the server give up,
+because then nothing would ever serve.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip inst
 
 
 def import_ray() -> Any:
-    """The package ray, or an error that says how to get it."""
+    """The package ray; without it, an error that says how to install it."""
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -55,7 +55,7 @@ def _take_signals_back() -> None:
 
 
 class ReplicaActor:
-    """The actor on a node: it holds the process of one replica. Each call blocks, in a thread of its own."""
+    """The actor on a node, which holds the process of one replica. Each call blocks a thread of its own."""
 
     def __init__(self, orders: Orders) -> None:
         host = import_ray().util.get_node_ip_address()
@@ -66,7 +66,7 @@ class ReplicaActor:
         self._process = ReplicaProcess(orders | {"server": server, "models": models})
 
     def address(self) -> dict[str, Any]:
-        """The knobs that say where its ranks on other nodes meet it."""
+        """The knobs with the address at which the ranks on other nodes join it."""
         return self._address
 
     def wait_ready(self) -> tuple[str, int, str]:
@@ -84,7 +84,7 @@ class ReplicaActor:
 
 
 class NodeActor:
-    """The actor on a further node of a replica: it holds a process that has ranks and no server."""
+    """The actor on a further node of a replica, which holds a process with ranks and no server."""
 
     def __init__(self, orders: Orders) -> None:
         self._process = ReplicaProcess(orders, "infer.client.rank_node")
@@ -96,13 +96,13 @@ class NodeActor:
 
 @dataclass(slots=True)
 class _Slot:
-    """A replica that should exist, through all its lives."""
+    """A replica that should exist, across all its restarts."""
 
     number: int
     task: asyncio.Task[None] | None = None
     server: RemoteServer | None = None
     actor: Any = None
-    others: list[Any] = field(default_factory=list)  # the actors of its further nodes
+    others: list[Any] = field(default_factory=list)  # actors on further nodes
     group: Any = None
     is_leaving: bool = False
 
@@ -120,11 +120,11 @@ class RayPlacer:
         self._next = 0
         self._has_served = False
         self._endings: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing will serve
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # reason to give up
         self.on_ready: Callable[[], None] = lambda: None
 
     async def connect(self, address: str | None) -> None:
-        """Join the cluster at an address; None: the one that Ray finds, or a new one on this machine."""
+        """Join the cluster at an address; None: the cluster that Ray finds, or a new one on this machine."""
         options = {"namespace": NAMESPACE, "ignore_reinit_error": True, "log_to_driver": True}
         try:
             await asyncio.to_thread(self._ray.init, address=address, **options)
@@ -152,7 +152,7 @@ class RayPlacer:
         self._slots.append(slot)
 
     def remove(self) -> None:
-        """Remove one replica: the youngest ends when its last request has ended."""
+        """Remove one replica: the youngest one ends after its last request."""
         slot = next(slot for slot in reversed(self._slots) if not slot.is_leaving)
         slot.is_leaving = True
         if slot.server is not None:
@@ -193,7 +193,7 @@ class RayPlacer:
             await asyncio.sleep(pause)
 
     async def _start(self, slot: _Slot) -> None:
-        """Place the actor; once its replica serves, the front uses it."""
+        """Place the actor, and let the front use its replica once that serves."""
         ray, util = self._ray, importlib.import_module("ray.util")
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         found = await asyncio.to_thread(ray.nodes)
@@ -208,7 +208,7 @@ class RayPlacer:
                 "num_cpus": bundle["CPU"],
                 "num_gpus": bundle.get("GPU", 0),
                 "max_concurrency": 4,
-                "max_restarts": 0,  # `_keep` places it anew, perhaps elsewhere
+                "max_restarts": 0,  # `_keep` places it again, perhaps elsewhere
                 "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                     slot.group, placement_group_bundle_index=number
                 ),
@@ -256,7 +256,7 @@ class RayPlacer:
             with suppress(Exception):
                 await slot.actor.stop.remote()
         if slot.task is not None and slot.server is None:
-            slot.task.cancel()  # it waits for a place, a model or its next try
+            slot.task.cancel()  # ends its wait for a place, a model or the next try
         if slot.task is not None:
             await asyncio.gather(slot.task, return_exceptions=True)
         self._forget(slot)
@@ -269,8 +269,8 @@ def spread(
 ) -> tuple[Orders, list[dict[str, float]]]:
     """The orders of a replica and its bundles, one for each node that it needs.
 
-    One node is enough where any is large enough, or where all ranks share a GPU: `sizes` has the
-    resources of all nodes. Without enough nodes it waits for one, which the cluster may add.
+    One node is enough if any node is large enough, or if all ranks share a GPU; `sizes` has the resources of
+    all nodes. If there are too few nodes, the replica waits for a node that the cluster may add.
     """
     if len(orders["models"]) != 1:
         return orders, [bundle]
@@ -289,7 +289,7 @@ def spread(
 
 
 async def _first(results: Iterable[Awaitable[Any]]) -> Any:
-    """The first of several results, or its error; the others are not waited for."""
+    """The first of several results, or its error, without waiting for the others."""
     tasks = [asyncio.ensure_future(_result(each)) for each in results]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """The replicas that a front knows, and the choice among them for a request.
 
 A request goes to the replica that served a body with the same beginning, whose prefix cache may hold it,
-unless that one has MAX_IMBALANCE requests more than the least busy one: the rule of server/fleet/router.py,
-on pieces of 256 bytes instead of tokens, because the front tokenizes nothing.
+unless that replica has MAX_IMBALANCE requests more than the least busy one. This is the rule of
+server/fleet/router.py, on pieces of 256 bytes instead of tokens, because the front has no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class RemoteServer:
 
     number: int
     url: str
-    key: str  # a key that it accepts, for the front's own questions
-    is_up: bool = True  # its state by the last request or probe
-    is_leaving: bool = False  # it ends when its last request has ended
-    num_active: int = 0  # requests that the front has there
+    key: str  # a key that it accepts, for the front's own requests
+    is_up: bool = True  # state after the last request or probe
+    is_leaving: bool = False  # True if it ends after its last request
+    num_active: int = 0  # requests of the front that it is running
     idle: list[Upstream] = field(default_factory=list)
 
     async def connect(self) -> Upstream:
-        """A connection: one that is idle, or a new one."""
+        """An idle connection, or else a new one."""
         while self.idle:
             kept = self.idle.pop()
             if kept.is_reusable:
@@ -63,12 +63,12 @@ class RemoteServer:
             connection.close()
 
     def close(self) -> None:
-        """Close the connections that are idle."""
+        """Close the idle connections."""
         while self.idle:
             self.idle.pop().close()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Ask for a page with the front's own key."""
+        """Fetch a page with the front's own key."""
         head = f"GET {path} HTTP/1.1\r\nhost: replica\r\nauthorization: Bearer {self.key}\r\n\r\n"
         async with asyncio.timeout(PROBE_S):
             connection = await self.connect()
@@ -85,7 +85,7 @@ class RemoteServer:
 
 
 class ReplicaSet:
-    """Every replica there is now. Belongs to one event loop."""
+    """All current replicas. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.servers: list[RemoteServer] = []
@@ -98,7 +98,7 @@ class ReplicaSet:
         return [server for server in self.servers if server.is_up and not server.is_leaving]
 
     def remove(self, server: RemoteServer) -> None:
-        """Forget a replica that is gone."""
+        """Remove a replica that has ended."""
         if server in self.servers:
             self.servers.remove(server)
         server.is_up = False
@@ -106,7 +106,7 @@ class ReplicaSet:
         self._served_by = OrderedDict((k, s) for k, s in self._served_by.items() if s is not server)
 
     def pick(self, body: bytes, without: Collection[RemoteServer] = ()) -> RemoteServer | None:
-        """Choose the replica for a request, and remember the choice; None: there is none left."""
+        """Choose the replica for a request, and remember the choice; None: no replica is left."""
         able = [server for server in self.up if server not in without]
         if not able:
             return None
@@ -114,7 +114,7 @@ class ReplicaSet:
         keys = _beginnings(body) if len(able) > 1 else []
         chosen = next((s for key in reversed(keys) if (s := self._served_by.get(key)) in able), None)
         if chosen is None or chosen.num_active > least + MAX_IMBALANCE:
-            self._turn += 1  # equals take turns
+            self._turn += 1  # equally good replicas take turns
             order = [able[(self._turn + i) % len(able)] for i in range(len(able))]
             chosen = next(server for server in order if server.num_active == least)
         for key in keys:
@@ -144,7 +144,7 @@ class ReplicaSet:
 
 
 def _beginnings(body: bytes) -> list[int]:
-    """One hash per whole piece of a body's beginning; each covers everything before it."""
+    """One hash per whole piece of a body's beginning; each hash covers all earlier pieces."""
     keys: list[int] = []
     key = 0
     for start in range(0, min(len(body) // PIECE, MAX_PIECES) * PIECE, PIECE):

@@ -1,12 +1,12 @@
 """The right number of replicas: more while requests wait everywhere, fewer when they fit on fewer.
 
-    queue time of a replica    the mean of requests that started since the last look, or, if longer, the time
-                               that sequences have been waiting there without a pause
-    one more                   the shortest queue time of all is above the target, at two looks in a row
-    one less                   nothing waited anywhere for `scale_down_after` s, and all that ran would fit
-                               on one replica fewer; a replica can hold what ran on it while others waited
+    queue time of a replica    the mean over requests that started since the last look, or, if longer, the
+                               time for which sequences have been waiting there without a break
+    one more                   the shortest queue time of all replicas is above the target, twice in a row
+    one less                   nothing waited anywhere for `scale_down_after` s, and all requests would fit on
+                               one replica fewer; a replica's capacity is what ran on it while others waited
 
-One step at a time: while a replica is being started or ended nothing is decided.
+The number changes by one at a time: while a replica is being started or ended, nothing is decided.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ NUM_LOOKS = 2  # looks with long queues before a replica is added
 
 
 class LoadReport(NamedTuple):
-    """The load of a replica by its metrics."""
+    """The load of a replica, from its metrics."""
 
     number: int
     num_running: float
     num_waiting: float
-    queue_s: float  # seconds that all requests that began have waited, added up
-    num_queued: float  # number of requests that began
+    queue_s: float  # total seconds in the queue, of all requests that have started
+    num_queued: float  # number of requests that have started
 
 
 def read_load(number: int, page: bytes) -> LoadReport:
@@ -46,7 +46,7 @@ def read_load(number: int, page: bytes) -> LoadReport:
 
 @dataclass(slots=True)
 class Scaler:
-    """Decides from reports; `now` is any clock that counts seconds."""
+    """Decides the number of replicas from reports; `now` is any clock that counts seconds."""
 
     lowest: int
     highest: int
@@ -56,7 +56,7 @@ class Scaler:
     _waiting_since: dict[int, float] = field(default_factory=dict)
     _num_long: int = 0
     _calm_since: float | None = None
-    _busiest: float = 0.0  # most sequences at once since nothing waits
+    _busiest: float = 0.0  # most sequences at once since the queues are empty
     _capacity: float | None = None  # most sequences that ran on one replica while others waited there
 
     def decide(self, reports: Sequence[LoadReport], now: float) -> int:
@@ -93,6 +93,6 @@ class Scaler:
             waited = 0.0
         before = self._before.get(report.number, LoadReport(report.number, 0, 0, 0, 0))
         started = report.num_queued - before.num_queued
-        if started <= 0:  # none began, or the replica was started anew
+        if started <= 0:  # none started, or the replica was restarted
             return waited
         return max(waited, (report.queue_s - before.queue_s) / started)

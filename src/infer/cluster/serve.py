@@ -1,7 +1,7 @@
 """The life of a front: bind, place replicas, forward, scale, drain, end.
 
-It is the life of `server/serve.py` with replicas in the place of engines: the port is taken first and answers
-503 until one replica serves, SIGTERM drains, a second signal cuts off.
+It is as in `server/serve.py`, with replicas in place of engines: the port is bound first and answers 503
+until a replica serves, SIGTERM drains, and a second signal ends the server at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 1.0
 
-# Settings of the front, which replicas do not get: how it listens, and things that exist only once.
+# Settings that only the front has: its address, and things that exist only once.
 OF_FRONT = (
     "host", "port", "uds", "tls_cert", "tls_key", "cors_origin", "allowed_host", "cluster", "ray_address",
     "replicas", "max_replicas", "target_queue_time", "scale_down_after", "response_store", "api_processes",
@@ -45,7 +45,7 @@ async def serve_cluster(
     log_level: str = "info",
 ) -> None:
     """Serve these models from replicas on a cluster until a signal comes."""
-    import_ray()  # the error that says how to install it comes before the port is taken
+    import_ray()  # its error, how to install ray, comes before the port is bound
     state = ServerState(config=config, board=Board(1))
     state.board.is_starting = True
     replicas = ReplicaSet()
@@ -73,7 +73,7 @@ async def serve_cluster(
             await asyncio.wait({scaling, *ends}, return_when=asyncio.FIRST_COMPLETED)
             await drain(state, config.drain_timeout)
             if scaling.done():
-                scaling.result()  # it ends only by an error, which is the front's
+                scaling.result()  # it ends only by an error, which ends the front
     finally:
         state.board.is_draining = True
         starting.cancel()
@@ -111,7 +111,7 @@ async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) 
 
 
 def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str) -> Orders:
-    """The orders for each replica; it accepts the clients' keys, and one that only the front knows."""
+    """The orders for each replica; it accepts the clients' keys, and a key that only the front knows."""
     table = knob_table(with_server=True)
     server = {
         name: getattr(config, name)
@@ -127,7 +127,7 @@ def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str
 
 
 def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
-    """A replica's share of a node: a CPU for each thread, and a GPU for each rank unless all are on CPUs."""
+    """The resources of a replica: a CPU per thread, and a GPU per rank unless all ranks are on CPUs."""
     loads = [engine.load for engine in models.values()]
     threads = max(max(load.num_threads or 1, load.num_local_ranks) for load in loads)
     gpus = max(1 if ":" in load.device else load.num_local_ranks for load in loads)

@@ -1,9 +1,9 @@
-"""A connection to a replica's HTTP: bytes in, the head and then the pieces of an answer out, as they come.
+"""An HTTP connection to a replica: sends a request, returns the head and then the pieces of the answer.
 
     Upstream.ask(request) ──► head ──► read() piece ──► read() piece ──► read() None: the end
 
-HTTP is parsed in C. Nothing is decoded or gathered: a piece is what one read of the socket brought. The bytes
-that were not read yet are bounded: the socket is left alone until the client of the front has taken them.
+HTTP is parsed in C. Nothing is decoded or collected: a piece is what one read of the socket brought. Unread
+bytes are bounded: reading from the socket pauses until the client of the front has taken them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 import httptools
 
 CONNECT_S = 5.0
-IDLE_S = 20.0  # a server keeps idle connections for 30 s: older ones may be closed at any moment
+IDLE_S = 20.0  # a server closes idle connections after 30 s
 MAX_BACKLOG = 1 << 20  # bytes
 
 
@@ -25,7 +25,7 @@ class ReplicaGone(Exception):
 
 
 class ResponseHead(NamedTuple):
-    """The first part of an answer."""
+    """The status and headers of an answer."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -36,7 +36,7 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.idle_since = monotonic()
-        self.is_used = False  # True: an answer has come over it
+        self.is_used = False  # True once an answer has come over it
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_lost = False
@@ -48,8 +48,8 @@ class Upstream(asyncio.Protocol):
         self._head: ResponseHead | None = None
         self._pieces: deque[bytes] = deque()
         self._backlog = 0
-        self.is_whole = False  # the answer has come to its end
-        self._is_bodiless = False  # an answer to HEAD has no body, whatever its length says
+        self.is_whole = False  # True once the answer is complete
+        self._is_bodiless = False  # an answer to HEAD has no body, whatever its content-length
 
     @classmethod
     async def connect(cls, host: str, port: int) -> Upstream:
@@ -64,7 +64,7 @@ class Upstream(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """True if another request may be sent over it."""
+        """True if another request may be sent over the connection."""
         return not self._is_lost and self.is_whole and monotonic() - self.idle_since < IDLE_S
 
     async def ask(self, request: bytes) -> ResponseHead:
@@ -93,7 +93,7 @@ class Upstream(asyncio.Protocol):
         return piece
 
     def close(self) -> None:
-        """Close it now; the replica ends a request whose answer has not come."""
+        """Close the connection now; the replica ends an unfinished request."""
         self._is_lost = True
         if self._transport is not None:
             self._transport.abort()
@@ -129,7 +129,7 @@ class Upstream(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever waits."""
+        """Wake the waiting reader."""
         self._is_lost = True
         self._wake()
 
@@ -140,7 +140,7 @@ class Upstream(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Take the head; after a 100 Continue the real one follows."""
+        """Take the head; after a 100 Continue the real head follows."""
         status = self._parser.get_status_code()
         if status >= 200:
             self._head = ResponseHead(status, self._headers)

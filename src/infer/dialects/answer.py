@@ -23,7 +23,7 @@ from infer.sampling.params import SamplingParams
 from infer.tokenizer.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION = 65536  # characters
+MAX_DESCRIPTION = 65536  # characters of a tool's description
 TOOL_KEYS = ("name", "description", "parameters", "strict")
 _TAIL = 32  # tokens at the end of a prompt that show whether reasoning has begun
 
@@ -40,7 +40,7 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema of an object
-    is_strict: bool = False  # arguments follow the schema, whatever the model would have written
+    is_strict: bool = False  # True if a grammar makes arguments follow the schema
 
     @property
     def properties(self) -> Mapping[str, Any]:
@@ -50,39 +50,39 @@ class Tool:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of parameters that a call must have."""
+        """The names of the required parameters."""
         return tuple(self.parameters.get("required") or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """The format in which one answer is read."""
+    """The format by which one answer is parsed."""
 
-    dialect: Dialect | None = None  # None: no call is looked for
+    dialect: Dialect | None = None  # None: calls are not parsed
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # auto, required, or the name of a tool
     allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
     max_calls: int | None = None  # calls after which the answer ends
     think: Think | None = None  # None: the model does not reason, or was told not to
-    in_reasoning: bool = False  # the prompt ends inside of it
-    in_text: bool = False  # the prompt ends inside of the answer's text, which goes on
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: shown to the parser
+    in_reasoning: bool = False  # True if the prompt ends inside of reasoning
+    in_text: bool = False  # True if the prompt ends inside of the answer's text, which goes on
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are markers: the parser gets their text
 
     @property
     def callable_tools(self) -> dict[int, Tool]:
-        """The tools that may be called, by their place among all that are shown."""
+        """The tools that may be called, by their index among all tools."""
         names = (self.choice,) if self.choice not in CHOICES else self.allowed
         return {i: tool for i, tool in enumerate(self.tools) if names is None or tool.name in names}
 
     @property
     def is_forced(self) -> bool:
-        """True if the answer is calls and nothing else, after its reasoning."""
+        """True if the answer must be only calls, after its reasoning."""
         return self.dialect is not None and self.choice != "auto"
 
     def bind(
         self, params: SamplingParams, tokenizer: Tokenizer, max_reasoning: int | None = None
     ) -> SamplingParams:
-        """The parameters with what the format asks of an engine: forced calls, an end of reasoning."""
+        """The parameters, with forced calls and the end of reasoning for the engine to enforce."""
         structured = constraint(self, tokenizer, params.structured)
         reasoning = None
         if self.think is not None and (structured is not None or max_reasoning is not None):
@@ -91,7 +91,7 @@ class AnswerFormat:
             if reasoning is None and self.in_reasoning and structured is not None:
                 raise RequestError.about(
                     structured.param,
-                    "constrains an answer that begins with reasoning, but this model has no token "
+                    "would constrain an answer that begins with reasoning, but this model has no token "
                     f"{self.think.end} at which the constraint could begin; leave it out",
                 )
         if structured is params.structured and reasoning is None:
@@ -101,7 +101,8 @@ class AnswerFormat:
     def opened(self, tokenizer: Tokenizer) -> tuple[list[int], AnswerFormat]:
         """The ids that open the reasoning, and the format of an answer after them.
 
-        This is for an engine that watches for the end: an answer that never began to reason would have none.
+        An engine that watches for the end of reasoning needs them: a model that never begins to reason would
+        never end it.
         """
         assert self.think is not None
         if self.in_reasoning:
@@ -111,9 +112,9 @@ class AnswerFormat:
         return ids, replace(self, in_reasoning=True)
 
     def finish_reason(self, reason: FinishReason | None, calls: Sequence[ToolCall]) -> FinishReason | None:
-        """The reason in OpenAI's words: `tool_calls`, unless the call was one that the client had named.
+        """The reason in OpenAI's words: `tool_calls`, unless the client itself had named the tool.
 
-        An answer whose last call was cut, as by a stop string, has not ended to have it made.
+        An answer whose last call was cut, for example by a stop string, keeps its own reason.
         """
         is_free = self.choice in ("auto", "required")
         if reason != FinishReason.STOP or not is_free or not calls:
@@ -124,14 +125,14 @@ class AnswerFormat:
 def _find_end(
     think: Think, tokenizer: Tokenizer, max_tokens: int | None, after: str = ""
 ) -> Reasoning | None:
-    """The end of reasoning, the ids that force it after `max_tokens`, and the ids that come `after` it."""
+    """The end of reasoning: its ids, which also force it after `max_tokens`, and the ids `after` it."""
     end_id = tokenizer.token_id(think.end)
     if end_id is not None:
         later = tuple(tokenizer.encode(after, add_special=False, parse_special=True))
         forced = (*tokenizer.encode(think.blank, add_special=False), end_id)
         return Reasoning(end_id=end_id, max_tokens=max_tokens, forced=forced, later=later)
     if max_tokens is None:
-        return None  # an engine cannot see the end: a constraint holds from the start
+        return None  # no end token: a constraint holds from the start
     raise RequestError.about(
         "max_reasoning_tokens", f"is {max_tokens}, but this model has no token {think.end}; leave it out"
     )
@@ -149,7 +150,7 @@ def find_format(
     is_parallel: bool = True,
     is_continued: bool = False,
 ) -> AnswerFormat | None:
-    """The format of the answer to a prompt; None if it is text and nothing else.
+    """The format of the answer to a prompt; None if it is only text.
 
     An answer that continues the last message (`is_continued`) does not begin with reasoning.
     """
@@ -158,7 +159,7 @@ def find_format(
     if think is not None:
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip()
         in_reasoning = tail.endswith(think.begin)
-        if tail.endswith(think.end):  # an empty thought: the model was told not to
+        if tail.endswith(think.end):  # empty reasoning in the prompt: the model is told not to reason
             think = None
     if not tools:
         choice = "auto"
@@ -182,7 +183,7 @@ def find_format(
 
 
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
-    """The tools of a request, checked; raises a `RequestError` that names the wrong field."""
+    """The tools of a request, checked; a `RequestError` names the wrong field."""
     if not given:
         return ()
     if len(given) > MAX_TOOLS:
@@ -201,7 +202,7 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
         what = "it has no type" if kind is None else f"the type {show_value(kind)} is not supported"
         what = what if kind != "function" else f"its function is {show_value(tool.get('function'))}"
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
-            what = "name, description and parameters belong inside of function, as a chat has them"
+            what = "name, description and parameters belong inside of function, as in chat completions"
         error = RequestError if isinstance(kind, str) and kind != "function" else MalformedRequest
         raise error.about(
             where, f'must look like {{"type": "function", "function": {{"name": ...}}}}; {what}'
@@ -224,7 +225,7 @@ def _read_tool(tool: Mapping[str, Any], where: str) -> Tool:
         raise RequestError.about(f"{where}.name", f"cannot be {name!r}, which is {values}; rename the tool")
     if description is not None and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
         error = RequestError if isinstance(description, str) else MalformedRequest
-        raise error.about(f"{where}.description", f"must be a text of at most {MAX_DESCRIPTION} characters")
+        raise error.about(f"{where}.description", f"must be a string of at most {MAX_DESCRIPTION} characters")
     if not isinstance(strict, bool | None):
         raise MalformedRequest.about(f"{where}.strict", f"must be true or false, got {show_value(strict)}")
     return Tool(name=name, parameters=_read_schema(function.get("parameters"), where), is_strict=bool(strict))
@@ -249,7 +250,7 @@ def _read_schema(schema: Any, where: str) -> Mapping[str, Any]:
 
 
 def read_choice(given: object, tools: Sequence[Tool]) -> tuple[str, tuple[str, ...] | None]:
-    """`tool_choice` as auto, none, required or the name of a tool, and the names it allows; None: all."""
+    """`tool_choice` as auto, none, required or a tool's name, and the allowed names; None: all."""
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
         return _read_allowed(given, tools)
     if given is None:
@@ -293,7 +294,7 @@ def _read_allowed(given: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[str,
 
 
 def _read_name(given: Mapping[str, Any], tools: Sequence[Tool], where: str) -> str:
-    """The name of the tool that an object at `where` names, inside of function or flat."""
+    """The name of the tool that an object at `where` has, inside of `function` or flat."""
     function, place = given, where
     if given.get("function") is not None or "name" not in given:  # else the flat form of /v1/responses
         function, place = field_of(given, "function", where), f"{where}.function"

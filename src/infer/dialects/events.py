@@ -1,8 +1,8 @@
 """The parts of an answer, in the order it was written: reasoning, text, tool calls.
 
-A dialect's parser turns pieces of text into these events, whatever the family's own notation is; each API
-(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn them into
-their own words. Joined, the arguments of one call are one JSON object, character for character.
+A dialect's parser turns pieces of text into these events, whatever the family's notation; each API
+(`/v1/chat/completions`, `/v1/messages`, `/v1/responses`), the command line and `LLM.chat` turn the events
+into their own form. Joined, the pieces of a call's arguments are one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # name of a function that a mode
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of the text that the model wrote for itself."""
+    """A piece of the model's reasoning."""
 
     text: str
 
@@ -58,7 +58,8 @@ AnswerEvent = ReasoningDelta | ContentDelta | CallStart | CallDelta
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The text and tokens that one step added to one output of a request.
 
-    One is made for every token, so it is not a dataclass. The ids of a server's answer are not known.
+    There is one for every token, so it is a struct, which is faster than a dataclass. The ids of a remote
+    server's answer are unknown.
     """
 
     text: str
@@ -81,15 +82,15 @@ class ToolCall:
     arguments: str  # a JSON object, as the model wrote it
 
     def to_wire(self) -> dict[str, Any]:
-        """The call in OpenAI's words."""
+        """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
-    """The calls of an answer, their arguments joined.
+    """The calls of an answer, with their arguments joined.
 
-    Pieces of a call before its start, and a second start of it, do not count: other servers may send both.
+    Pieces of a call before its start, and a second start, are ignored: other servers may send them.
     """
     calls: dict[int, tuple[CallStart, list[str]]] = {}
     for event in events:
@@ -104,9 +105,9 @@ def join_calls(events: Iterable[AnswerEvent]) -> tuple[ToolCall, ...]:
 
 
 def read_arguments(arguments: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None: they are not one, as when a limit or stop string cut them.
+    """The arguments of a call as an object; None if they are not one, for example cut.
 
-    Line ends in strings, which models write and JSON does not allow, are read; half a character is not.
+    Line ends in strings are accepted, which models write and JSON forbids; unpaired surrogates are not.
     """
     try:
         found = json.loads(arguments, strict=False)

@@ -3,16 +3,16 @@
     required           start: one call or more                      the model chooses the tool
     a named tool       start: one call of that tool
     auto, strict       a trigger, and after it the rest of a call   free text is never masked
-    allowed tools      the same two, with calls of these tools alone
+    allowed tools      as required or auto, with calls of these tools only
     auto, with a response_format: calls, or JSON of that format
 
-A grammar is written in Lark's notation, in which a JSON schema is a symbol (`%json {…}`), and a token of the
-vocabulary is one as well (`<[id]>`): a marker that is one token is written as that token, and no other way.
+A grammar is written in Lark's notation, in which a JSON schema (`%json {…}`) or a token of the vocabulary
+(`<[id]>`) is a symbol: a marker that is a single token can only be written as that token.
 
-Arguments follow the tool's schema. Keywords that the matcher cannot enforce are passed over, and arguments of
-a schema that it cannot follow at all are any object, unless the tool is `strict`: then it is refused by name.
-XML has raw text in it, so only the choices of a string are enforced there; in Python notation, names must be
-names of Python.
+Arguments follow the tool's schema. Keywords that the matcher cannot enforce are ignored, and a schema that it
+cannot follow at all allows any object, unless the tool is `strict`: then the tool is refused by name. XML
+holds raw text, so only the choices of a string are enforced there; in Python notation, names must be valid in
+Python.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 
 
 def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None = None) -> Structured | None:
-    """The constraint that an answer's tools and `tool_choice` amount to; None if the model is free.
+    """The constraint that an answer's tools and `tool_choice` demand; None if the model is free.
 
-    With `text`, a constraint on answers that are not calls, an answer is one or the other from its start on.
+    With `text`, a constraint on answers that are not calls, an answer is either calls or that text.
     """
     dialect = form.dialect
     is_free = (
@@ -74,11 +74,11 @@ def constraint(form: AnswerFormat, tokenizer: Tokenizer, text: Structured | None
 
 
 def _followed(tool: Tool, where: str) -> Tool:
-    """The tool with a schema that can be followed."""
+    """The tool with a schema that the matcher can follow."""
     schema = dict(tool.parameters)
     is_plain = not set(schema) - {"type", "properties", "required", "$defs", "definitions", "$schema"}
     if is_plain:
-        schema.setdefault("properties", {})  # no tool can use properties that its schema does not name
+        schema.setdefault("properties", {})  # else a model could write no property
     close_objects(schema)
     try:
         check_keywords(schema, param=where, is_lenient=not tool.is_strict)
@@ -93,7 +93,7 @@ def _followed(tool: Tool, where: str) -> Tool:
 
 
 def _bare(schema: Any) -> Any:
-    """A schema without titles and descriptions, which are for the model to read."""
+    """A schema without titles and descriptions, which are only for the model."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -121,7 +121,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _reached(schema: Any, whole: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """The definitions of the whole that a part of it refers to; None if it refers to anything else."""
+    """The definitions in `whole` that `schema` refers to; None if it refers to anything else."""
     found: dict[str, dict[str, Any]] = {}
     waiting = [schema]
     while waiting:
@@ -137,7 +137,7 @@ def _reached(schema: Any, whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 
 def _trigger(dialect: Dialect) -> str:
-    """The text after which a call is certain, with its name not written yet."""
+    """The text after which a call is certain, before its name."""
     if dialect.form == "xml":
         return "<function="
     if dialect.form == "harmony":
@@ -147,7 +147,7 @@ def _trigger(dialect: Dialect) -> str:
     if not dialect.begins:
         raise RequestError(
             "strict or allowed tools need tool_choice 'required' or a named tool with this model: its calls "
-            f"({dialect.name}) have no marker from which on they could be enforced",
+            f"({dialect.name}) have no marker after which they could be enforced",
             param="tools",
         )
     return dialect.begins[0]
@@ -185,13 +185,13 @@ class _Lines:
         return _quote(text) if text else ""
 
     def _rule(self, body: str, option: str = "") -> str:
-        """The name of the rule with this body; the same body is written once."""
+        """The name of the rule with this body; equal bodies share a rule."""
         if body not in self._names:
             self._size += len(body)
             if self._size > MAX_GRAMMAR_BYTES:
                 raise RequestError(
-                    f"the grammar of these tools has more than {MAX_GRAMMAR_BYTES} characters, which is the "
-                    "most that is allowed; send fewer tools, or smaller schemas",
+                    f"the grammar of these tools has more than the {MAX_GRAMMAR_BYTES} characters that are "
+                    "allowed; send fewer tools, or smaller schemas",
                     param="tools",
                 )
             self._names[body] = f"r{len(self._rules)}"
@@ -201,10 +201,10 @@ class _Lines:
     def _finish(self, start: str) -> str:
         return "\n".join((f"start: {start}", *self._rules))
 
-    # -- where calls stand ---------------------------------------------------------------------------
+    # -- the answer ----------------------------------------------------------------------------------
 
     def other(self, text: Structured) -> str:
-        """A rule for answers that are not calls."""
+        """The rule for answers that are not calls."""
         if text.kind not in ("json_schema", "json_object"):
             raise RequestError.about(
                 text.param,
@@ -218,7 +218,7 @@ class _Lines:
         return self._rule(f"{head} %json {json.dumps(whole, ensure_ascii=False)}".strip())
 
     def header(self, *parts: str) -> str:
-        """The header of a message of Harmony."""
+        """The header of a Harmony message."""
         markers = [
             self.marker(part) if part.startswith("<|") else _quote(part)
             for part in ("<|channel|>", *parts, "<|message|>")
@@ -226,7 +226,7 @@ class _Lines:
         return " ".join(markers)
 
     def answer(self, tool: str, *, is_single: bool, other: str = "") -> str:
-        """The grammar of an answer that is calls and nothing else, or something else and no calls."""
+        """The grammar of an answer that is either only calls or the `other` rule."""
         dialect = self._dialect
         call = self._rule(tool)
         begin = self.marker(dialect.begins[0]) if dialect.writes_marker else ""
@@ -240,7 +240,7 @@ class _Lines:
         return self._finish(f"{self.lead} ({calls}{' | ' + other if other else ''})")
 
     def behind_trigger(self, tool: str) -> str:
-        """The grammar of what follows a trigger, to the end of the call."""
+        """The grammar of the text after a trigger, to the end of the call."""
         dialect = self._dialect
         call = self._rule(tool)
         if dialect.form in ("xml", "harmony") or not dialect.writes_marker:
@@ -264,7 +264,7 @@ class _Lines:
         return self._rule(write[self._dialect.form](tool))
 
     def _schema(self, schema: Mapping[str, Any] | bool, tool: Tool) -> str:
-        """A JSON schema as a symbol: the tool's, or a part of it with the definitions that it refers to."""
+        """A JSON schema as a symbol: the tool's schema, or a part of it with the definitions that it uses."""
         key = tool.name, _compact(schema)
         if key in self._symbols:
             return self._symbols[key]
@@ -336,7 +336,7 @@ class _Lines:
             key = name if re.fullmatch(r"[\w.-]+", name) else json.dumps(name, ensure_ascii=False)
             is_plain = isinstance(schema, Mapping) and schema_types(schema) == {"string"}
             if is_plain and not any(each in schema for each in (*_STRING_KEYWORDS, "enum", "const")):
-                is_token = quote.startswith("<[")  # else its spelling ends the text
+                is_token = quote.startswith("<[")  # else the quote's characters end the text
                 rest = (r"/(.|\n)*/", "") if is_token else (r'/(.|\n)*<\|"\|>/', "[lazy]")
                 value = f"{quote} {self._rule(*rest)} {quote if is_token else ''}"
             else:
@@ -345,7 +345,7 @@ class _Lines:
         return f'{_quote(f"call:{tool.name}{{")} {self._listed(given, ",")} "}}"'
 
     def _raw_value(self, schema: Mapping[str, Any] | bool, tool: Tool, name: str, after: str) -> str:
-        """A value as raw text, if it can be text, and what ends it."""
+        """A value, as raw text if it can be text, and the end marker."""
         end = self.marker(after)
         types = schema_types(schema if isinstance(schema, Mapping) else None)
         if "string" not in types or not isinstance(schema, Mapping):
@@ -359,7 +359,7 @@ class _Lines:
                 "this model writes arguments as raw text; leave it out, or leave strict out",
                 param="tools",
             )
-        if end.startswith("<["):  # no text holds this token
+        if end.startswith("<["):  # text cannot contain this token
             return self._rule(r"/(.|\n)*/") + " " + end
         return self._rule(
             r"/(.|\n)*" + after.lstrip().replace("/", r"\/").replace("\n", r"\n") + "/", "[lazy]"
@@ -370,7 +370,7 @@ class _Lines:
             if not name.isidentifier():
                 raise RequestError(
                     f"this model calls tools in Python's notation, in which {name!r} (of the tool "
-                    f"{tool.name!r}) is no name; rename it, or leave tool_choice and strict out",
+                    f"{tool.name!r}) is not a valid name; rename it, or leave tool_choice and strict out",
                     param="tools",
                 )
         given = [
@@ -380,13 +380,13 @@ class _Lines:
         return f'"{tool.name}(" {self._listed(given, ", ")} ")"'
 
     def _listed(self, given: list[tuple[bool, str]], separator: str) -> str:
-        """Arguments, the required ones first, with a separator between them."""
+        """The arguments with a separator between them, required arguments first."""
         comma = _quote(separator)
         required = [rule for is_required, rule in given if is_required]
         optional = [rule for is_required, rule in given if not is_required]
         if required:
             return f" {comma} ".join(required) + "".join(f" ({comma} {rule})?" for rule in optional)
-        firsts = [  # any of them may be the first
+        firsts = [  # any optional argument may be the first
             self._rule(rule + "".join(f" ({comma} {later})?" for later in optional[i + 1 :]))
             for i, rule in enumerate(optional)
         ]

@@ -8,14 +8,14 @@ The parser is a coroutine that takes one character at a time, so it does not mat
 holds back only the beginning of a marker, blanks that may belong to markup, and a call until its name is
 known. After the name, arguments are passed on as they come.
 
-Markup that proves not to be a call is text, with nothing lost: a marker with something else after it, an
-object without a name, a bare object that names no known tool. Once a call has begun, its arguments are passed
-on as written, even if they are not JSON, for the caller to see.
+Markup that turns out not to be a call is text, and nothing is lost: a marker with something else after it, an
+object without a name, an unmarked object that names no known tool. Once a call has begun, its arguments are
+passed on as written, even if they are not JSON, for the caller to see.
 
-A call that was cut off is not text. This covers a call that a limit or a stop string has cut before its name,
-and everything incomplete where calls are forced.
+A call that was cut off is not text: neither a call that a limit or a stop string has cut before its name, nor
+anything incomplete if calls are forced.
 
-Arguments in another notation than JSON are converted: a parameter of XML when it is complete (text while it
+Arguments in another notation than JSON are converted: an XML parameter when it is complete (text as it
 comes), a Python call when it is complete.
 
 Harmony is different: the whole answer consists of messages, and the header of each gives the kind of its
@@ -23,7 +23,7 @@ text.
 
     <|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>
 
-Models sometimes write broken headers. Known words are removed from them, other words are text, and text
+Models sometimes write broken headers. Known words are removed from a header, other words are text, and text
 without a header is the answer; markers are never shown.
 """
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
     from infer.dialects.answer import AnswerFormat
 
 T = TypeVar("T")
-Reader = Generator[None, str, T]  # is sent characters, an empty one at the end; returns T
+Reader = Generator[None, str, T]  # receives characters, an empty string at the end; returns T
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter is free in JSON
-JSON, PYTHON = ("{[", "}]", '"'), ("([{", ")]}", "\"'")  # brackets that open, that close, and quotes
+KEY = re.compile(r"[^<>\n]{1,256}")  # the name of a parameter, which JSON does not restrict
+JSON, PYTHON = ("{[", "}]", '"'), ("([{", ")]}", "\"'")  # opening brackets, closing brackets, quotes
 HEADER = re.compile(r" ?[\w.:/=-]{0,160}( [\w.:/=-]{0,160}){0,2} ?", re.ASCII)  # words between markers
 HEADER_WORD = re.compile(r" ?(to=(?P<recipient>\S*)|(?P<channel>analysis|commentary|final)|assistant)(?= |$)")
-MAX_DEPTH = 64  # objects and lists of a Gemma call inside of each other
+MAX_DEPTH = 64  # nested objects and lists of a Gemma call
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -61,20 +61,20 @@ class _NotACall(Exception):
 
 
 def new_call_id(*, is_short: bool) -> str:
-    """A fresh id for a tool call: `call_` and 24 hex digits, or 9 letters and digits for Mistral."""
+    """A new id for a tool call: `call_` and 24 hex digits, or 9 letters and digits for Mistral."""
     return (
         "".join(secrets.choice(_ALPHABET) for _ in range(9)) if is_short else f"call_{secrets.token_hex(12)}"
     )
 
 
 class _Nesting:
-    """The depth of a text, given character by character, inside brackets and quotes."""
+    """Counts the depth of brackets and quotes in a text that comes character by character."""
 
     def __init__(self, opening: str, closing: str, quotes: str, *, begun: str) -> None:
         self._opening, self._closing, self._quotes = opening, closing, quotes
         self._depth = 0
         self._is_escaped = False
-        self.quote = ""  # the one that is open
+        self.quote = ""  # the open quote
         self.add(begun)
 
     @property
@@ -100,30 +100,30 @@ class AnswerParser:
         self._new_id = new_id or (lambda: new_call_id(is_short=dialect is not None and dialect.has_short_ids))
         self._form = form
         self._dialect = dialect
-        allowed = form.allowed  # a call of another tool is text, where no marker says that it is a call
+        allowed = form.allowed  # a call of another tool is text if it has no marker
         self._tools = {tool.name: tool for tool in form.tools if allowed is None or tool.name in allowed}
         self._out: list[tuple[type[AnswerEvent], int, list[str]]] = []  # kind, call, text in pieces
         self._ahead: list[str] = []  # characters to read again, the next one last
         self._raw: list[str] = []  # characters read since the last marker
         self._blank = ""  # blanks that are dropped if markup follows
-        self._is_edge = False  # markup came last, so that blanks are its own
+        self._is_edge = False  # True after markup, to which the next blanks belong
         self._has_text = False
         self._num_calls = 0
         self._has_ended = False
-        self._is_cut = False  # it did not end by itself
+        self._is_cut = False  # True if the answer did not end by itself
         self._firsts: frozenset[str] | None = None  # first characters of markers, while text is read
-        self._in_call = False  # text is the arguments of a call
+        self._in_call = False  # True: text is part of a call's arguments
         self._is_header = False  # True: the header of the next message is being read
         self.is_reasoning = form.in_reasoning
-        self.is_done = False  # it has as many calls as it may have: the rest is not read
+        self.is_done = False  # True at the most calls allowed: the rest is not read
         self._run = self._answer()
         self._is_running = True
         self._send(None)
 
     def push(self, text: str) -> list[AnswerEvent]:
-        """Add a piece; returns the events that are certain because of it."""
+        """Add a piece; returns the events that are certain now."""
         if self._firsts is not None and self._firsts.isdisjoint(text):
-            self._say(text)  # most pieces: nothing in them can begin a marker
+            self._say(text)  # most pieces cannot begin a marker
         else:
             for char in text:
                 self._send(char)
@@ -137,7 +137,7 @@ class AnswerParser:
 
     @property
     def is_hidden(self) -> bool:
-        """True while reasoning or a header is read: neither is shown in the answer, so stop strings wait."""
+        """True in reasoning or a header: neither is shown in the answer, so stop strings do not apply."""
         return self.is_reasoning or self._is_header
 
     def _send(self, char: str | None) -> None:
@@ -157,7 +157,7 @@ class AnswerParser:
         self._out.clear()
         return events
 
-    # -- what is written out -------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------
 
     def _emit(self, kind: type[AnswerEvent], index: int, text: str) -> None:
         if self._out and self._out[-1][:2] == (kind, index):
@@ -195,7 +195,7 @@ class AnswerParser:
         self._raw.clear()
         self.is_done = self._num_calls == self._form.max_calls
 
-    # -- what is read --------------------------------------------------------------------------------
+    # -- input ---------------------------------------------------------------------------------------
 
     def _char(self) -> Reader[str]:
         if self._ahead:
@@ -229,7 +229,7 @@ class AnswerParser:
                 return False
 
     def _close(self, end: str) -> Reader[None]:
-        """Read the end of a call, if it comes next; the part of an end that was cut off is dropped."""
+        """Read the end of a call, if it comes next; an end that was cut off is dropped."""
         is_there = yield from self._begins_with(end)
         if not is_there and self._has_ended and end.startswith("".join(reversed(self._ahead)).lstrip()):
             self._ahead.clear()
@@ -246,7 +246,7 @@ class AnswerParser:
             raise _NotACall
 
     def _name(self, end: str = "", pattern: re.Pattern[str] = NAME) -> Reader[str]:
-        """A name, blanks around it, and `end` after it; text that cannot become that is text at once."""
+        """A name with blanks around it and `end` after it; anything else is text at once."""
         name, char = "", (yield from self._first())
         while char and pattern.fullmatch(name + char):
             name += char
@@ -319,7 +319,7 @@ class AnswerParser:
                 yield from self._calls(marker)
 
     def _calls(self, marker: str) -> Reader[None]:
-        """The calls after a marker, or where an answer begins; anything else becomes text."""
+        """Read the calls after a marker, or at the start of an answer; anything else becomes text."""
         assert self._dialect is not None
         try:
             if marker == "<function=":
@@ -354,7 +354,7 @@ class AnswerParser:
                 self._say(text)
 
     def _comes(self, texts: Iterable[str]) -> Reader[bool]:
-        """Return True if one of these comes next, after blanks; it is not read."""
+        """Return True if one of the texts comes next, after blanks; it is not read."""
         for text in texts:
             if (yield from self._begins_with(text)):
                 self._unread(text)
@@ -411,7 +411,7 @@ class AnswerParser:
         self._end_call()
 
     def _known(self, name: Any, *, is_bare: bool) -> str:
-        """The name of a call, where one may stand; without a marker it must be a tool's."""
+        """The name of a call, checked; without a marker it must be the name of a tool."""
         if not isinstance(name, str) or not NAME.fullmatch(name) or (is_bare and name not in self._tools):
             raise _NotACall
         return name
@@ -424,14 +424,14 @@ class AnswerParser:
             char = yield from self._char()
             if not char:
                 return
-            if char == "<" and not inside.quote:  # no JSON: a marker, and a brace was forgotten
+            if char == "<" and not inside.quote:  # a marker: a brace is missing
                 self._unread(char)
                 return
             inside.add(char)
             self._argue(char)
 
     def _value(self, first: str, brackets: tuple[str, str, str] = JSON) -> Reader[str]:
-        """A JSON value, or what Python's brackets hold, as it was written; `first` is its first character."""
+        """A JSON value, or a Python bracket's content, as it was written; `first` is its first character."""
         if not first or first in ",:}]<":
             self._unread(first)
             raise _NotACall
@@ -486,7 +486,7 @@ class AnswerParser:
     def _parameters(
         self, name: str, begin: str, middle: str, end: str, blank: str, value: str = ""
     ) -> Reader[bool]:
-        """Pass on the parameters that come; returns whether they are complete.
+        """Pass on the parameters as they come; returns True if they are complete.
 
         Each is `begin`, a key, `middle`, `value`, a value and `end`; a `blank` around the value is dropped.
         """
@@ -502,14 +502,14 @@ class AnswerParser:
                 return False
             separator = ", "
         rest = "".join(reversed(self._ahead)).lstrip()
-        if self._has_ended and len(rest) > 1 and begin.startswith(rest):  # cut off, and not closed
+        if self._has_ended and len(rest) > 1 and begin.startswith(rest):  # cut off, so not closed
             self._ahead.clear()
             return False
         self._argue("}")
         return True
 
     def _xml_value(self, schema: Mapping[str, Any] | None, end: str, blank: str) -> Reader[bool]:
-        """Pass a parameter's value on, text as it comes, the rest in the end; returns whether it has one."""
+        """Pass on a parameter's value: text as it comes, others at their end; returns True if complete."""
         held, is_open = "", is_text(schema)
         kept: list[str] = []
         if is_open:
@@ -517,7 +517,7 @@ class AnswerParser:
         is_first = True
         while not held.endswith(end):
             char = yield from self._char()
-            if not char:  # cut off: what is there is passed on, and not closed
+            if not char:  # cut off: passed on so far, but not closed
                 self._argue(_escape(held) if is_open else "".join(kept) + held)
                 return False
             if is_first and char == blank:
@@ -535,7 +535,7 @@ class AnswerParser:
     # -- Gemma ---------------------------------------------------------------------------------------
 
     def _gemma_call(self) -> Reader[None]:
-        """`call:f{…}`, JSON in which keys have no quotes, and text has quotes of its own."""
+        """`call:f{…}`, JSON in which keys have no quotes, and strings have special quotes."""
         yield from self._expect("call:")
         name = yield from self._name()
         yield from self._expect("{")
@@ -544,7 +544,7 @@ class AnswerParser:
         self._end_call()
 
     def _gemma_value(self, char: str, depth: int = 1) -> Reader[None]:
-        """Pass a value on as JSON, text as it comes; `char` is its first character."""
+        """Pass on a value as JSON, strings as they come; `char` is its first character."""
         if depth > MAX_DEPTH:
             raise _NotACall
         if char and char in "{[":
@@ -571,7 +571,7 @@ class AnswerParser:
             self._argue('"')
             held = ""
             while held != GEMMA_QUOTE:
-                if not (char := (yield from self._char())):  # cut off, and not closed
+                if not (char := (yield from self._char())):  # cut off, so not closed
                     self._argue(_escape(held))
                     return
                 held += char
@@ -585,7 +585,7 @@ class AnswerParser:
         self._raw.clear()
 
     def _gemma_word(self, char: str) -> Reader[str]:
-        """A key, a number, a name such as `true`, or a text in the quotes of JSON, as it was written."""
+        """A key, a number, a name such as `true`, or a string in JSON's quotes, as it was written."""
         if char == '"':
             return (yield from self._value(char))
         word = ""
@@ -600,8 +600,8 @@ class AnswerParser:
     # -- Harmony -------------------------------------------------------------------------------------
 
     def _messages(self) -> Reader[None]:
-        """Reads messages, one after another, up to the marker that ends a call or the answer."""
-        spoken: set[bool] = set()  # kinds of text that there were: reasoning or not
+        """Read messages, one after another, up to the marker that ends a call or the answer."""
+        spoken: set[bool] = set()  # kinds of text so far: True for reasoning
         channel, recipient = ("analysis" if self.is_reasoning else "final"), ""
         if not self.is_reasoning and not self._form.in_text:
             channel, recipient = yield from self._header()
@@ -614,7 +614,7 @@ class AnswerParser:
             is_first = self._in_call or self.is_reasoning not in spoken
             self._blank, self._is_edge, self._has_text = "" if is_first else "\n\n", is_first, False
             marker = "<|message|>"
-            while marker in ("<|message|>", "<|constrain|>"):  # neither has a meaning within a message
+            while marker in ("<|message|>", "<|constrain|>"):  # neither has a meaning inside a message
                 marker = yield from self._prose(HARMONY_MARKERS)
             if self._in_call:
                 if not self._has_text and not (self._has_ended and self._is_cut):
@@ -634,10 +634,10 @@ class AnswerParser:
             channel, recipient = yield from self._header()
 
     def _header(self) -> Reader[tuple[str, str]]:
-        """The channel and the recipient of the next message; other text is left to be read."""
+        """The channel and the recipient of the next message; other text is left unread."""
         self._is_header = True
         channel = recipient = text = ""
-        has_begun = False  # a marker has come
+        has_begun = False  # True once a marker has come
         while True:
             char = yield from self._char()
             marker = ""
@@ -674,7 +674,7 @@ class AnswerParser:
     # -- Python --------------------------------------------------------------------------------------
 
     def _python_calls(self, *, is_fenced: bool) -> Reader[None]:
-        """A list of calls; after a fence also calls without brackets, one after another."""
+        """Read a list of calls; after a fence also calls without brackets, one after another."""
         assert self._dialect is not None
         end = self._dialect.end[:1]
         is_list = yield from self._begins_with("[")
@@ -720,7 +720,7 @@ def _loads(text: str) -> Any:
 
 
 def _object_text(arguments: str | None) -> str:
-    """Arguments that were read before they could be passed on: an object, or one in a string."""
+    """The arguments, read before they could be passed on: an object, or an object in a string."""
     if arguments is None:
         return "{}"
     value = _loads(arguments)

@@ -16,9 +16,9 @@
     glm45         <tool_call>f⏎<arg_key>k</arg_key>⏎<arg_value>v</arg_value>⏎</tool_call>    GLM-4.5 and later
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>     gpt-oss
 
-A row describes a call. The parser (parser.py) reads calls by it, and the grammar (grammar.py) makes a model
-write them. The chat template of a model identifies its row: a template that shows tools also tells the model,
-in these very characters, how to call one.
+A row describes a call. With it the parser (parser.py) reads calls, and the grammar (grammar.py) makes a model
+write them. A model's chat template identifies its row: a template that shows tools also shows the model, in
+these very characters, how to call them.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class Dialect:
 
     name: str
     form: Form
-    begins: tuple[str, ...] = ()  # markers in front of calls; a grammar writes the first
-    end: str = ""  # marker after them
+    begins: tuple[str, ...] = ()  # markers before calls; a grammar writes the first one
+    end: str = ""  # marker after calls
     opening: str = ""  # text that a grammar writes between the marker and the first call
-    between: str = ""  # text that it writes between two calls
-    closing: str = ""  # text that it writes between the last call and the end marker
-    is_repeated: bool = False  # a second call has markers of its own
-    is_bare: bool = False  # calls also stand without a marker, where an answer begins
+    between: str = ""  # text that a grammar writes between two calls
+    closing: str = ""  # text that a grammar writes between the last call and the end marker
+    is_repeated: bool = False  # True if every call has its own markers
+    is_bare: bool = False  # True if calls may begin an answer without a marker
     key: str = "arguments"  # json: the name that a grammar gives the arguments; both names are read
     separator: str = "[ARGS]"  # named: between the name and the arguments
-    has_short_ids: bool = False  # ids of calls are 9 letters and digits
+    has_short_ids: bool = False  # True if ids of calls are 9 letters and digits
     shown_by: tuple[str, ...] = ()  # a template that holds one of these texts asks for this notation
 
     @property
     def writes_marker(self) -> bool:
-        """True if a forced call has the marker: Llama's may be missing, and is."""
+        """True if a forced call has the marker, which is optional for Llama."""
         return bool(self.begins) and not (self.is_bare and not self.end)
 
     def write_calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Calls of a history as the model wrote them, for templates that show the text of answers alone."""
+        """The calls of earlier answers as the model wrote them, for templates that show only text."""
         if not calls or self.form not in ("json", "named"):
             return ""  # templates of the other notations show calls
         made = []
@@ -85,7 +85,7 @@ class Dialect:
 
     @property
     def is_whole(self) -> bool:
-        """True if it is the notation of whole answers, so that those without tools are read by it as well."""
+        """True if the notation covers whole answers, so that answers without tools are parsed as well."""
         return self.form == "harmony"
 
     @property
@@ -101,7 +101,7 @@ class Dialect:
 
 
 _TAG = ("<tool_call>",)
-DIALECTS = (  # the first one that a template asks for wins
+DIALECTS = (  # the first match with a template wins
     Dialect(name="harmony", form="harmony", shown_by=("<|channel|>analysis<|message|>",)),
     Dialect(
         name="qwen3_coder", form="xml", begins=(*_TAG, "<function="), end="</tool_call>", opening="\n",
@@ -156,7 +156,7 @@ DIALECTS = (  # the first one that a template asks for wins
         shown_by=("[func_name1(",)),
 )  # fmt: skip
 BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in DIALECTS}
-ALIASES = {  # names that other servers have for the same
+ALIASES = {  # names of the same notations in other servers
     "qwen3_xml": "qwen3_coder", "glm47": "glm45", "qwen25": "hermes", "qwen": "hermes",
     "llama3": "llama3_json",
     "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "llama3_pythonic": "pythonic",
@@ -166,14 +166,14 @@ ALIASES = {  # names that other servers have for the same
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """The tags around the text that a model writes for itself before it answers."""
+    """The tags around a model's reasoning before its answer."""
 
     begin: str
     end: str
-    blank: str = "\n"  # blank after the begin tag and before the end tag
+    blank: str = "\n"  # whitespace after the begin tag and before the end tag
     next: str = ""  # header that the engine writes after the end, before a constrained answer
     wrap: tuple[str, str] | None = None  # tags around the answer that follows
-    shown_by: str = ""  # a template that holds this text asks for it; else one that holds the end
+    shown_by: str = ""  # text by which a template asks for these tags; "": the end tag
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Think:
 
 
 THINK = Think("<think>", "</think>")
-_THINKS: dict[str, Think] = {  # the first one that a template asks for wins
+_THINKS: dict[str, Think] = {  # the first match with a template wins
     "granite": Think(
         "<think>", "</think>", wrap=("<response>", "</response>"), shown_by="<response></response>"
     ),
@@ -204,7 +204,7 @@ THINKS = _THINKS | {"openai_gptoss": _THINKS["harmony"], "gpt-oss": _THINKS["har
 
 
 def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dialect | None:
-    """The notation of a model's tool calls: the one named, or with `auto` what its template asks for."""
+    """The notation of a model's tool calls: by name, or with `auto` by its chat template."""
     if name == "auto":
         fits = (each for each in DIALECTS if any(text in template.source for text in each.shown_by))
         found = next(fits, None)
@@ -217,7 +217,7 @@ def find_dialect(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Dia
 def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think | None:
     """The tags of a model's reasoning; with `auto` the tags that its template writes.
 
-    Tags of our own templates count only if they are tokens: each also serves models that do not reason.
+    Tags of our own templates count only if they are tokens, as these also serve models that do not reason.
     """
     if name == "none":
         return None
@@ -225,7 +225,7 @@ def find_think(name: str, template: ChatTemplate, tokenizer: Tokenizer) -> Think
         return THINKS[name]
     source = template.source
     if is_ours := template.name in TEMPLATES:
-        # ours serves models of the family that do not reason as well: the published one knows better
+        # our template also serves models of the family that do not reason, so the published one decides
         source = tokenizer.published_chat_template or source
     for think in _THINKS.values():
         is_known = not is_ours or tokenizer.token_id(think.end) is not None

@@ -1,6 +1,6 @@
-"""Values that models write in another notation than JSON, as JSON.
+"""Convert values that models write in another notation to JSON.
 
-<parameter=days>3</parameter>     XML holds raw text: what it means is in the tool's schema
+<parameter=days>3</parameter>     XML holds raw text, whose type is in the tool's schema
 f(city="Paris", metric=True)      Python literals, and nothing that would have to be run
 """
 
@@ -27,12 +27,12 @@ MAX_PYTHON = 1 << 16  # characters of one call in Python's notation, which is pa
 
 
 def whole_characters(text: str) -> str:
-    """The text with pairs of surrogates, as escapes spell characters, made one; a single one is U+FFFD."""
+    """The text with surrogate pairs, which JSON escapes leave, joined; a single surrogate becomes U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def schema_types(schema: Mapping[str, Any] | None) -> frozenset[str]:
-    """The JSON types that a schema names; none if it does not say."""
+    """The JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping):
         return frozenset()
     given = schema.get("type")
@@ -51,12 +51,12 @@ def schema_types(schema: Mapping[str, Any] | None) -> frozenset[str]:
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
-    """Return True if a value can only be text."""
+    """Return True if a value can only be a string."""
     return schema_types(schema) == {"string"}
 
 
 def read_value(text: str, schema: Mapping[str, Any] | None) -> str:
-    """The JSON of raw text: a value of the schema's type if it is written so, else a string."""
+    """The JSON of raw text: a value of the schema's type if it reads as one, else a string."""
     types = schema_types(schema)
     stripped = text.strip()
     try:
@@ -69,7 +69,7 @@ def read_value(text: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _is_of(value: Any, name: str) -> bool:
@@ -81,7 +81,7 @@ def _is_of(value: Any, name: str) -> bool:
 def python_call(text: str, parameters: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
     """The name and the JSON arguments of `f(a, k=v)`; None if it is not a call of literals.
 
-    `parameters` has the parameters of each tool in order, for arguments that are given without a name.
+    `parameters` has the parameters of each tool in order, for positional arguments.
     """
     if len(text) > MAX_PYTHON:
         return None

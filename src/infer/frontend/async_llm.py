@@ -4,9 +4,9 @@
         async for piece in llm.stream("Once upon a time"):
             print(piece.text, end="", flush=True)
 
-Every call is a request of its own, with one prompt and one answer: `asyncio.gather` makes several. The
-engine batches whatever is there at each step. Leaving an iterator, cancelling its task, or
-`abort(request_id)` ends the request before the next step.
+Every call is a request of its own, with one prompt and one answer; `asyncio.gather` makes several. The engine
+batches all current requests in each step. Leaving an iterator, cancelling its task, or `abort(request_id)`
+ends the request before the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AsyncLLM(TextModel):
         await self.close()
 
     async def close(self) -> None:
-        """Stop the engine and let go of it; requests still running, and later calls, get `EngineStopped`."""
+        """Stop the engine and free its memory; running requests and later calls get `EngineStopped`."""
         if self._client is not None and not self._is_inherited:
             await self._client.close()
             self._client = None
@@ -59,7 +59,7 @@ class AsyncLLM(TextModel):
         return self._client
 
     async def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt; computed in a thread, as a long text takes time."""
+        """The ids of a plain prompt; computed in a thread, because a long text takes time."""
         return await asyncio.to_thread(self.encoder.encode, text)
 
     async def encode_chat(
@@ -80,7 +80,7 @@ class AsyncLLM(TextModel):
         await self.client.set_adapter(name, os.fspath(path))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; requests that began with it go on."""
+        """Unload a LoRA adapter; requests that began with it go on."""
         await self.client.set_adapter(name, None)
 
     def abort(self, request_id: str) -> None:
@@ -105,7 +105,7 @@ class AsyncLLM(TextModel):
     async def chat(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput:
-        """Answer a conversation, or a text as its only message; returns the whole answer, see `LLM.chat`."""
+        """Answer a conversation, or a string as its only message, with the whole answer; see `LLM.chat`."""
         return await self._answer(await self._open(self._open_chat, messages, params, **options))
 
     def stream_chat(
@@ -117,7 +117,7 @@ class AsyncLLM(TextModel):
     async def embed(
         self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
     ) -> list[float]:
-        """The vector of a text or of token ids, computed in steps shared with all others; see `LLM.embed`."""
+        """The embedding of a text or of token ids, batched with all other requests; see `LLM.embed`."""
         self._check_process()
         check_single(prompt)
         given = read_prompt(prompt)
@@ -128,7 +128,7 @@ class AsyncLLM(TextModel):
         return job.finish(await embed(self.client, request))
 
     async def _open(self, open_request: Opener, *given: Any, **options: Any) -> OutputBuilder:
-        """Open a request in a thread, as rendering and tokenizing take time."""
+        """Open a request in a thread, because rendering and tokenizing take time."""
         self._check_process()
         check_single(given[0])
         return await asyncio.to_thread(open_request, *given, **options)

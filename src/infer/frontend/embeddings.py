@@ -1,8 +1,8 @@
 """Embeddings: the final hidden state of an input, pooled.
 
-The pooled state is the one of the last token (the default, which decoder models are trained for) or the mean
-over all tokens. Vectors have the length 1, as in OpenAI's API, so that a dot product is a cosine. A model's
-files may say how to pool (loader/pooling.py); a caller's choice overrides them.
+Pooling takes the state of the last token (the default, which decoder models are trained for) or the mean over
+all tokens. Vectors have length 1, as in OpenAI's API, so that a dot product is a cosine. A model's files may
+say how to pool (loader/pooling.py); a caller's choice overrides them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infer.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
-    """The inputs of embeddings as token ids, and the way to pool and scale each."""
+    """The inputs of embeddings as token ids, and how their states are pooled and scaled."""
 
     prompts: tuple[tuple[int, ...], ...]
     pooling: str
     normalize: bool
-    dimensions: int | None = None  # the first numbers of a vector that are kept; None: all
+    dimensions: int | None = None  # count of numbers kept at the start of a vector; None: all
 
     def finish(self, hidden: list[float]) -> list[float]:
         """The vector of one input, from its hidden state."""
@@ -32,8 +32,8 @@ class EmbeddingJob:
             if not 1 <= self.dimensions <= len(hidden):
                 raise RequestError.about(
                     "dimensions",
-                    f"is {self.dimensions}, but this model's embeddings have {len(hidden)} numbers; ask for "
-                    "1 to all of them, or leave it out",
+                    f"is {self.dimensions}, but this model's embeddings have {len(hidden)} numbers; give "
+                    f"1 to {len(hidden)}, or leave it out",
                 )
             hidden = hidden[: self.dimensions]
         return to_unit(hidden) if self.normalize else hidden
@@ -57,7 +57,7 @@ def open_embeddings(
     most: int | None = None,
     keeps_end: bool = True,
 ) -> EmbeddingJob:
-    """Encode and check all inputs; by default they are pooled and scaled as the model's authors say."""
+    """Encode and check all inputs; by default they are pooled and scaled as the model's files say."""
     prompts = encoder.encode_all(inputs, "input", add_special=add_special, most=most, keeps_end=keeps_end)
     check_inputs(encoder, prompts, "input")
     return EmbeddingJob(
@@ -69,7 +69,7 @@ def open_embeddings(
 
 
 def check_inputs(encoder: PromptEncoder, prompts: Sequence[list[int]], param: str) -> None:
-    """Refuse inputs without tokens, and those longer than the context."""
+    """Refuse inputs without tokens, and inputs longer than the context."""
     for i, ids in enumerate(prompts):
         if not ids:
             raise RequestError(f"{param} {i} has no tokens; give at least one", param=param)
@@ -81,6 +81,6 @@ def check_inputs(encoder: PromptEncoder, prompts: Sequence[list[int]], param: st
 
 
 def to_unit(vector: list[float]) -> list[float]:
-    """The vector scaled to the length 1; zeros stay zeros."""
+    """The vector scaled to length 1; zeros stay zeros."""
     length = math.hypot(*vector) or 1.0
     return [value / length for value in vector]

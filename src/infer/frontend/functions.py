@@ -7,10 +7,10 @@
     tool.schema                     {"type": "function", "function": {"name": "get_weather", ...}}
     tool.call(tool.read('{"city": "Bern"}'))                              get_weather(city="Bern")
 
-An annotation decides twice: the JSON schema that the model sees, and how a JSON value becomes the argument.
-Both are made together, in `_kind`, so they cannot disagree. The docstring's first paragraph describes the
-tool, the entries of its section `Args:` the parameters. A type that is not in `ALLOWED` is refused when the
-tool is made, with the function, its line and the parameter.
+An annotation decides two things: the JSON schema that the model sees, and how a JSON value becomes the
+argument. Both are made together, in `_kind`, so they cannot disagree. The docstring's first paragraph
+describes the tool, the entries of its section `Args:` describe the parameters. A type that is not in
+`ALLOWED` is refused when the tool is made; the error names the function, its line and the parameter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SCALARS: dict[object, tuple[str, str, Any]] = {  # the JSON type, its name in w
 
 
 class _Kind(NamedTuple):
-    """A type as a model sees it, and as Python takes it."""
+    """A type: its JSON schema for the model, and the reader of its values."""
 
     schema: dict[str, Any]
     read: Callable[[Any, str], Any]  # (a JSON value, its place) to the argument; ValueError if unfit
@@ -93,25 +93,25 @@ class PythonTool:
         }
 
     def read(self, arguments: str) -> dict[str, Any]:
-        """Return the keywords of a call from the JSON that the model wrote; ValueError says what is wrong."""
+        """Return the keyword arguments from the JSON that the model wrote; ValueError says what is wrong."""
         try:
             given = json.loads(arguments.strip() or "{}")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments are no JSON: {error}") from None
+            raise ValueError(f"the arguments are not JSON: {error}") from None
         return _read_object(self._fields, given, "")
 
     def call(self, keywords: Mapping[str, Any]) -> str:
-        """Call the function and return its result as text: a text as it is, anything else as JSON."""
+        """Call the function and return its result as text: a string as it is, any other value as JSON."""
         result = self.function(**keywords)
         if inspect.iscoroutine(result):
-            import asyncio  # here: the command line begins without it
+            import asyncio  # here: the command line starts without it
 
             result = asyncio.run(result)
         if isinstance(result, str):
             return result
         try:
             return json.dumps(result, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError, RecursionError):  # keys that are not texts, a list inside itself
+        except (TypeError, ValueError, RecursionError):  # keys that are not strings, a list inside itself
             return str(result)
 
     def _read_signature(self, descriptions: Mapping[str, str]) -> dict[str, _Field]:
@@ -123,7 +123,7 @@ class PythonTool:
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 shown = str(parameter).partition(":")[0]
-                raise self._refusal(f"parameter '{shown}' cannot be given by its name; use plain parameters")
+                raise self._refusal(f"parameter '{shown}' cannot be passed by name; use plain parameters")
             if name not in hints:
                 raise self._refusal(f"parameter '{name}' has no type; allowed are {ALLOWED}")
             try:
@@ -145,7 +145,7 @@ class PythonTool:
 
 
 def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
-    """Return tools in wire form; a function becomes its schema, anything else is left as it is."""
+    """Return tools in wire form: a function becomes its schema, other entries stay as they are."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
@@ -156,7 +156,7 @@ def as_schemas(tools: Tools | None) -> Sequence[Mapping[str, Any]] | None:
 
 
 def as_choice(tool_choice: object) -> object:
-    """Return a choice in wire form: the name of a tool may stand for it."""
+    """Return a choice in wire form; `tool_choice` may be the name of a tool."""
     if not isinstance(tool_choice, str) or tool_choice in ("auto", "none", "required"):
         return tool_choice
     return {"type": "function", "function": {"name": tool_choice}}
@@ -185,7 +185,7 @@ def _kind(hint: Any) -> _Kind:
         try:
             return _record(hint)
         except RecursionError:
-            raise TypeError(f"{hint.__name__} holds itself; give it an end") from None
+            raise TypeError(f"{hint.__name__} contains itself; recursive types are not allowed") from None
     shown = hint.__name__ if isinstance(hint, type) and not args else hint
     raise TypeError(f"type {shown} is not known; allowed are {ALLOWED}")
 
@@ -204,10 +204,10 @@ def _scalar(hint: Any) -> _Kind:
 
 
 def _one_of(members: Mapping[Any, Any]) -> _Kind:
-    """Return the kind of a value that is one of several; the model writes the keys."""
+    """Return the kind of a value out of `members`; the model writes one of the keys."""
     if not members or not all(isinstance(value, str | int | NoneType) for value in members):
-        raise TypeError("the values of a Literal or an Enum must be texts, whole numbers, bools or None")
-    kinds = (bool, int, str, NoneType)  # the first that fits: True is an int as well
+        raise TypeError("the values of a Literal or an Enum must be strings, whole numbers, bools or None")
+    kinds = (bool, int, str, NoneType)  # the first match counts: True is an int as well
     types = {next(_SCALARS[kind][0] for kind in kinds if isinstance(value, kind)) for value in members}
     schema = {"enum": list(members)}
 
@@ -298,7 +298,7 @@ def _unfit(where: str, words: str, value: Any) -> ValueError:
 
 
 def _plain(value: object) -> object:
-    """Return a value that JSON can hold in place of one that it cannot."""
+    """Return a JSON value in place of a value that JSON cannot hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return value.value if isinstance(value, Enum) else str(value)
@@ -309,7 +309,7 @@ def _read_docstring(text: str) -> dict[str, str]:
     head = itertools.takewhile(lambda line: line and not _SECTION.fullmatch(line), text.splitlines())
     said = {"": " ".join(line.strip() for line in head)}
     lines = iter(text.splitlines())
-    if not any(_SECTION.fullmatch(line) for line in lines):  # `lines` then stands after the title
+    if not any(_SECTION.fullmatch(line) for line in lines):  # stops after the title
         return said
     indent, name = "", ""
     for line in lines:

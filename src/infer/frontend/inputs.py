@@ -1,7 +1,8 @@
-"""The forms in which a caller may give prompts and conversations, and each as the encoder takes it.
+"""The forms in which a caller may give prompts and conversations, converted to the encoder's form.
 
-A prompt is text or token ids, a conversation is a list of messages or the text of one. Several are a list of
-these, so a list of integers is one prompt, and a list of messages is one conversation.
+A prompt is text or token ids; a conversation is a list of messages, or the text of a single message. Several
+prompts or conversations are a list of these, so a list of integers is one prompt, and a list of messages is
+one conversation.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ Conversation: TypeAlias = str | Sequence[Message]  # a string is one message of 
 
 
 def is_token_id(value: object) -> bool:
-    """Return True if a value is an integer of Python or numpy."""
+    """Return True if a value is a Python or numpy integer."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def read_prompt(prompt: object) -> str | list[int]:
-    """The prompt as a text, or as plain integers: from a sequence, or a one-dimensional array."""
+    """The prompt as text, or as a list of integers from a sequence or a one-dimensional array."""
     if isinstance(prompt, str):
         return prompt
     given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -58,7 +59,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_single(given: object) -> None:
-    """Refuse a list of prompts or conversations where one is answered; token ids or messages count as one."""
+    """Refuse a list of prompts or conversations; a list of token ids or of messages is a single one."""
     items = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(items, list | tuple) and items and isinstance(items[0], str | list | tuple):
         raise RequestError(
@@ -71,7 +72,7 @@ def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> li
     """The conversations as a list; a string or a list of messages is one conversation."""
     message = '{"role": "user", "content": "..."}'
     allowed = (
-        f"chat answers a text, one conversation, which is a list of messages such as {message}, "
+        f"chat takes a text, one conversation, which is a list of messages such as {message}, "
         "or several conversations as a list of such lists"
     )
     if isinstance(messages, str):
@@ -84,6 +85,6 @@ def as_conversations(messages: Conversation | Sequence[Sequence[Message]]) -> li
         if not isinstance(each, Sequence) or isinstance(each, str | bytes | bytearray):
             given = f"conversation {i} of {len(messages)} is {type(each).__name__}"
             if isinstance(each, str):  # turns of one conversation, or one text for each of several?
-                given += f"; to ask every text by itself give [[{message}], [{message}], ...]"
+                given += f"; to ask each text separately, give [[{message}], [{message}], ...]"
             raise RequestError(f"{allowed}; {given}", param="messages")
     return list(cast("Sequence[Sequence[Message]]", messages))

@@ -4,12 +4,10 @@
     for answer in llm.generate(["Once upon a time", "The sky is"], SamplingParams(temperature=0)):
         print(answer.text)
 
-All prompts of a call are in the engine together. The engine batches them, and each answer is the same as for
-its prompt alone.
+The engine batches all prompts of a call, and each answer is the same as for its prompt alone.
 
 Only one thread at a time may call an `LLM`: a call during another thread's call raises `EngineError` at once.
-A second thread may take over when the first is done. For many callers use `AsyncLLM`, an `LLM` per thread, or
-a lock.
+Threads may take turns. For many callers use `AsyncLLM`, an `LLM` per thread, or a lock.
 
 A forked child has neither the threads nor the GPU of its parent's engine, so calls there raise `EngineError`.
 Make the `LLM` in the child, or start the child by spawn.
@@ -72,9 +70,9 @@ class TextModel:
         self.model_config = loaded.whole or loaded.config
         self.context_len = self.encoder.context_len = engine.context_len  # the longest prompt + output
         self.name, self.tokenizer = self.encoder.name, self.encoder.tokenizer
-        self.sampling_defaults = self.encoder.sampling_defaults  # values of fields left open; may be empty
-        self.adapter = ""  # LoRA adapter of requests that name none; "": the model as it is
-        self.has_chat_template = self.encoder.has_chat_template  # whether `chat` works with this model
+        self.sampling_defaults = self.encoder.sampling_defaults  # values of fields left out; may be empty
+        self.adapter = ""  # LoRA adapter of requests that name none; "": the plain model
+        self.has_chat_template = self.encoder.has_chat_template  # True if `chat` works with this model
         self._start(engine)
 
     def _start(self, engine: Engine) -> None:
@@ -90,12 +88,12 @@ class TextModel:
         if self._is_inherited:
             raise EngineError(
                 f"this {type(self).__name__} was made before process {os.getpid()} was forked, and its "
-                f"engine works in process {self._process} only; make one in the child, or start it with "
+                f"engine works only in process {self._process}; make one in the child, or start it with "
                 'multiprocessing.get_context("spawn")'
             )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """Return these parameters, with the model's defaults for missing ones and None."""
+        """Return these parameters, with the model's defaults for missing parameters and None."""
         chosen = {name: value for name, value in given.items() if value is not None or name == "max_tokens"}
         return SamplingParams(**(dict(self.sampling_defaults) | chosen))
 
@@ -119,23 +117,23 @@ class TextModel:
 class LLM(TextModel):
     """A model that answers prompts; keywords are the knobs of docs/knobs.md.
 
-    One thread at a time may be in a call; another one that comes meanwhile gets an `EngineError`. Threads may
-    take turns. `AsyncLLM` serves many callers at once.
+    Only one thread at a time may call it; a call during another thread's call raises `EngineError`.
+    `AsyncLLM` serves many callers at once.
     """
 
     def _start(self, engine: Engine) -> None:
         self._engine: Engine | None = engine  # None: closed
         self._streams: dict[str, _Stream] = {}
-        self._dropped: deque[_Stream] = deque()  # streams without a reader; to be closed between steps
+        self._dropped: deque[_Stream] = deque()  # streams without a reader, closed between steps
         self._turn = threading.RLock()  # held by the thread that is in a call
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Let one thread in and refuse another that comes meanwhile: the engine has one thread."""
+        """Let one thread in and refuse others meanwhile, because the engine is not thread-safe."""
         self._check_process()
         if not self._turn.acquire(blocking=False):
             raise EngineError(
-                "this LLM is in a call of another thread, and it serves one thread at a time; use AsyncLLM "
+                "another thread is in a call of this LLM, which serves one thread at a time; use AsyncLLM "
                 "for many callers, make an LLM for each thread, or guard the calls with a lock"
             )
         try:
@@ -150,7 +148,7 @@ class LLM(TextModel):
         self.close()
 
     def close(self) -> None:
-        """Let go of the weights and the cache; requests still open, and later calls, get `EngineStopped`."""
+        """Free the weights and the cache; open requests and later calls get `EngineStopped`."""
         if self._engine is None or self._is_inherited:
             return
         with self._in_turn():
@@ -187,7 +185,7 @@ class LLM(TextModel):
             self.engine.set_adapter(name, os.fspath(path))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter; streams that are open go on with it."""
+        """Unload a LoRA adapter; open streams go on with it."""
         with self._in_turn():
             self.engine.set_adapter(name, None)
 
@@ -199,13 +197,13 @@ class LLM(TextModel):
         show_progress: bool = False,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Continue one prompt or many; text or token ids, one `SamplingParams` for all or one for each.
+        """Continue one prompt or many: text or token ids, one `SamplingParams` for all or one for each.
 
-        `SamplingParams(n=, best_of=, logprobs=)` sets the number of outputs, of tries, and the logprobs.
+        `SamplingParams(n=, best_of=, logprobs=)` sets the number of outputs, of candidates and of logprobs.
         Options are fields of `RequestOptions`: priority, deadline, cache_salt and adapter, the same for every
         prompt.
 
-        If some of several prompts fail in the engine, `BatchFailed` names them and holds the other answers.
+        If some of the prompts fail in the engine, `BatchFailed` names them and holds the other answers.
         """
         batch = as_batch(prompts)
         if isinstance(params, SamplingParams | Mapping) or params is None:  # one for all, or an error for all
@@ -238,7 +236,7 @@ class LLM(TextModel):
     def _run(
         self, streams: list[_Stream], opens: Sequence[Opener], label: str, *, show_progress: bool
     ) -> None:
-        """Put requests into the engine, each as one of `streams`, and make steps until all have ended."""
+        """Submit requests, each as one of `streams`, and run steps until all have ended."""
         try:
             for index, open_request in enumerate(opens):
                 try:
@@ -284,11 +282,11 @@ class LLM(TextModel):
         adapter: str = "",
         show_progress: bool = False,
     ) -> list[list[float]]:
-        """One vector for each text or list of token ids, the same as `/v1/embeddings` of a server gives.
+        """One vector for each text or list of token ids, equal to a server's from `/v1/embeddings`.
 
-        `pooling` ("last", "mean") and `normalize` (to the length 1) follow the model's authors, unless given.
-        `dimensions` keeps the first numbers of each vector. `adapter` is the name of a LoRA adapter to
-        compute them with.
+        `pooling` ("last", "mean") and `normalize` (to length 1) are as in the model's files, unless given.
+        `dimensions` is the count of numbers kept at the start of each vector, `adapter` the name of the
+        LoRA adapter that computes them.
         """
         given = [read_prompt(prompt) for prompt in as_batch(prompts)]
         job = open_embeddings(
@@ -306,7 +304,7 @@ class LLM(TextModel):
         use_activation: bool = True,
         show_progress: bool = False,
     ) -> list[float]:
-        """The score of each document as an answer to the query, the same as from `/v1/score` (scoring.py).
+        """The relevance of each document to the query, equal to a server's from `/v1/score` (scoring.py).
 
         Several queries need the same number of documents and are scored pair by pair. `instruction` tells a
         reranker what a query is for; without `use_activation` a score is its logit.
@@ -327,7 +325,7 @@ class LLM(TextModel):
         instruction: str | None = None,
         show_progress: bool = False,
     ) -> list[ScoredDocument]:
-        """The documents in the order of how well they answer the query, the best first; at most `top_n`."""
+        """The documents by relevance to the query, the best first; at most `top_n`."""
         scores = self.score(query, documents, instruction=instruction, show_progress=show_progress)
         return rank(documents, scores, top_n)
 
@@ -372,12 +370,12 @@ class LLM(TextModel):
             self._engine.abort(stream.request_id)
 
     def step(self) -> list[StepOutput]:
-        """Make one step of the engine by hand; returns its outputs, whose text goes to the open streams."""
+        """Run one step of the engine; returns its outputs, whose text goes to the open streams."""
         with self._in_turn():
             return self._step()[0]
 
     def _step(self) -> tuple[list[StepOutput], list[str]]:
-        """One step of the engine: its outputs, which go to their streams, and the requests that are done."""
+        """Run one step; returns its outputs, which go to their streams, and the requests that have ended."""
         while self._dropped:
             self._close(self._dropped.popleft())
         outputs, finished = self.engine.step(), list[str]()
@@ -407,10 +405,10 @@ class _Stream:
     deltas: deque[TextDelta] = field(default_factory=deque)
     error: str | None = None
     hidden: Sequence[float] = ()  # pooled hidden state of an embedding
-    refusal: RequestError | None = None  # the request's own fault, found late
+    refusal: RequestError | None = None  # the request's fault, found after it was added
     opened_at: float = field(default_factory=perf_counter)
-    first_s: float = 0.0  # seconds from then to the first token
-    last_s: float = 0.0  # seconds from then to the latest piece
+    first_s: float = 0.0  # seconds from the call to the first token
+    last_s: float = 0.0  # seconds from the call to the latest piece
 
     @property
     def request_id(self) -> str:
@@ -444,7 +442,7 @@ class _Stream:
 
 
 class TextStream(Iterator[TextDelta]):
-    """The pieces of one answer. Closing it ends the request; dropping it ends it at the next step."""
+    """The pieces of one answer. Closing the stream ends the request at once, dropping it at the next step."""
 
     def __init__(self, llm: LLM, stream: _Stream) -> None:
         self._llm = llm
@@ -477,11 +475,11 @@ class TextStream(Iterator[TextDelta]):
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """The times from the call to the first token and to the latest piece, whenever they are read."""
+        """The seconds from the call to the first token and to the latest piece, whenever pieces are read."""
         return self._stream.first_s, self._stream.last_s
 
     def close(self) -> None:
-        """End the request, whatever its state; nothing more will come."""
+        """End the request, whatever its state; no more pieces come."""
         if not self._is_closed and not self._llm._is_inherited:
             with self._llm._in_turn():
                 self._is_closed = True
@@ -502,6 +500,6 @@ def _batch_error(streams: Sequence[_Stream], reason: str) -> BatchFailed:
     more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     return BatchFailed(
         f"prompt {failed[0]}{more} of {len(streams)} failed: {first}; "
-        "the answers of the others are in this error's outputs",
+        "the other answers are in this error's outputs",
         outputs=outputs,
     )

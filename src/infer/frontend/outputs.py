@@ -1,4 +1,4 @@
-"""Turn the engine's token ids into text: pieces while they come, then the whole answer.
+"""Turn the engine's token ids into text: pieces as they come, then the whole answer.
 
     StepOutput ──► OutputBuilder ──► TextDelta ...            (streaming)
                         └──────────► RequestOutput            (at the end)
@@ -8,7 +8,7 @@ found here, because this is the first code that knows text; the builder then nam
 engine may stop.
 
 An answer that may hold reasoning or tool calls has an `AnswerFormat`, and each of its sequences has a parser.
-`text` is then the answer's own text, without reasoning and calls, and `events` has all three in order.
+`text` is then the answer without reasoning and calls, and `events` has all three in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 
 def check_streams(params: SamplingParams, advice: str) -> None:
-    """Refuse to stream an answer that is chosen at the end; the message ends with `advice`."""
+    """Refuse to stream an answer that is only chosen at the end; the message ends with `advice`."""
     if params.use_beam_search or params.num_sequences != params.n:
         raise RequestError(
             f"best_of and beam search choose at the end, so they cannot stream; {advice}",
@@ -43,7 +43,7 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str  # the answer without reasoning and tool calls, where they can be told apart
+    text: str  # the answer without reasoning and tool calls, if these are parsed
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
@@ -52,7 +52,7 @@ class CompletionOutput:
     reasoning: str | None = None  # the text that the model wrote for itself
     tool_calls: tuple[ToolCall, ...] = ()
     num_reasoning_tokens: int = 0
-    drafts: DraftCounts | None = None  # the fate of its drafts, if it had any
+    drafts: DraftCounts | None = None  # counts of its proposed and accepted drafts, if it had any
     events: tuple[AnswerEvent, ...] = field(default=(), repr=False, compare=False)  # streamed events
 
 
@@ -61,7 +61,7 @@ class RequestOutput:
     """All answers to one prompt."""
 
     request_id: str
-    prompt: str | None  # the text as given; None where the caller gave token ids
+    prompt: str | None  # the text as given; None if the caller gave token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -89,7 +89,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first output ended: "stop", "tool_calls" or "length"."""
+        """The reason why the first output ended: "stop", "tool_calls" or "length"."""
         return self.outputs[0].finish_reason
 
     @property
@@ -159,7 +159,7 @@ class _SequenceText:
         shown = form.shown_ids if form is not None else frozenset()
         self._stop = self._next_stop(0)
         self._detokenizer = Detokenizer(tokenizer, stop=self._stop, prompt_ids=prompt_ids, shown=shown)
-        # Most outputs are a token and nothing else.
+        # Most outputs are only a token.
         self._is_plain = (
             not request.params.stop and form is None and request.params.num_sequences == request.params.n
         )
@@ -178,7 +178,7 @@ class _SequenceText:
         return "".join(self._pieces)
 
     def _next_stop(self, num_tokens: int) -> Sequence[str]:
-        """The stop strings that count from here on: only after min_tokens, and not in reasoning."""
+        """The active stop strings: none before min_tokens, none in reasoning."""
         params = self._request.params
         is_hidden = self._parser is not None and self._parser.is_hidden
         return () if num_tokens < params.min_tokens or is_hidden else params.stop
@@ -221,7 +221,7 @@ class _SequenceText:
         elif output.finish_reason is not None:
             rest = self._detokenizer.finish()
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-            if self._detokenizer.stopped is not None:  # the text held back turns out to be a stop string
+            if self._detokenizer.stopped is not None:  # the text held back was a stop string
                 rest += self._stop_at(self._detokenizer.stopped)
             add(rest)
         if parser is not None:
@@ -281,9 +281,9 @@ class OutputBuilder:
         is_chat: bool = False,
         form: AnswerFormat | None = None,
     ) -> None:
-        """Collect outputs for `request`; the answer in a chat is a text of its own and continues no prompt.
+        """Collect outputs for `request`; the answer in a chat begins a text and does not continue the prompt.
 
-        With a format each sequence gets a parser; without one, the usual case, there is none.
+        With a format each sequence gets a parser.
         """
         self.request = request
         self._prompt = prompt
@@ -294,7 +294,7 @@ class OutputBuilder:
         self._prompt_logprobs: list[RowLogprobs | None] | None = None
 
     def take(self, output: StepOutput) -> tuple[TextDelta | None, bool]:
-        """Add a step's output; returns the piece to show, and whether the engine can stop this sequence."""
+        """Add a step's output; returns the piece to show, and True if the engine can stop this sequence."""
         line = self._lines[output.index]
         if line.finish_reason is not None:
             return None, False
@@ -310,7 +310,7 @@ class OutputBuilder:
         return all(line.finish_reason is not None for line in self._lines)
 
     def build(self) -> RequestOutput:
-        """The whole answer: the n likeliest of the `best_of` lines, by mean logprob per token."""
+        """The whole answer: the n likeliest of the `best_of` sequences, by mean logprob per token."""
         params = self.request.params
         ranked = self._lines
         if len(ranked) > params.n:

@@ -2,8 +2,8 @@
 
     text, ids or messages ──► PromptEncoder ──► Request
 
-The engine knows token ids only. Everything before it (text to ids, messages to a prompt) is here, shared by
-`LLM`, `AsyncLLM` and the server; embeddings.py has the requests for embeddings.
+The engine takes only token ids. The steps before it (text to ids, messages to a prompt) are here, shared by
+`LLM`, `AsyncLLM` and the server; embeddings.py makes the requests for embeddings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infer.loader.headers import ModelHeaders
-    from infer.loader.load import LoadedModel  # they import torch, which a server does without
+    from infer.loader.load import LoadedModel  # it imports torch, which a server's process does not need
 
 
 class RequestOptions(TypedDict, total=False):
@@ -40,13 +40,13 @@ class RequestOptions(TypedDict, total=False):
 
     request_id: str  # default: the next number
     priority: int  # smaller is more urgent; read by the `priority` policy
-    deadline: float | None  # seconds of `time.monotonic` by which it should end; read by `deadline`
+    deadline: float | None  # `time.monotonic()` by which it should end; read by the `deadline` policy
     cache_salt: str  # only requests with the same salt share cached prefixes
     adapter: str  # the name of a LoRA adapter to answer with; "": none
 
 
 class ChatOptions(RequestOptions, total=False):
-    """The options of a conversation: a request's options, and options for the contents of its answer."""
+    """The options of a conversation: a request's options, and options for the contents of the answer."""
 
     tools: Tools | None  # tools in the form of OpenAI's API, or Python functions (functions.py)
     tool_choice: object  # 'auto', 'none', 'required', or the name of a tool
@@ -63,7 +63,7 @@ def split_options(options: RequestOptions | ChatOptions) -> tuple[dict[str, Any]
     return chat, cast("RequestOptions", request)
 
 
-LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # efforts that templates call by other names
+LEVELS = {"none": "low", "minimal": "low", "xhigh": "high"}  # names that templates have for an effort
 CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
 
 
@@ -80,13 +80,13 @@ class PromptEncoder:
         context_len: int,
         model_len: int,
     ) -> None:
-        """Take the engine's facts about its model: its family, the context it serves and the model's own."""
+        """Take the engine's facts about the model: its family, the served context and the model's own."""
         self.name = headers.source.name
         self.family = family
-        self.revision = headers.source.revision  # version of the model, where that is known
+        self.revision = headers.source.revision  # version of the model, if known
         self.context_len = context_len
         self.model_len = model_len
-        self.sampling_defaults = headers.defaults.sampling  # values of fields not given; may be empty
+        self.sampling_defaults = headers.defaults.sampling  # values of fields left out; may be empty
         self.pooling = headers.pooling  # the way to make embeddings
         self._source = headers.source
         self.tokenizer = tokenizer
@@ -98,12 +98,12 @@ class PromptEncoder:
                 raise
             self._no_template = error  # raised for a conversation
         check_parsers(config.tool_call_parser, config.reasoning_parser)
-        self.dialect = self.think = None  # its ways to call tools and to reason, if known
+        self.dialect = self.think = None  # notations of tool calls and reasoning, if known
         if self._template is not None:
             self.dialect = find_dialect(config.tool_call_parser, self._template, tokenizer)
             self._template.write_calls = None if self.dialect is None else self.dialect.write_calls
             self.think = find_think(config.reasoning_parser, self._template, tokenizer)
-        # A base model often has the tokens of its family's chat format, but it comes without a template.
+        # A base model often has the tokens of its family's chat format, but no template.
         self.ships_chat_template = (
             config.chat_template is not None or self.tokenizer.published_chat_template is not None
         )
@@ -111,7 +111,7 @@ class PromptEncoder:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The model's way to score texts, read from its files when a score is first asked for."""
+        """The model's method of scoring texts, read from its files at the first use."""
         from infer.loader.score_head import read_scorer
 
         return read_scorer(
@@ -147,16 +147,16 @@ class PromptEncoder:
             return None
         return (
             f"{self.name} came without a chat template, as base models do; conversations are written with "
-            f"the {self._template.name!r} template of its family, which it may never have seen; "
-            "--chat-template FILE gives another, --chat-template family says that this one is right"
+            f"the {self._template.name!r} template of its family, which it may never have seen in training; "
+            "set another with --chat-template FILE, or confirm this one with --chat-template family"
         )
 
     def encode(
         self, text: str, *, add_special: bool = True, most: int | None = None, keeps_end: bool = True
     ) -> list[int]:
-        """A plain prompt's ids, with BOS if the model wants it; the text of special tokens stays text.
+        """A plain prompt's ids, with BOS if the model uses it; the text of special tokens stays text.
 
-        With `most`, a text of any length is cut to BOS and its last ids, or to its first ids.
+        With `most`, a longer text is cut to BOS and its last ids, or without `keeps_end` to its first ids.
         """
         if not isinstance(text, str):
             raise RequestError(
@@ -170,7 +170,7 @@ class PromptEncoder:
             raise error.of(self.model_len) from None
 
     def _cut(self, ids: list[int], most: int | None, *, keeps_end: bool = True) -> list[int]:
-        """At most `most` ids: the first ones, or the beginning that all prompts have and the last ones."""
+        """At most `most` ids: the first ids, or the ids that begin every prompt and the last ids."""
         if most is None or len(ids) <= most:
             return ids
         if not keeps_end:
@@ -180,7 +180,7 @@ class PromptEncoder:
         return ids[:num_kept] + ids[len(ids) - most + num_kept :]
 
     def encode_gap(self, before: str, behind: str) -> list[int]:
-        """The ids of a text with a gap, which the model fills; only some vocabularies have marks for it."""
+        """The ids of a text with a gap for the model to fill; only some vocabularies have marks for a gap."""
         if (marks := find_gap_marks(self.tokenizer)) is None:
             raise RequestError.about(
                 "suffix", "needs a model whose vocabulary marks gaps (fill in the middle); this one cannot"
@@ -197,9 +197,9 @@ class PromptEncoder:
         most: int | None = None,
         keeps_end: bool = True,
     ) -> list[list[int]]:
-        """The ids of every prompt: a text's from the tokenizer; given ids must be in the vocabulary.
+        """The ids of every prompt; texts are tokenized, and given ids must be in the vocabulary.
 
-        `param` is the caller's name for the prompts. At most `most` ids are kept, the last or the first ones.
+        `param` is the caller's name for the prompts. At most `most` ids of a prompt are kept, as in `encode`.
         """
         last = self.tokenizer.vocab_size - 1
         places = [param] if len(prompts) == 1 else [f"{param} {i}" for i in range(len(prompts))]
@@ -230,7 +230,7 @@ class PromptEncoder:
         opening: Opening = "answer",
         most: int | None = None,
     ) -> list[int]:
-        """The last `most` ids of a conversation, ready for the assistant's answer or as `opening` says."""
+        """The last `most` ids of a conversation, ready for the assistant's answer, or as `opening` says."""
         if self._template is None:
             raise self._no_template
         if isinstance(messages, str):
@@ -270,8 +270,8 @@ class PromptEncoder:
             tools, known = None, ()
         if known and self.has_chat_template and self.dialect is None:
             raise RequestError(
-                "this model's chat template does not say how tools are called, so no call could be found in "
-                "its answers; serve it with --tool-call-parser NAME, or leave tools out",
+                "this model's chat template does not show how tools are called, so calls could not be found "
+                "in its answers; serve it with --tool-call-parser NAME, or leave tools out",
                 param="tools",
             )
         budget = self._read_budget(reasoning_effort, max_reasoning_tokens)
@@ -283,7 +283,7 @@ class PromptEncoder:
             if budget == 0:
                 options[name], budget = False, None
             elif reasoning_effort is not None or max_reasoning_tokens is not None:
-                options.setdefault(name, True)  # some models reason only if they are asked to
+                options.setdefault(name, True)  # some models reason only if asked
         ids = self.encode_chat(messages, tools=tools, template_options=options, opening=opening, most=most)
         form = find_format(
             self.tokenizer,
@@ -323,7 +323,7 @@ class PromptEncoder:
             why = "this model does not reason: its chat template has no tags for it"
             raise RequestError.about(named[0], f"is {named[1]!r}, but {why}; leave it out")
         if max_tokens is None and budget and self.think and self.tokenizer.token_id(self.think.end) is None:
-            return None  # the engine can only force an end of one token; an effort is only a wish
+            return None  # the engine can only force an end of one token; an effort is not binding
         return budget
 
     def make_request(
@@ -331,8 +331,7 @@ class PromptEncoder:
     ) -> Request:
         """A request for text or token ids; without an id it gets the next number.
 
-        Without params it is sampled with the model's defaults; a short context then ends the output,
-        and is not an error.
+        Without params the model's defaults apply, and a short context ends the output without an error.
         """
         given = read_prompt(prompt)
         ids = self.encode(given) if isinstance(given, str) else given
@@ -346,7 +345,7 @@ class PromptEncoder:
         return Request(prompt=tuple(ids), params=self.ban_words(params), **options)
 
     def ban_words(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the ids of their `bad_words`, at the start of a text and after a space."""
+        """The parameters with the ids of `bad_words`, both at the start of a text and after a space."""
         if not params.bad_words:
             return params
         spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
@@ -355,7 +354,7 @@ class PromptEncoder:
         return replace(params, banned_ids=tuple(banned), bad_words=())
 
     def default_params(self, num_prompt: int) -> SamplingParams:
-        """The model's defaults; a short context ends an output, and is not an error."""
+        """The model's defaults; a short context ends the output without an error."""
         advice: dict[str, Any] = dict(self.sampling_defaults)
         params = SamplingParams(**advice)
         if params.max_tokens is not None and num_prompt + params.max_tokens > self.context_len:
@@ -363,7 +362,7 @@ class PromptEncoder:
         return params
 
     def next_id(self) -> str:
-        """An id for a request that was given none: the next number."""
+        """The next number, as the id of a request that was given none."""
         return f"request-{next(self._numbers)}"
 
 
@@ -398,7 +397,7 @@ def open_model(config: EngineConfig, *, show_progress: bool) -> tuple[PromptEnco
 
 
 def make_encoder(config: LoadConfig, headers: ModelHeaders) -> PromptEncoder:
-    """The encoder of a model whose headers are read here: no engine has to tell what it serves."""
+    """The encoder of a model, from its headers alone, without an engine."""
     from infer.loader.load import check_length
 
     context_len = check_length(config.max_seq_len, headers.config)
@@ -413,12 +412,12 @@ def make_encoder(config: LoadConfig, headers: ModelHeaders) -> PromptEncoder:
 
 
 def find_source(config: LoadConfig, *, show_progress: bool) -> ModelSource:
-    """Find a model, fetching it if need be."""
+    """Find a model, and download it if needed."""
     return resolve_model(config.model, revision=config.revision, show_progress=show_progress)
 
 
 def open_text(config: LoadConfig, source: ModelSource) -> tuple[TextHeaders, Tokenizer]:
-    """Read the parts of a model's files that a `PromptEncoder` needs; its engine tells it the rest."""
+    """Read the parts of a model's files that a `PromptEncoder` needs; the rest comes from the engine."""
     headers = read_text_headers(source)
     return headers, _load_tokenizer(config, headers)
 

@@ -3,8 +3,8 @@
     query, documents ──► open_scores ──► ScoreJob ──► a request for each text or pair ──► scores
 
 The model decides the method (loader/score_head.py). A classifier or a reranker reads both texts in one
-prompt, and its score is the sigmoid of a product with the last hidden state: from 0 to 1. An embedding
-model reads each text by itself, and the score is the cosine of two vectors: from -1 to 1.
+prompt, and the score is the sigmoid of a product with the last hidden state: from 0 to 1. An embedding
+model reads each text separately, and the score is the cosine of two vectors: from -1 to 1.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BEFORE = (
     'only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-MAX_REPEATED = 1 << 25  # characters of queries and instructions, which stand in every prompt
+MAX_REPEATED = 1 << 25  # characters of queries and instructions, which every prompt repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredDocument:
-    """A document of a ranking: its number among those given, its text and its score."""
+    """A document of a ranking: its index among the given documents, its text and its score."""
 
     index: int
     document: str
@@ -39,11 +39,11 @@ class ScoredDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreJob:
-    """The prompts whose hidden states make the scores of some pairs of texts."""
+    """The prompts from whose hidden states the scores of pairs of texts are computed."""
 
     job: EmbeddingJob
     scorer: Scorer
-    pairs: tuple[tuple[int, int], ...]  # numbers of two prompts; the same one twice if it holds both texts
+    pairs: tuple[tuple[int, int], ...]  # indices of two prompts; the same prompt twice if it holds both texts
     use_activation: bool = True
 
     def finish(self, hidden: list[float]) -> list[float]:
@@ -76,13 +76,13 @@ def open_scores(
     """
     if not queries or not documents or len(queries) not in (1, len(documents)):
         raise RequestError(
-            f"{len(queries)} queries and {len(documents)} documents make no pairs; give one query, or as "
-            "many as documents",
+            f"{len(queries)} queries and {len(documents)} documents do not form pairs; give one query, or "
+            "as many as documents",
             param="documents",
         )
     scorer = encoder.scorer
     if instruction is not None and not scorer.is_judged:
-        raise RequestError.about("instruction", "is read by rerankers with a prompt for it; leave it out")
+        raise RequestError.about("instruction", "is only for rerankers with a prompt for it; leave it out")
     if most_per_document is not None:
         cut = encoder.encode_all(
             documents, "documents", add_special=False, most=most_per_document, keeps_end=False
@@ -96,7 +96,7 @@ def open_scores(
         num_chars = sum(map(len, queries)) * (count // len(queries)) + len(instruction or "") * count
         if num_chars > MAX_REPEATED:
             raise RequestError(
-                f"the query and the instruction are read with each of {count} documents, {num_chars} "
+                f"the query and the instruction are repeated for each of {count} documents, {num_chars} "
                 f"characters in all, and {MAX_REPEATED} are allowed; shorten them, or send fewer documents",
                 param="documents",
             )
@@ -127,7 +127,7 @@ def _joined(
     *,
     is_judged: bool,
 ) -> list[list[int]]:
-    """The ids of prompts that hold both texts; special tokens come from us alone, theirs stay text."""
+    """The ids of prompts that hold both texts; special tokens in the texts stay text."""
     if not is_judged:
         first = encoder.encode_all(queries, "query")
         second = encoder.encode_all(documents, "documents")

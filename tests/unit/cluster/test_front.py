@@ -227,7 +227,7 @@ async def test_a_replica_that_goes_in_the_middle_of_a_stream_ends_it_with_an_err
         rest = answer.text.removeprefix(EVENT.decode())
         assert rest.startswith(prefix) and rest.count("data: ") == 1 + rest.count("[DONE]")
         error = json.loads(rest.removeprefix(prefix).split("\n")[0])["error"]
-        assert "is gone" in error["message"]
+        assert "has ended" in error["message"]
 
 
 @in_loop
@@ -236,7 +236,7 @@ async def test_the_lines_of_ollamas_stream_end_with_an_error_too() -> None:
     async with front(FakeReplica(head, chunk(b'{"message": {}}\n'), "hang up")) as site:
         answer = await site.request("POST", "/api/chat", json={})
     first, second = answer.text.splitlines()
-    assert json.loads(first) == {"message": {}} and "is gone" in json.loads(second)["error"]
+    assert json.loads(first) == {"message": {}} and "has ended" in json.loads(second)["error"]
 
 
 @in_loop

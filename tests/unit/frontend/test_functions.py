@@ -199,8 +199,8 @@ def test_no_argument_is_read_from_nothing_and_from_an_empty_object() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("{", "the arguments are no JSON"),
-        ("[" * 100_000, "the arguments are no JSON"),
+        ("{", "the arguments are not JSON"),
+        ("[" * 100_000, "the arguments are not JSON"),
         ("[1]", "the arguments must be an object, got [1]"),
         ("{}", "city is missing; the names are city, days, unit, at"),
         ('{"city": "a", "town": 1}', "town is not known; the names are city, days, unit, at"),
@@ -258,11 +258,11 @@ def of_floats(x: Literal[b"a"]) -> None:
         (of_sets, "parameter 'x': type set[int] is not known; allowed are str, int"),
         (of_numbered, "parameter 'x': type dict[int, str] is not known; allowed are str, int"),
         (of_unknown, "a type cannot be read: name 'Missing' is not defined"),
-        (starred, "parameter '*words' cannot be given by its name; use plain parameters"),
-        (positional, "parameter 'x' cannot be given by its name; use plain parameters"),
-        (recursive, "parameter 'chain': Chain holds itself; give it an end"),
+        (starred, "parameter '*words' cannot be passed by name; use plain parameters"),
+        (positional, "parameter 'x' cannot be passed by name; use plain parameters"),
+        (recursive, "parameter 'chain': Chain contains itself; recursive types are not allowed"),
         (größe, "its name 'größe' must be 1 to 64 of"),
-        (of_floats, "parameter 'x': the values of a Literal or an Enum must be texts"),
+        (of_floats, "parameter 'x': the values of a Literal or an Enum must be strings"),
     ],
 )
 def test_a_function_that_cannot_be_told_is_refused_with_its_name_and_line(

@@ -32,7 +32,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 BODY = {"messages": MESSAGES, "tools": [WEATHER, NOW]}
 NESTED = (
     'tools[0] must look like {"type": "function", "function": {"name": ...}}; '
-    "name, description and parameters belong inside of function, as a chat has them"
+    "name, description and parameters belong inside of function, as in chat completions"
 )
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TWO = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
