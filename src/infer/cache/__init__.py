@@ -1,1 +1,1 @@
-"""The KV cache: what holds which block, which prompt starts like which, what a sequence may write."""
+"""The KV cache: owners of blocks, the prefix cache, block tables of sequences, and the tensors."""

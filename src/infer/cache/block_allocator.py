@@ -1,17 +1,17 @@
 """The owners of each block of the KV cache, by reference counts.
 
 A *block* is the keys and values of `block_size` consecutive tokens, in the layers of one table
-(cache/layout.py). This file counts references to blocks and remembers their owners. The prefix tree knows the
-tokens inside, and the tensors live elsewhere.
+(cache/layout.py). This module counts references to blocks and records their owners. The prefix tree knows
+their tokens; the tensors are in kv_store.py.
 
     free --take()--> held(1) --share()--> held(n) --drop()--> held(n-1) ... --drop()--> free
                                                         |
                                                         +--> idle: only the prefix tree is left
 
 An owner is anything hashable: a sequence's id, or the name `PREFIX_TREE`. An owner holds a block at most
-once, so a second drop is a bug and is refused by name. A block that only the prefix tree holds is *idle*: it
-costs nothing to keep and can be taken back at once. Idle blocks queue in the order in which their last reader
-left, so the head of the queue is the least recently used block.
+once, so a second drop is a bug and raises an error. A block that only the prefix tree holds is *idle*: it
+costs nothing to keep and can be evicted at once. Idle blocks are queued in the order in which their last
+sequence dropped them, so the head of the queue is the least recently used block.
 
 Every operation costs O(1) per block. Tests check this invariant after every step:
 
@@ -30,7 +30,7 @@ from infer.errors import EngineError, OutOfBlocks
 
 Owner = Hashable
 
-PREFIX_TREE: Final = "prefix tree"  # the one owner whose blocks may be taken back when it is alone
+PREFIX_TREE: Final = "prefix tree"  # the owner whose blocks may be evicted if no other owner holds them
 
 _NOTHING: Final[frozenset[int]] = frozenset()
 
@@ -42,23 +42,23 @@ class Leak:
     place: str  # "device" or "host"
     block: int
     owner: Owner
-    ref_count: int  # references to the block, all owners together
+    ref_count: int  # references to the block by all owners
 
 
 class BlockAllocator:
     """Reference counts and owners of a fixed number of blocks; one engine thread uses it.
 
-    Blocks are handed out in a fixed order, most recently freed first. With a `placement_seed` the order
-    is random instead, so that tests can show that no result depends on where a block lies.
+    Blocks are allocated in a fixed order, most recently freed first. With a `placement_seed` the order is
+    random instead, so that tests can show that no result depends on block numbers.
     """
 
     def __init__(self, num_blocks: int, *, place: str = "device", placement_seed: int | None = None) -> None:
         assert num_blocks >= 0, f"num_blocks must not be negative, got {num_blocks}"
         self.num_blocks = num_blocks
         self.place = place
-        self.free = list(range(num_blocks - 1, -1, -1))  # a stack, to be read only: block 0 leaves first
+        self.free = list(range(num_blocks - 1, -1, -1))  # a stack with block 0 on top; others only read it
         self._ref_counts = [0] * num_blocks
-        self._held: defaultdict[Owner, set[int]] = defaultdict(set)  # no empty sets: `get` where it is read
+        self._held: defaultdict[Owner, set[int]] = defaultdict(set)  # read with `get`, to make no empty sets
         self._idle: OrderedDict[int, None] = OrderedDict()  # a queue: longest idle first
         self._random = None if placement_seed is None else random.Random(placement_seed)
 
@@ -69,7 +69,7 @@ class BlockAllocator:
 
     @property
     def idle(self) -> Collection[int]:
-        """The blocks that only the prefix tree holds; live, to be read only."""
+        """The blocks that only the prefix tree holds: a live, read-only view."""
         return self._idle.keys()
 
     @property
@@ -78,7 +78,7 @@ class BlockAllocator:
         return len(self._idle)
 
     def ref_count(self, block: int) -> int:
-        """The number of owners that hold this block."""
+        """Return the number of owners that hold this block."""
         return self._ref_counts[block]
 
     def is_idle(self, block: int) -> bool:
@@ -86,19 +86,19 @@ class BlockAllocator:
         return block in self._idle
 
     def blocks_of(self, owner: Owner) -> frozenset[int]:
-        """Every block this owner holds; a copy, for audits and pictures."""
+        """Return a copy of the set of blocks that this owner holds, for audits and pictures."""
         return frozenset(self._held.get(owner, _NOTHING))
 
     def holdings(self) -> dict[Owner, frozenset[int]]:
-        """The blocks of every owner; a copy, for pictures."""
+        """Return a copy of the blocks of every owner, for pictures."""
         return {owner: frozenset(held) for owner, held in self._held.items()}
 
     def owners_of(self, block: int) -> list[Owner]:
-        """Every owner that holds this block; walks over all owners, for messages and pictures."""
+        """Return the owners of this block; walks over all owners, for messages and pictures."""
         return [owner for owner, held in self._held.items() if block in held]
 
     def take(self, count: int, owner: Owner) -> list[int]:
-        """Hand out `count` free blocks with one reference each, or none at all."""
+        """Allocate `count` free blocks with one reference each; if there are too few, allocate none."""
         assert count >= 0, f"count must not be negative, got {count}"
         free = self.free
         if count > len(free):
@@ -117,12 +117,12 @@ class BlockAllocator:
         return blocks
 
     def adopt(self, block: int) -> None:
-        """Let the prefix tree hold a block as well that a sequence holds, and that it does not hold yet."""
+        """Add the prefix tree as an owner of a block that a sequence holds and the tree does not."""
         self._ref_counts[block] += 1
         self._held[PREFIX_TREE].add(block)
 
     def share(self, blocks: Sequence[int], owner: Owner) -> None:
-        """Add one reference of `owner` to each block; each must be held already, and not by `owner`."""
+        """Add `owner` as an owner of each block; each must have an owner, and not this one."""
         if not blocks:
             return
         counts, num_blocks, idle = self._ref_counts, self.num_blocks, self._idle
@@ -139,9 +139,9 @@ class BlockAllocator:
         self._held[owner].update(blocks)
 
     def drop(self, blocks: Sequence[int], owner: Owner) -> None:
-        """Give back one reference of `owner` on each block; the last reference frees the block.
+        """Drop one reference of `owner` to each block; the last reference frees the block.
 
-        All or nothing: a block that `owner` does not hold, or that is named twice, is a double free.
+        All or nothing: a block that `owner` does not hold, or that is listed twice, raises an error.
         """
         if not blocks:
             return
@@ -164,15 +164,15 @@ class BlockAllocator:
                 idle[block] = None
 
     def oldest_idle(self) -> int | None:
-        """The block that only the prefix tree has held for longest, or None."""
+        """Return the block that has been idle for longest, or None."""
         return next(iter(self._idle), None)
 
     def requeue_idle(self, block: int) -> None:
-        """Send an idle block to the end of the queue."""
+        """Move an idle block to the end of the queue."""
         self._idle.move_to_end(block)
 
     def audit_blocks(self, live_owners: Collection[Owner]) -> list[Leak]:
-        """Name every block that is held by an owner outside `live_owners`; empty when the books are right."""
+        """Return every block held by an owner outside `live_owners`; empty if no block has leaked."""
         return [
             Leak(place=self.place, block=block, owner=owner, ref_count=self._ref_counts[block])
             for owner, held in self._held.items()

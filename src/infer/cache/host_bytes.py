@@ -1,7 +1,7 @@
-"""The memory of this machine: all of it, what a process uses, and what may still be taken.
+"""The memory of this machine: the total, the part a process uses, and the free part.
 
-A container often allows less than the machine has. Linux counts both in files, whose limits and uses are read
-here: /proc/meminfo for the machine, and a folder for each control group around this process.
+A container often allows less than the machine has. Linux reports both in files: /proc/meminfo for the
+machine, and a folder with limit and usage for each control group of this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def resident_bytes(process: int | str, root: Path = Path("/")) -> int:
-    """Return the memory that a process has in use; 0 where that cannot be read."""
+    """Return the resident memory of a process; 0 if it cannot be read."""
     try:
         statm = (root / f"proc/{process}/statm").read_text(encoding="ascii")
         return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -26,7 +26,7 @@ def resident_bytes(process: int | str, root: Path = Path("/")) -> int:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be taken without swapping: the machine's, or less where a container has a limit."""
+    """Return the memory that can be allocated without swapping: the machine's, or less in a container."""
     return max(min([_machine_bytes(root), *_container_bytes(root)]), 0)
 
 
@@ -40,13 +40,13 @@ def _machine_bytes(root: Path) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-# The names of a control group's limit, its use, and the part of its use that is only cached files.
+# file names of a control group's limit and usage, and the key of the part that is only cached files
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _container_bytes(root: Path) -> Iterator[int]:
-    """Bytes that each control group around this process still allows; none for a group without a limit."""
+    """Yield the bytes that each control group of this process still allows; groups without limit: nothing."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,5 +72,5 @@ def _group_bytes(folder: Path, limit_name: str, use_name: str, cached_name: str)
         stat = (folder / "memory.stat").read_text(encoding="ascii")
         cached = dict(line.split() for line in stat.splitlines()).get(cached_name, "0")
         yield limit - used + int(cached)
-    except (OSError, ValueError):  # no such group here, or its limit is the word "max"
+    except (OSError, ValueError):  # the group does not exist here, or its limit is the word "max"
         return

@@ -1,28 +1,28 @@
-"""The tensors of the KV cache: where keys and values really are.
+"""The tensors of the KV cache.
 
-One allocation for all layers, [L, 2, num_blocks, block_size, G, H]; a *slot* is one token's place in it,
-`block * block_size + offset`, so seen flat a layer's keys are [num_slots, G, H]. Layers with other windows
-lie in other blocks, so L is the number of layers to a block, and a layer's *plane* its place among them
-(`layout.py`). The books (`paged_pool.py`) say who owns each block; this file only moves the bytes.
+All layers share one allocation, [L, 2, num_blocks, block_size, G, H]. A *slot* is the place of one token,
+`block * block_size + offset`, so a layer's keys can be viewed as [num_slots, G, H]. Layers with different
+windows use different blocks, so L is the number of layers per block, and a layer's *plane* is its index among
+them (`layout.py`). `paged_pool.py` records who owns each block; this module only moves the bytes.
 
-Host memory has one block after the other, [num_host_blocks, L, 2, block_size, G, H], so a block is one
-contiguous piece, which a GPU's copy engine moves at once. On a GPU, blocks cross in a separate stream,
-through a small buffer on the device (`_Crossing`). Leaving blocks are gathered there, so that a step may
-overwrite a block while its copy is on the way. Only steps wait for arriving blocks, not the host.
+In host memory, blocks are contiguous, [num_host_blocks, L, 2, block_size, G, H], so a GPU's copy engine moves
+each with one copy. On a GPU, blocks are copied in a separate stream, through a small buffer on the device
+(`_Crossing`). Blocks on the way out are gathered there, so that a step may overwrite a block before its copy
+has finished. Steps wait for incoming blocks; the host does not.
 
 Keys and values may be kept in 8 bits instead (kernels/elementwise/kv_codes.py). Then a second allocation has
-their scales, [L, 2, num_blocks, G, block_size], and every move covers both.
+their scales, [L, 2, num_blocks, G, block_size], and every transfer covers both.
 
-Layers with a state keep it in the bytes of a block: half of its heads where keys lie, half where values lie.
-A further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].
+Layers with a state keep it in the bytes of a block: half of its heads in the keys, half in the values. A
+further allocation has the tails of their convolutions, [L, 1, num_blocks, W - 1, C].
 
-Where layers differ in the size of their heads, G and H belong to a plane, and a layer sees its part of
-each block as slots of its own width (`layout.py`).
+If layers differ in the size of their heads, G and H describe a plane, and a layer views its part of each
+block as slots of its own width (`layout.py`).
 
-Blocks are handed out uninitialised. Nothing may read a slot before the step that writes it: tests
-fill the store with NaN and expect no trace of it.
+Blocks are not initialized. Nothing may read a slot before the step that writes it: tests fill the store with
+NaN and check that none appears in a result.
 
-Shapes:  L layers to a block, G kv heads, H head size.
+Shapes:  L layers per block, G kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from infer.kernels.elementwise.heads import CacheSlots
 from infer.kernels.elementwise.kv_codes import LARGEST, KVScales
 from infer.kernels.runtime.dispatch import is_gpu
 
-CROSSING_BYTES: Final = 64 << 20  # buffer for blocks on their way between a GPU and host memory
-MOST_CROSSING: Final = 64  # blocks in it
+CROSSING_BYTES: Final = 64 << 20  # size of the buffer for transfers between a GPU and host memory
+MOST_CROSSING: Final = 64  # most blocks in this buffer
 
 
 class KVStore:
@@ -65,7 +65,7 @@ class KVStore:
         fixed: torch.Tensor | None = None,
         state: StateSize | None = None,
     ) -> None:
-        """`state`: the size of what layers of tables without keys keep in a block instead (layout.py)."""
+        """`state`: the size of the state that recurrent layers keep in a block (layout.py)."""
         self.device, self.dtype = device, dtype  # device and number format of the model
         self.num_host_blocks = num_host_blocks
         self.tables = layout.tables  # the block table of each layer
@@ -109,7 +109,7 @@ class KVStore:
             num_places = CROSSING_BYTES * num_host_blocks // sum(host.nbytes for _, host in self._parts)
             if num_places:
                 self._crossing = _Crossing(self._parts, min(num_places, num_host_blocks, MOST_CROSSING))
-        if is_gpu(device) and num_blocks:  # kernels are compiled and loaded now rather than within a request
+        if is_gpu(device) and num_blocks:  # compile and load kernels now, not during a request
             self.transfer([(TransferKind.COPY, 0, 0)])
             if num_host_blocks:
                 self.transfer([(TransferKind.SWAP_OUT, 0, 0), (TransferKind.SWAP_IN, 0, 0)])
@@ -117,18 +117,18 @@ class KVStore:
     def slots(
         self, layer: int, slots_KT: torch.Tensor | Sequence[torch.Tensor], *, keeps: bool = False
     ) -> CacheSlots:
-        """The cache of one layer, and in it the slots of a step's tokens, given the slots of each table."""
+        """Return one layer's cache with the slots of a step's tokens, given the slots of each table."""
         keys, values, slots_T = self.keys[layer], self.values[layer], slots_KT[self.tables[layer]]
         return CacheSlots(keys, values, slots_T, keeps, self.scales[layer], self.fixed[layer])
 
     @property
     def num_bytes(self) -> int:
-        """Device memory taken."""
+        """The bytes of device memory that the store takes."""
         return sum(part.nbytes for part, _ in self._parts)
 
     @contextmanager
     def kept(self, num_blocks: int) -> Iterator[None]:
-        """Put back, at the end of a `with` statement, what the first blocks held before it."""
+        """Restore the contents of the first `num_blocks` blocks at the end of a `with` statement."""
         held = [part[:, :, :num_blocks].clone() for part, _ in self._parts]
         try:
             yield
@@ -137,21 +137,21 @@ class KVStore:
                 part[:, :, :num_blocks] = blocks
 
     def move_slots(self, moves_2M: torch.Tensor) -> None:
-        """Copy keys and values of some slots, in all layers, to others; all are read before any is written.
+        """Copy slots to other slots in all layers; all are read before any is written.
 
-        For stores with one table, whose layers are of one size.
+        Only for stores with one table and layers of one size.
         """
         size = self._parts[0][0].shape[3]
-        (source_M, place_M), (from_M, to_M) = moves_2M // size, moves_2M % size  # blocks, places in them
+        (source_M, place_M), (from_M, to_M) = moves_2M // size, moves_2M % size  # blocks, offsets in them
         for number, (part, _) in enumerate(self._parts):
-            raw = part.view(torch.uint8) if part.itemsize == 1 else part  # codes are not numbers to torch
+            raw = part.view(torch.uint8) if part.itemsize == 1 else part  # torch cannot index 8-bit floats
             if number:  # scales
                 raw[:, :, place_M, :, to_M] = raw[:, :, source_M, :, from_M]
             else:
                 raw[:, :, place_M, to_M] = raw[:, :, source_M, from_M]
 
     def transfer(self, transfers: Sequence[tuple[TransferKind, int, int]]) -> None:
-        """Carry out (kind, source, destination) moves in order: a destination may be a later source."""
+        """Perform (kind, source, destination) transfers in order: a destination may be a later source."""
         for kind, moves in groupby(transfers, key=itemgetter(0)):
             pairs = [move[1:] for move in moves]
             if kind != TransferKind.COPY and self._crossing is not None:
@@ -163,21 +163,21 @@ class KVStore:
                     continue
                 is_out = kind == TransferKind.SWAP_OUT
                 here, there = (source, destination) if is_out else (destination, source)
-                # plane by plane: a block as large as a sequence would be gathered in memory that is not there
+                # plane by plane: gathering a very large block would need additional memory
                 for on_device, on_host in zip(device.flatten(0, 1), host[there].flatten(0, 1), strict=True):
                     to, of = (on_host, on_device[here]) if is_out else (on_device[here], on_host)
                     to.copy_(of, non_blocking=True)
 
 
 def crossing_bytes(block_bytes: int) -> int:
-    """The most device memory that blocks of this size take on their way to and from host memory."""
+    """Return the size of the device buffer for swapping blocks of this size."""
     return min(CROSSING_BYTES, MOST_CROSSING * block_bytes)
 
 
 class _Crossing:
-    """Blocks on their way between a GPU and host memory, some at a time, on a stream of their own.
+    """Copies blocks between a GPU and host memory, some at a time, on a separate stream.
 
-    The stream carries them in order, so a block that has just left can come back at once.
+    The stream copies them in order, so a block that was just swapped out can be swapped in at once.
     """
 
     def __init__(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], num_places: int) -> None:
@@ -190,7 +190,7 @@ class _Crossing:
                          for _, host in parts]  # fmt: skip
 
     def cross(self, pairs: Sequence[tuple[int, int]], *, is_out: bool) -> None:
-        """Copy blocks, each a (source, destination), out to host memory or in from there."""
+        """Copy blocks, given as (source, destination), to or from host memory."""
         steps, crossing = torch.cuda.current_stream(self._buffers[0].device), self._stream
         for start in range(0, len(pairs), self._num_places):
             batch = [
@@ -214,7 +214,7 @@ class _Crossing:
             self._is_free.record(crossing if is_out else steps)
 
     def _copy(self, pairs: Sequence[tuple[int, int]], *, is_out: bool) -> None:
-        """Copy between the buffer and host memory: blocks that follow each other there as one."""
+        """Copy between the buffer and host memory; adjacent host blocks are copied together."""
         blocks = [pair[is_out] for pair in pairs]
         runs = [place for place, block in enumerate(blocks) if not place or block != blocks[place - 1] + 1]
         for first, stop in pairwise([*runs, len(blocks)]):

@@ -1,40 +1,40 @@
 """The layout of the KV cache: which layers share a block, and how many blocks a sequence needs.
 
-A layer with a sliding window of w tokens never reads a token that lies w or more before the newest one, so
-blocks outside the window can be freed while the sequence grows. Layers with the same window make a *group*. A
-group may need blocks that another has freed, so each has its own block tables:
+A layer with a sliding window of w tokens never reads a token w or more positions before the newest one, so
+blocks outside the window can be freed while the sequence grows. Layers with the same window form a *group*.
+A group may still need a block that another group has freed, so each group has its own block tables:
 
     layers      0 1 2 3 4   6 7 8 9 10    5 11           Gemma 3: five local layers, then a global one
     table       1 1 2 2 3   3 4 4 5 5     0  0           here with two layers to a block
-    plane       0 1 0 1 0   1 0 1 0 1     0  1           where a layer lies within the blocks of its table
+    plane       0 1 0 1 0   1 0 1 0 1     0  1           a layer's place within the blocks of its table
 
-All tables take their blocks from one pool: a block holds the keys and values of `block_size` tokens in
-`num_planes` layers, whichever. So memory that long sequences free in the local layers serves global layers,
-and nothing is divided in advance. Groups seldom have the same number of layers, so the last table of a group
+All tables take their blocks from one pool: a block stores the keys and values of `block_size` tokens in any
+`num_planes` layers. So memory that long sequences free in the local layers is available to global layers, and
+nothing is divided in advance. Groups rarely have the same number of layers, so the last table of a group
 leaves part of each block unused (docs/decisions/0008-groups-of-layers-share-one-pool.md).
 
-A layer of linear attention has a state in place of keys and values: a few matrices, as large after a thousand
-tokens as after one. Its table has a window of two tokens, a token and the one before it, and a block holds
-the state after the tokens of that block. The next token reads the newest state and writes its own:
+A layer of linear attention has a state in place of keys and values: a few matrices of constant size, whatever
+the number of tokens. Its table has a window of two tokens, a token and its predecessor, and a block stores
+the state after the last token of that block. The next token reads the newest state and writes its own:
 
     tokens      0  1  2  3 | 4  5  6  7 | 8  9               block size 4
     blocks      freed        after 7      after 9            the next token reads "after 9" and writes there
 
 So freeing, forks, swapping and prefixes work as for any window. A full block is the state of a prefix, and a
-prompt continues from its end, because there is no state within a block (docs/features/hybrid.md).
+prompt continues only from the end of a block, because no state within it is kept (docs/features/hybrid.md).
 
-Layers may differ in the size of a token's keys (Gemma 4). Then a plane is as wide as a common multiple of all
-sizes, and narrower layers divide it: a table of layers of half the width has two of them to a plane.
+Layers may differ in the size of a token's keys (Gemma 4). Then the width of a plane is a common multiple of
+all sizes, and narrower layers share it: layers of half the width lie two to a plane.
 
     a block of a plane      | layer 0, block_size tokens | layer 2, block_size tokens |
 
-In slots of half the width, block b of this plane begins at slot 2 b * block_size. So the tables that a device
-gets have 2 b in place of b, and nothing else there needs to know (`KVLayout.spans`).
+In slots of half the width, block b of this plane begins at slot 2 b * block_size. So the device's tables have
+2 b in place of b; nothing else on the device depends on it (`KVLayout.spans`).
 
-A model whose layers have the same window has one table and one block for all layers.
+A model whose layers all have the same window has one table and one block for all layers.
 
-Layers in stages are in the memory of different ranks, which have the same tables: the planes of each stage
-are counted from 0, and a block has room for the stage that needs most.
+Pipeline stages are in the memory of different ranks, which have the same tables: the planes of each stage are
+numbered from 0, and a block has room for the stage that needs the most planes.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ from typing import Final, NamedTuple
 
 
 class TransferKind(StrEnum):
-    """The two ends of a block's move."""
+    """The source and the destination of a block transfer."""
 
-    COPY = "copy"  # both ends on the device
-    SWAP_OUT = "swap_out"  # the source on the device, the destination in host memory
-    SWAP_IN = "swap_in"  # the other way round
+    COPY = "copy"  # device to device
+    SWAP_OUT = "swap_out"  # device to host memory
+    SWAP_IN = "swap_in"  # host memory to device
 
 
 COPY, SWAP_OUT, SWAP_IN = TransferKind
 
 
 class Transfer(NamedTuple):
-    """Move one block; the books have moved it already."""
+    """A copy of one block; the pool's records already show it as done."""
 
     kind: TransferKind
     source: int
     destination: int
 
 
-MAX_TABLES: Final = 8  # more of them waste fewer bytes, and cost the host more time
+MAX_TABLES: Final = 8  # more tables waste fewer bytes, but cost more host time
 ENDLESS: Final = 1 << 40  # blocks: more than any memory has
-STATE: Final = 0  # stands where a window would: the layers of the table have a state
-STATE_WINDOW: Final = 2  # tokens whose blocks a layer with a state needs: a token and the one before it
-STATE_TOKENS: Final = 16  # tokens that a kernel computes at once, all of one block
+STATE: Final = 0  # used in place of a window: the layers of the table have a state
+STATE_WINDOW: Final = 2  # window of a layer with a state: a token and its predecessor
+STATE_TOKENS: Final = 16  # tokens of one block that a kernel computes at once
 
 
 class StateSize(NamedTuple):
     """The size of the state that a layer keeps in one block in place of keys and values."""
 
-    num_heads: int  # an even number: half of them lie where keys would lie, half where values would
+    num_heads: int  # even: half of the heads take the place of keys, half the place of values
     shape: tuple[int, int]  # shape of a head's matrix, in float32
     tail: tuple[int, int]  # shape of the last inputs of its convolution, in the dtype of the model
 
     def min_block_size(self, bytes_per_token: int) -> int:
-        """Tokens of the smallest block with room for a state, given the bytes of one token's keys."""
+        """Return the smallest block size with room for a state, given the bytes of one token's keys."""
         num_bytes = 4 * self.num_heads // 2 * self.shape[0] * self.shape[1]
         return max(STATE_TOKENS, 1 << (-(-num_bytes // bytes_per_token) - 1).bit_length())
 
@@ -95,18 +95,18 @@ class StateSize(NamedTuple):
 class KVLayout:
     """The blocks and planes in which the layers of a model keep their keys and values."""
 
-    windows: tuple[int | None, ...]  # tokens that the layers of each table see back; the tables of one
-    # group follow each other, and groups without a window come first
-    tables: tuple[int, ...]  # the table of each layer, which says where its blocks are
-    planes: tuple[int, ...]  # the place of each layer within a block
-    num_planes: int  # layers to a block
-    spans: tuple[int, ...] = ()  # layers of each table that divide a plane; (): one has all of it
-    heads: tuple[tuple[int, int], ...] = ()  # number and size of the kv heads of each layer; (): all alike
-    parts: tuple[int, ...] = ()  # the part of its plane that each layer has
+    windows: tuple[int | None, ...]  # window of each table's layers; the tables of one group follow each
+    # other, and groups without a window come first
+    tables: tuple[int, ...]  # block table of each layer
+    planes: tuple[int, ...]  # place of each layer within a block
+    num_planes: int  # planes of a block
+    spans: tuple[int, ...] = ()  # layers of each table that share a plane; (): one
+    heads: tuple[tuple[int, int], ...] = ()  # number and size of the kv heads of each layer; (): all equal
+    parts: tuple[int, ...] = ()  # index of each layer among the layers that share its plane
 
     @classmethod
     def whole(cls, num_layers: int) -> KVLayout:
-        """One table for all layers, nothing freed before the end."""
+        """Return a layout with one table for all layers, which frees no block early."""
         return cls((None,), (0,) * num_layers, tuple(range(num_layers)), num_layers)
 
     @classmethod
@@ -118,10 +118,10 @@ class KVLayout:
         sources: Sequence[int] = (),
         stages: Sequence[range] = (),
     ) -> KVLayout:
-        """The layout of layers with these windows; a window that no sequence outgrows counts as none.
+        """Return the layout of layers with these windows; a window of `max_seq_len` or more counts as none.
 
         `heads`: as in the layout. `sources`: the layer whose keys and values each layer reads; (): its own.
-        `stages`: the layers of each stage, where other ranks have the other ones.
+        `stages`: the layers of each pipeline stage.
         """
         sources, stages = sources or range(len(layer_windows)), stages or (range(len(layer_windows)),)
         widths = [math.prod(each) for each in heads] or [1] * len(layer_windows)
@@ -149,20 +149,20 @@ class KVLayout:
         return cls(tuple(windows), tables, planes, num_planes, tuple(spans), tuple(heads), places)
 
     def plane_heads(self, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
-        """The number and size of kv heads of a plane, given a layer's where all are alike."""
+        """Return the number and size of kv heads of a plane; the arguments hold if all layers are equal."""
         widths = map(math.prod, self.heads)
         return (1, math.lcm(*widths)) if self.heads else (num_kv_heads, head_dim)
 
     @property
     def num_layers(self) -> int:
-        """Layers that the blocks of all tables have room for."""
+        """The number of layers for which the blocks of all tables have room."""
         return self.num_planes * len(self.windows)
 
 
 def window_blocks(window: int | None, block_size: int, max_chunk: int | None) -> int:
-    """The most blocks a table holds of a sequence, however long: blocks of a window and of a step's tokens.
+    """Return the most blocks of a table that a sequence of any length holds: for its window and one step.
 
-    At most `max_chunk` tokens of a sequence are computed in a step; None: all there are.
+    A step computes at most `max_chunk` tokens of a sequence; None: any number.
     """
     if window is None or max_chunk is None:
         return ENDLESS
@@ -172,7 +172,7 @@ def window_blocks(window: int | None, block_size: int, max_chunk: int | None) ->
 def blocks_of_sequence(
     windows: Sequence[int | None], num_tokens: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """The most blocks, in tables with these windows, that a sequence holds until it has this length."""
+    """Return the most blocks, in tables with these windows, that a sequence holds up to this length."""
     table_len = -(-num_tokens // block_size)
     return sum(min(table_len, window_blocks(window, block_size, max_chunk)) for window in windows)
 
@@ -180,7 +180,7 @@ def blocks_of_sequence(
 def longest_sequence(
     windows: Sequence[int | None], num_blocks: int, block_size: int, max_chunk: int | None
 ) -> int:
-    """The number of tokens of one sequence, in whole blocks, that this many blocks hold."""
+    """Return the longest sequence, in whole blocks, that fits into `num_blocks`."""
 
     def num_held(table_len: int) -> int:
         return blocks_of_sequence(windows, table_len * block_size, block_size, max_chunk)
@@ -189,9 +189,9 @@ def longest_sequence(
 
 
 def _choose_planes(group_sizes: dict[tuple[int | None, int], int]) -> int:
-    """The number of planes that wastes least, first of blocks that are never freed early.
+    """Return the number of planes that wastes least, first in blocks of layers without a window.
 
-    `group_sizes`: the planes that the layers of each group fill.
+    `group_sizes`: the number of planes that the layers of each group need.
     """
     max_tables = max(MAX_TABLES, len(group_sizes))
 

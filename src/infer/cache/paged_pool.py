@@ -1,46 +1,45 @@
-"""The books of the KV cache: block tables, the prefix tree and host memory, kept in agreement.
+"""The block pool of the KV cache: keeps block tables, the prefix tree and host blocks consistent.
 
     BlockAllocator   the owners of each block, on the device and on the host
-    PrefixTree       the blocks that hold the start of a prompt; one more owner of each
-    SequenceBooks    the tables of each sequence, and how much of them the tree knows
+    PrefixTree       the blocks of cached prefixes; one more owner of each
+    SequenceBooks    the tables of each sequence, and the number of their blocks in the tree
 
 The scheduler makes the same few calls for every layout of the cache:
 
-    match_prefix   a sequence comes in: attach the cached start of its prompt
-    reserve        make room up to a length, and let go of blocks that have left a window
-    commit         tokens are computed: full blocks become visible to the prefix tree
-    fork           a second sequence goes on from the same tokens
-    swap_out/in    move a sequence's tokens to host memory and back
+    match_prefix   a sequence enters: attach the cached prefix of its prompt
+    reserve        allocate slots up to a length, and free blocks that have left a window
+    commit         tokens are computed: full blocks enter the prefix tree
+    fork           a second sequence continues from the same tokens
+    swap_out/in    move a sequence's blocks to host memory and back
     release        the sequence is finished, aborted or preempted
-    take_moves     blocks that cross between device and host since the last call
+    take_moves     other transfers between device and host since the last call
 
-**What may be written.** A block with more than one owner is never written. If a sequence is about to write
-into a shared block (after a fork, or because its whole prompt was cached and the last token must be computed
-once more), it gets a copy: `reserve` puts the destination into the sequence's table and returns the pair
+**Copy on write.** A block with more than one owner is never written. If a sequence is about to write into a
+shared block (after a fork, or because its whole prompt was cached and the last token must be computed once
+more), it gets a copy: `reserve` puts the destination into the sequence's table and returns the pair
 (source, destination).
 
-**Transfers run in order.** Copies and swaps are returned as pairs of blocks. All of them, even for a sequence
-that was preempted since, must run in the order in which the pool returned them and before the step's tokens
-are written. So the pool may give a source to another sequence at once. Other moves of `reserve` and `swap_in`
-(`take_moves`) come before the pairs that they return.
+**Transfers run in order.** Copies and swaps are returned as pairs of blocks. All of them must run in the
+order in which the pool returned them, before the step's tokens are written, even if their sequence has been
+preempted since. So the pool may give a source block to another sequence at once. Transfers of `take_moves`
+come before the pairs that `reserve` or `swap_in` returned with them.
 
 **Host memory is one pool** for preempted sequences and, with `keep_evicted`, for blocks that the prefix tree
-evicts. A cached prefix may then lie on the device, on the host, or partly on each: `match_prefix` counts all
-of it, and `reserve` brings in the part on the host. The tree's copies make room for sequences.
+evicts. A cached prefix may then be on the device, on the host, or partly on each: `match_prefix` counts all
+of it, and `reserve` brings in the host part. The tree's copies are evicted to make room for sequences.
 
-**A decode step needs no call** unless it crosses a block boundary: the batch state knows how far a sequence
-may write (`reserve`) and when its next block is full (`commit`).
+**A decode step needs no call** unless it crosses a block boundary: the batch state knows the number of
+reserved slots (`reserve`) and when the next block is full (`commit`).
 
-**Windows move when a sequence asks for blocks**: `reserve` first frees the blocks that have wholly left the
-window of their layers, also between the chunks of a prompt. For a long prompt, a table with a window gets at
-most the blocks of the window and one chunk.
+**Windows move in `reserve`**: it first frees the blocks that have completely left the window of their layers,
+also between the chunks of a prompt. For a long prompt, a table with a window gets at most the blocks of the
+window and one chunk.
 
-**New blocks come** first from free blocks, then from cached blocks that no sequence uses, least recently used
-first. Only the scheduler decides to preempt a sequence.
+**New blocks** are free blocks first, then cached blocks that no sequence uses, least recently used first.
+Only the scheduler decides to preempt a sequence.
 
 The contiguous layout is a pool with other numbers: blocks of `max_seq_len` tokens, one for each sequence
-(`max_blocks_per_sequence`), and no cache between requests. A pool is integers; the tensors are in
-`kv_store.py`.
+(`max_blocks_per_sequence`), and no prefix cache. The pool is integers only; the tensors are in `kv_store.py`.
 """
 
 from __future__ import annotations
@@ -70,37 +69,37 @@ NEVER: Final = sys.maxsize  # a num_computed that no sequence reaches
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """The number of blocks that hold this many tokens."""
+    """Return the number of blocks for `num_tokens`."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUsage:
-    """The usage of the cache, for metrics and people."""
+    """The usage of the cache, for metrics and messages."""
 
     num_blocks: int
     num_free: int  # blocks without an owner
-    num_idle: int  # blocks held by the prefix tree alone: they can be taken at once
-    num_cached: int  # blocks held by the prefix tree, idle ones included
+    num_idle: int  # blocks held by the prefix tree alone, which can be evicted at once
+    num_cached: int  # blocks held by the prefix tree, including idle ones
     num_used: int  # blocks held by sequences
-    num_unfilled_slots: int  # this and the next: 0 unless they were asked for
-    fragmentation: float  # unfilled slots / all slots of the blocks of sequences
+    num_unfilled_slots: int  # 0 unless it was asked for
+    fragmentation: float  # unfilled slots / all slots of sequences' blocks; 0 unless it was asked for
     num_free_host_blocks: int
     num_cached_host: int  # host blocks that are copies of evicted blocks
-    num_blocks_out: int  # blocks that went to host memory since the start
-    num_blocks_in: int  # blocks that came from there
-    num_queried_tokens: int  # tokens of all prompts admitted
-    num_hit_tokens: int  # tokens of these that were found in the cache
-    num_host_hit_tokens: int  # tokens of these that were in host memory
+    num_blocks_out: int  # blocks copied to host memory since the start
+    num_blocks_in: int  # blocks copied from host memory since the start
+    num_queried_tokens: int  # tokens of all admitted prompts
+    num_hit_tokens: int  # queried tokens that were found in the cache
+    num_host_hit_tokens: int  # queried tokens that were found in host memory
     num_evicted_blocks: int
 
 
 class PagedKVCachePool:
-    """Many small blocks, shared where prompts start alike, copied when written; one thread uses it.
+    """Blocks that sequences share by common prefixes and copy on write; one thread uses the pool.
 
-    `windows` has the window of each table of a sequence (cache/layout.py); `max_chunk` is the most tokens
-    of a sequence that a step computes, None: any number. `allocator` keeps the books of the device's blocks,
-    each of which takes `block_bytes`.
+    `windows` has the window of each table (cache/layout.py); `max_chunk` is the most tokens of a sequence
+    that a step computes, None: any number. `allocator` is the class that allocates device blocks, each of
+    `block_bytes`.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class PagedKVCachePool:
             )
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.windows = tuple(windows)  # tokens that the layers of each table see back; None: all
+        self.windows = tuple(windows)  # window of each table's layers in tokens; None: no window
         self.max_chunk = max_chunk
         self.block_bytes = block_bytes
         self.caches_prefixes = use_prefix_caching
@@ -140,49 +139,48 @@ class PagedKVCachePool:
         self._device = allocator(num_blocks, placement_seed=placement_seed)
         self._host = BlockAllocator(num_host_blocks, place="host", placement_seed=placement_seed)
         self.tree = PrefixTree(self._device, block_size, windows, self._host)
-        self.moves = self.tree.moves  # moves that `take_moves` has not taken
+        self.moves = self.tree.moves  # transfers that `take_moves` has not returned yet
         self._num_out = self._num_in = 0
         self._sequences: dict[int, SequenceBooks] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks that can be taken at once, with the ones that only the prefix tree holds."""
+        """The number of free and idle blocks: all can be allocated at once."""
         return self._device.num_free + self._device.num_idle
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Return True if one sequence of this length fits when it has the cache to itself."""
+        """Return True if one sequence of this length fits into an empty cache."""
         return blocks_for(num_tokens, self.block_size) <= self._longest_table
 
     def blocks_of(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of this length holds, in all of its tables."""
+        """Return the most blocks that a sequence of this length holds, in all of its tables."""
         return blocks_of_sequence(self.windows, num_tokens, self.block_size, self.max_chunk)
 
     def longest(self, num_sequences: int = 1) -> int:
-        """The most tokens that each of `num_sequences` can have when they have the cache to themselves."""
+        """Return the longest length at which `num_sequences` fit into an empty cache together."""
         share = self.num_blocks // num_sequences
         fitting = longest_sequence(self.windows, share, self.block_size, self.max_chunk)
         return min(fitting, self._longest_table * self.block_size)
 
     def block_tables(self, seq_id: int) -> list[list[int]]:
-        """The sequence's tables: its blocks in order, NO_BLOCK before a window; live, to be read only."""
+        """Return the live, read-only tables of a sequence: its blocks in order, NO_BLOCK before a window."""
         books = self._sequences.get(seq_id)
         if books is None:
             raise self._not_resident(seq_id)
         return books.tables
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], salt: str | None = None) -> int:
-        """Enter a sequence and attach its cached prefix; returns how many tokens need no computing.
+        """Enter a sequence and attach its cached prefix; returns the number of cached tokens.
 
-        At least the last token is left to compute. Give the blocks back with `release` if the sequence
-        is not admitted after all.
+        At least the last token is left to compute. Call `release` if the sequence is not admitted after all.
         """
         books = self._enter(seq_id, salt)
         if not self.caches_prefixes:
             return 0
         size = self.block_size
         path = self.tree.match(tokens, salt)
-        # A model must run at least one token to have something to sample from. When every token is
-        # cached the last block stays attached, and `reserve` copies it for that one token to be written.
+        # A model must compute at least one token to sample from. If every token is cached, the last block
+        # stays attached, and `reserve` copies it so that this token can be written.
         num_cached = max(0, min(len(path) * size, len(tokens) - 1))
         if self._sliding:
             num_cached = self._continuable(path, len(tokens))
@@ -201,9 +199,9 @@ class PagedKVCachePool:
         return num_cached
 
     def _attach_copies(self, books: SequenceBooks, path: list[PrefixNode], num_cached: int) -> None:
-        """Hold the copies of blocks that are not on the device.
+        """Hold the host copies of a prefix's blocks that are not on the device.
 
-        The nodes from the first of them on are entered anew once the blocks are there, as if computed.
+        From the first of these on, blocks are committed to the tree again after they are brought in.
         """
         size = self.block_size
         books.incoming = [
@@ -218,9 +216,9 @@ class PagedKVCachePool:
         books.num_from_host = sum(min(size, num_cached - index * size) for index in indices)
 
     def _continuable(self, path: list[PrefixNode], num_tokens: int) -> int:
-        """The token from which a prompt can go on: all blocks within the windows before it must be there."""
+        """Return the token from which a prompt can continue: all blocks in windows before it are cached."""
         num_cached = 0
-        runs = dict.fromkeys(self._sliding, 0)  # nodes in a row with a block, by table
+        runs = dict.fromkeys(self._sliding, 0)  # number of consecutive nodes with a block, by table
         for depth, node in enumerate(path, start=1):
             candidate = min(depth * self.block_size, num_tokens - 1)
             # a state covers all tokens of its block, of which the last must be computed again
@@ -234,13 +232,12 @@ class PagedKVCachePool:
         return num_cached
 
     def reserve(self, seq_id: int, num_tokens: int, num_computed: int) -> list[BlockPair] | None:
-        """Let a sequence write from `num_computed` to `num_tokens`; returns block copies, None: no room.
+        """Reserve slots from `num_computed` to `num_tokens`; returns block copies to make, None: no room.
 
-        A table with a window gets only part of a long prompt at once, at least the tokens of one step: the
-        rest has to be asked for again.
-        Blocks that have left a window are let go of, and cached ones that no sequence uses are evicted as
-        needed; after None every sequence has what it needs and had.
-        A pair in the answer means that one entry of a table of the sequence has changed.
+        A table with a window gets blocks only for a part of a long prompt, at least for one step: call
+        `reserve` again for the rest. Blocks that have left a window are freed, and idle blocks are evicted
+        as needed. If it returns None, no sequence has lost a block that it needs. Each returned pair is a
+        changed entry in a table of the sequence.
         """
         device, size, books = self._device, self.block_size, self._sequences.get(seq_id)
         if books is None or books.host_tables is not None:
@@ -250,11 +247,11 @@ class PagedKVCachePool:
             return None
         if self._sliding:
             self._slide(books, num_computed)
-        first = num_computed // size  # no block after this one is ever shared
+        first = num_computed // size  # later blocks are never shared
         num_wanted = len(books.incoming)
-        short: list[tuple[list[int], int]] = []  # tables, and how many blocks they lack
+        short: list[tuple[list[int], int]] = []  # tables, and the number of blocks that they lack
         shared: list[list[int]] = []
-        for number, table in enumerate(books.tables):  # zip takes longer than all the rest
+        for number, table in enumerate(books.tables):  # not `zip`, which is slower than the rest
             num_held = len(table)
             num_new = table_len - num_held
             if self._sliding:
@@ -287,7 +284,7 @@ class PagedKVCachePool:
         return copies
 
     def _bring_in(self, books: SequenceBooks) -> None:
-        """Give a sequence blocks for what it has found in host memory; the copies stay the tree's."""
+        """Allocate device blocks for a prefix found in host memory; the tree keeps the host copies."""
         blocks = self._device.take(len(books.incoming), books.seq_id)
         for (table, index, copy), block in zip(books.incoming, blocks, strict=True):
             books.tables[table][index] = block
@@ -296,7 +293,7 @@ class PagedKVCachePool:
         books.incoming = []
 
     def _slide(self, books: SequenceBooks, num_computed: int) -> None:
-        """Let go of the blocks that no token from `num_computed` on can see."""
+        """Free the blocks that no token from `num_computed` on can see."""
         for table, window in self._sliding:
             start, now = books.starts[table], max(num_computed - window + 1, 0) // self.block_size
             if now > start:
@@ -306,9 +303,9 @@ class PagedKVCachePool:
                 books.starts[table] = now
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> int:
-        """Let the full blocks of the first `num_computed` tokens, which are in the cache for good, be shared.
+        """Add the full blocks of the first `num_computed` tokens to the prefix tree.
 
-        Returns the `num_computed` at which the next block is full: until then there is nothing to commit.
+        These tokens can no longer be retracted. Returns the `num_computed` at which the next block is full.
         """
         size, books = self.block_size, self._sequences.get(seq_id)
         if books is None or books.host_tables is not None:
@@ -330,8 +327,8 @@ class PagedKVCachePool:
     def fork(self, parent_id: int, child_id: int, num_computed: int) -> None:
         """Enter a second sequence that shares the `num_computed` tokens of its parent.
 
-        Between steps only: a parent with a write under way must commit it first. The first of the two to
-        write copies the last block.
+        Call it only between steps: a parent with a launched write must commit it first. The first of the two
+        to write copies the last block.
         """
         parent = self._resident(parent_id)
         child = self._enter(child_id, parent.salt)
@@ -343,14 +340,14 @@ class PagedKVCachePool:
         self._device.share(child.holdings(), child_id)
 
     def release(self, seq_id: int) -> None:
-        """Let go of all a sequence holds; one that holds nothing is fine, so abort may come at any time."""
+        """Free all blocks of a sequence; does nothing if it is unknown, so abort is always possible."""
         books = self._sequences.pop(seq_id, None)
         if books is not None:
             self._device.drop(books.holdings(), seq_id)
             self._host.drop(books.host_holdings(), seq_id)
 
     def swap_out(self, seq_id: int, num_computed: int) -> list[BlockPair] | None:
-        """Move a sequence's computed tokens to host memory; returns (device, host) pairs, None: no room."""
+        """Swap out a sequence's computed blocks; returns (device, host) pairs to copy, None: no room."""
         books = self._resident(seq_id)
         self._slide(books, num_computed)
         num_blocks = blocks_for(num_computed, self.block_size)
@@ -375,9 +372,9 @@ class PagedKVCachePool:
         return list(zip(sources, targets, strict=True))
 
     def swap_in(self, seq_id: int) -> list[BlockPair] | None:
-        """Bring a sequence back; returns (host, device) pairs to copy, None: no room.
+        """Swap a sequence in; returns (host, device) pairs to copy, None: no room.
 
-        The next commit enters its blocks into the tree anew.
+        The next commit adds its blocks to the tree again.
         """
         books = self._sequences.get(seq_id)
         if books is None or books.host_tables is None:
@@ -397,15 +394,15 @@ class PagedKVCachePool:
         return list(zip(sources, targets, strict=True))
 
     def keep_evicted(self, keeps: bool) -> None:
-        """Let evicted blocks leave copies in host memory from now on, or not."""
+        """Set if evicted blocks leave copies in host memory."""
         self.tree.keeps_evicted = keeps and self.num_host_blocks > 0
 
     def host_tokens(self, seq_id: int) -> int:
-        """The number of tokens of a sequence that were found in host memory."""
+        """Return the number of a sequence's tokens that were found in host memory."""
         return self._sequences[seq_id].num_from_host
 
     def take_moves(self) -> list[Transfer]:
-        """The blocks that were evicted to host memory or come from there since the last call, in order."""
+        """Return the transfers of evicted and of cached blocks since the last call, in order."""
         moves = self.moves.copy()
         if moves:
             self.moves.clear()
@@ -414,9 +411,9 @@ class PagedKVCachePool:
         return moves
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes; returns how many blocks that were.
+        """Evict all cached prefixes; returns the number of blocks.
 
-        Sequences in the pool keep their blocks but enter nothing any more.
+        Sequences in the pool keep their blocks but no longer add any to the tree.
         """
         for books in self._sequences.values():
             books.cursor, books.num_entered = ROOT, 0
@@ -424,19 +421,19 @@ class PagedKVCachePool:
         return self.tree.reset()
 
     def _count_unfilled(self, num_computed: Mapping[int, int]) -> int:
-        """The number of slots of sequences' blocks that hold nothing yet."""
+        """Return the number of unfilled slots in sequences' blocks."""
         size = self.block_size
-        filled: dict[int, int] = {}  # filled slots of blocks that are not full: two sequences may share one
+        filled: dict[int, int] = {}  # filled slots by block, for blocks that are not full and may be shared
         for seq_id, books in self._sequences.items():
             count = num_computed.get(seq_id, 0)
             for table in books.tables:
                 for index, block in enumerate(table[count // size :], count // size):
                     filled[block] = max(filled.get(block, 0), count - index * size, 0)
-        # A sequence that will compute the last token of a cached block sees it unfilled: it is not.
+        # A sequence about to recompute the last token of a cached block counts it as unfilled: it is full.
         return sum(size - n for block, n in filled.items() if block not in self.tree)
 
     def usage(self, num_computed: Mapping[int, int] | None = None) -> PoolUsage:
-        """The usage of the cache; unfilled slots are counted if `num_computed` is given, by sequence id."""
+        """Return the usage of the cache; with `num_computed` by sequence id, unfilled slots are counted."""
         num_unfilled = 0 if num_computed is None else self._count_unfilled(num_computed)
         num_used = self.num_blocks - self.num_free_blocks
         return PoolUsage(
@@ -459,12 +456,12 @@ class PagedKVCachePool:
 
     @property
     def spare_blocks(self) -> tuple[Collection[int], Collection[int]]:
-        """The blocks without an owner, and the ones that only the prefix tree holds; live, read-only."""
+        """The free and the idle blocks: live, read-only views."""
         return self._device.free, self._device.idle
 
     @property
     def spare_host_blocks(self) -> tuple[Collection[int], Collection[int]]:
-        """The host blocks without an owner, and those with copies that only the prefix tree holds; live."""
+        """The free and the idle host blocks: live, read-only views."""
         return self._host.free, self._host.idle
 
     def tables_of_all(self) -> Iterator[tuple[int, list[int], list[int]]]:
@@ -473,11 +470,11 @@ class PagedKVCachePool:
             yield seq_id, books.holdings(), books.host_holdings()
 
     def holdings(self) -> dict[Owner, frozenset[int]]:
-        """The device blocks of every sequence, by its id, and of the prefix tree; a copy, for pictures."""
+        """Return a copy of the device blocks of every sequence and of the prefix tree, for pictures."""
         return self._device.holdings()
 
     def audit_blocks(self) -> list[Leak]:
-        """Name every block whose owner is neither the tree nor a sequence here; none after a normal life."""
+        """Return every block whose owner is neither the tree nor a sequence in the pool: a leak."""
         live_owners: set[Owner] = {PREFIX_TREE, *self._sequences}
         return self._device.audit_blocks(live_owners) + self._host.audit_blocks(live_owners)
 
@@ -494,7 +491,7 @@ class PagedKVCachePool:
 
     def _enter(self, seq_id: int, salt: str | None) -> SequenceBooks:
         if seq_id in self._sequences:
-            raise EngineError(f"sequence {seq_id} is in the cache already; release it first")
+            raise EngineError(f"sequence {seq_id} is already in the cache; release it first")
         books = self._sequences[seq_id] = SequenceBooks(
             seq_id=seq_id,
             salt=salt,
@@ -505,7 +502,7 @@ class PagedKVCachePool:
         return books
 
     def _make_room(self, count: int) -> bool:
-        """Free `count` blocks at the cache's cost alone; False: there are not that many."""
+        """Evict idle blocks until `count` blocks are free; False: there are too few."""
         device = self._device
         if count <= device.num_free:
             return True
@@ -515,9 +512,9 @@ class PagedKVCachePool:
         return True
 
     def _take_back(self, blocks: list[int], num_new: int) -> bool:
-        """Let blocks be written in place that only the tree shares, where there is no room for copies.
+        """Remove blocks from the tree so that their sequence may write them without a copy; False: no room.
 
-        Without this a fully cached prompt as large as the cache could never start.
+        Without this, a fully cached prompt as large as the cache could never start.
         """
         tree, device = self.tree, self._device
         if any(block not in tree or device.ref_count(block) > 2 for block in blocks):
@@ -525,6 +522,6 @@ class PagedKVCachePool:
         if not self._make_room(num_new):
             return False
         for block in blocks:
-            if block in tree:  # not yet gone with another of its group
+            if block in tree:  # not removed yet together with its group
                 tree.forget(block)
         return True

@@ -1,38 +1,38 @@
 """The prefix tree: finds the cached blocks that hold the start of a prompt.
 
-A radix tree over whole blocks. An edge is labelled with the `block_size` tokens of one block, so two
-prompts share a path for as many blocks as they share tokens (block_size 2 below):
+A radix tree over whole blocks. An edge is labelled with the `block_size` tokens of one block, so two prompts
+share the path of their common whole blocks (block_size 2 below):
 
     root ── (the cat)→ block 7 ── (sat on)→ block 3 ── (the mat)→ block 5
                                └─ (ran to)→ block 9
 
-Edges are found through a dict whose keys are the token ids themselves, in four bytes each. The hash only
-decides where to look and the ids decide what matches, so no collision can give one prompt the cache of
-another. (The keys are bytes because a block is then one object to compare, and because Python keys the hash
-of bytes with a secret, so no client can choose prompts whose hashes collide.) A request's `salt` is part of
-the label of its first edge, so different salts never share a node.
+Edges are found through a dict whose keys are the token ids themselves, four bytes each. Keys are compared by
+their ids, not only by hash, so a hash collision can never give a prompt the cache of another. (The keys are
+bytes because a block is then one object to compare, and because Python hashes bytes with a secret seed, so
+no client can choose prompts whose hashes collide.) A request's `salt` is part of the label of its first edge,
+so different salts never share a node.
 
 A node has a block for every table of the cache (cache/layout.py), or NO_BLOCK if the block was evicted:
-blocks outside a window are evicted long before blocks of layers without one. The blocks of one group come and
-go together. The pool decides from which token a prompt can be continued.
+blocks outside a window are evicted long before blocks of layers without a window. The blocks of one group are
+added and evicted together. The pool decides from which token a prompt can be continued.
 
-The tree is one more owner of its blocks: it holds one reference on each, a sequence that uses them adds its
+The tree is one more owner of its blocks: it holds one reference to each, a sequence that uses them adds its
 own, and a block that only the tree holds (*idle*) may be evicted. There is no lock and no pin. The block that
 has been idle for longest is evicted first. In a group without a window, a block is never evicted before an
 idle block that follows it, because the rest of a prefix is useless without its start.
 
-With a `host` the tree has a second tier: an evicted block leaves a copy in host memory, where the least
-recently used copy makes room. A node then has blocks on the device, on the host or on both, and exists as
-long as it has any. A block that returns first belongs to a sequence, and enters the tree like any other block
-that the sequence fills. The copy stays, so that evicting the block again costs nothing.
+With a `host` allocator the tree has a second tier: an evicted block leaves a copy in host memory, from where
+the least recently used copy is evicted. A node then has blocks on the device, on the host or on both, and
+exists as long as it has any. A block that is copied back first belongs to a sequence, and enters the tree
+like any other block that the sequence fills. The copy stays, so evicting the block again needs no copy.
 
 Two sequences may compute the same tokens at the same time. The first to finish a block puts it into the tree;
 the other finds it there and keeps its own block private. A sequence remembers the deepest node of its path by
-number. If that node is gone when its next block is full, the path is entered again from the root.
+number. If that node was removed before its next block is full, the path is inserted again from the root.
 
-For a router that chooses engines by their caches, the tree keeps *news*: the prefixes that came and went
-since the last report. A prefix is reported as a hash of its salt and all its tokens (`chain_hashes`). The
-hash is a hint, not a key: a collision costs time, but gives no request another one's cache.
+For a router that chooses engines by their caches, the tree keeps *news*: the prefixes added and evicted since
+the last report. A prefix is reported as a hash of its salt and all its tokens (`chain_hashes`). The hash is
+only a hint: a collision costs time, but never gives a request the cache of another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from infer.cache.block_allocator import PREFIX_TREE, BlockAllocator
 from infer.cache.layout import SWAP_OUT, Transfer
 from infer.errors import EngineError
 
-Label = bytes | tuple[str | None, bytes]  # the ids; for a first edge the salt and the ids
+Label = bytes | tuple[str | None, bytes]  # token ids; for a first edge the salt and the token ids
 Blocks = tuple[int, ...]  # a block for each table, or NO_BLOCK
 
 ROOT: Final = 0  # the number of the root
@@ -61,11 +61,11 @@ MAX_CHILDREN: Final = 4096  # children of one node that `hottest` looks at
 ID_TYPE: Final = "I"  # type code of the ids in a label: 32 bits
 ID_BYTES: Final = array(ID_TYPE).itemsize
 CHAIN_BYTES: Final = 8
-EVICTION: Final = "eviction"  # owner of a host block until the tree has it
+EVICTION: Final = "eviction"  # temporary owner of a host block, until the tree adopts it
 
 
 def chain_hashes(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[int]:
-    """The hash of every prefix of whole blocks, the shortest first, each made from the one before it."""
+    """Yield the hash of every prefix of whole blocks, the shortest first; each hash includes the previous."""
     ids, size = array(ID_TYPE, tokens).tobytes(), block_size * ID_BYTES
     chain = _first_chain(salt)
     for start in range(0, len(tokens) // block_size * size, size):
@@ -81,32 +81,32 @@ def _next_chain(chain: bytes, ids: bytes) -> bytes:
     return hashlib.blake2b(ids, digest_size=CHAIN_BYTES, key=chain).digest()
 
 
-class PrefixNode(msgspec.Struct, eq=False, gc=False):  # no circles: the collector need not look at them
+class PrefixNode(msgspec.Struct, eq=False, gc=False):  # gc=False: nodes form no reference cycles
     """The end of a cached prefix."""
 
-    number: int  # never used again
+    number: int  # unique, never reused
     blocks: Blocks
     host: Blocks  # copies in host memory
-    label: Label  # the tokens of the edge that leads here
-    parent: int  # its number
-    depth: int  # blocks from the root to here
-    num_hits: int = 0  # admitted prompts that began with this prefix and did not compute it
+    label: Label  # label of the edge from the parent
+    parent: int  # number of the parent
+    depth: int  # number of blocks from the root
+    num_hits: int = 0  # admitted prompts that found this prefix cached
     children: dict[Label, PrefixNode] = msgspec.field(default_factory=dict)
-    chain: bytes = b""  # hash of the prefix, where there are news of it
+    chain: bytes = b""  # hash of the prefix, if news are kept
 
 
 class Branch(NamedTuple):
-    """A run of cached blocks that the same prompts were found to begin with."""
+    """A run of cached blocks with the same hits."""
 
-    parent: int  # the place of the branch it continues in the same list; NO_BRANCH: it begins at the root
-    start: int  # blocks before it
-    stop: int  # blocks up to its end
+    parent: int  # index of the branch it continues, in the same list; NO_BRANCH: it begins at the root
+    start: int  # depth in blocks at which it begins
+    stop: int  # depth in blocks at which it ends
     num_hits: int
-    num_children: int  # ways in which the tree goes on
+    num_children: int  # children of its last node
 
 
 class _Tier:
-    """A place for cached blocks: its allocator, the nodes by block, and the field of a node that has them."""
+    """The device or the host: its allocator, the nodes by block, and the field of a node for its blocks."""
 
     def __init__(self, allocator: BlockAllocator, field: Literal["blocks", "host"]) -> None:
         self.allocator = allocator
@@ -114,15 +114,15 @@ class _Tier:
         self.field = field
 
     def blocks_of(self, node: PrefixNode) -> Blocks:
-        """The blocks that a node has here."""
+        """Return the blocks of a node in this tier."""
         return node.blocks if self.field == "blocks" else node.host
 
 
 class PrefixTree:
-    """Prefix to blocks, least recently used out first; one engine thread uses it.
+    """Finds blocks by prefix and evicts the least recently used; one engine thread uses it.
 
-    With `keeps_evicted` evicted blocks leave a copy in the `host`, and `moves` has the pairs to be copied, in
-    order, until the pool takes them off the list.
+    With `keeps_evicted`, evicted blocks leave a copy on the host. `moves` lists the blocks to be copied, in
+    order, until the pool takes them.
     """
 
     def __init__(
@@ -143,23 +143,23 @@ class PrefixTree:
         self._device = _Tier(allocator, "blocks")
         self._host = _Tier(host or BlockAllocator(0, place="host"), "host")
         self._label_type = np.dtype((np.void, block_size * ID_BYTES))
-        self._sees_all = windows[0] is None  # whether there are layers without a window: they come first
+        self._sees_all = windows[0] is None  # True: some layers have no window (their tables come first)
         self._groups = _groups_of(windows)
         self._nothing: Blocks = (NO_BLOCK,) * len(windows)
         self._root = PrefixNode(ROOT, self._nothing, self._nothing, b"", ROOT, 0)
         self._nodes = {ROOT: self._root}  # nodes by number
         self._by_block = self._device.nodes
         self._last_number = ROOT
-        # changed prefixes by their hash, true where they are cached now; None: nobody asks
+        # changed prefixes by hash, True: cached now; None: no news are kept
         self._news: dict[int, bool] | None = None
 
     def watch(self) -> None:
         """Keep news of prefixes from now on; the tree must be empty."""
-        assert not self._by_block, "prefixes that are there have no hash"
+        assert not self._by_block, "the tree must be empty: its prefixes have no hashes"
         self._news = {}
 
     def take_news(self) -> dict[int, bool]:
-        """The prefixes that have come (true) or gone since the last call, by hash."""
+        """Return the prefixes added (True) or evicted (False) since the last call, by hash."""
         if not self._news:
             return {}
         news, self._news = self._news, {}
@@ -176,20 +176,20 @@ class PrefixTree:
 
     @property
     def num_host_blocks(self) -> int:
-        """The number of copies that the tree has in host memory."""
+        """The number of the tree's copies in host memory."""
         return len(self._host.nodes)
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
     def match(self, tokens: Sequence[int], salt: str | None = None) -> list[PrefixNode]:
-        """The nodes of the longest cached prefix, in order; changes nothing and holds nothing.
+        """Return the nodes of the longest cached prefix, in order; takes no references.
 
-        Layers without a window have a block or a copy in each of them; others may miss some.
+        In each node, layers without a window have a block or a copy; other layers may have none.
         """
         size, sees_all = self.block_size, self._sees_all
         node: PrefixNode | None = None
-        for label in self._labels(tokens[:size]):  # a prompt shorter than a block has none
+        for label in self._labels(tokens[:size]):  # one label; none if the prompt is shorter
             node = self._root.children.get((salt, label))
         if node is None or (sees_all and node.blocks[0] < 0 and node.host[0] < 0):
             return []
@@ -202,7 +202,7 @@ class PrefixTree:
         return path
 
     def _labels(self, tokens: Sequence[int]) -> list[bytes]:
-        """The ids of one block after the other, never of a part."""
+        """Return the ids of each whole block, as bytes."""
         num_blocks = len(tokens) // self.block_size
         if not num_blocks:
             return []
@@ -217,10 +217,10 @@ class PrefixTree:
         salt: str | None = None,
         after: int = ROOT,
     ) -> int:
-        """Cache the blocks up to index `stop` of a sequence's tables, from the node `after` on.
+        """Add the blocks up to index `stop` of a sequence's tables, continuing from the node `after`.
 
-        `tokens` is the whole sequence; it is read only where the blocks lie. Where the tree has a block for
-        these tokens already, that one stays. Returns the number of the deepest node.
+        `tokens` is the whole sequence; only tokens of new blocks are read. Blocks that are already in the
+        tree stay. Returns the number of the deepest node.
         """
         nodes, size, label_size = self._nodes, self.block_size, self._label_type.itemsize
         node = nodes.get(after) or self._root
@@ -251,12 +251,12 @@ class PrefixTree:
                 self._complete(child, blocks)
             node = child
             place += label_size
-        if node.blocks == self._nothing:  # it left its window before it was entered
+        if node.blocks == self._nothing:  # all its blocks left their windows before they were added
             self._prune(node)
         return node.number
 
     def _complete(self, node: PrefixNode, blocks: Blocks) -> None:
-        """Take over the blocks that a node has none for."""
+        """Add the blocks that a node is missing."""
         pairs = list(zip(node.blocks, blocks, strict=True))
         node.blocks = tuple([new if kept < 0 else kept for kept, new in pairs])
         for kept, new in pairs:
@@ -267,9 +267,9 @@ class PrefixTree:
             self._note(node, is_there=True)
 
     def evict(self, count: int) -> int:
-        """Free about `count` blocks that only the tree holds, least recently used first; returns how many.
+        """Evict about `count` idle blocks, least recently used first; returns the number.
 
-        The blocks of a group go together, so there may be a few more than were asked for.
+        The blocks of a group are evicted together, so there may be a few more than `count`.
         """
         num_evicted = 0
         while num_evicted < count and (block := self._next_victim(self._device)) is not None:
@@ -280,7 +280,7 @@ class PrefixTree:
         return num_evicted
 
     def make_host_room(self, count: int) -> bool:
-        """Free host blocks, at the cost of copies that nothing waits for; False: there are not that many."""
+        """Evict idle copies until `count` host blocks are free; False: there are too few."""
         host = self._host.allocator
         if count > host.num_free + host.num_idle:
             return False
@@ -289,17 +289,17 @@ class PrefixTree:
         return True
 
     def forget_copies(self, blocks: Iterable[int]) -> None:
-        """Forget these host blocks, where they are copies: they were never written."""
+        """Remove the copies among these host blocks, which were never written."""
         for block in blocks:
             if block in self._host.nodes:
                 self._forget(block, self._host)
 
     def _copy_to_host(self, block: int) -> None:
-        """Leave a copy of a block, and of the others of its group, in host memory if there is room."""
+        """Copy a block, and the others of its group, to host memory if there is room."""
         node, host = self._by_block[block], self._host.allocator
         group = self._groups[node.blocks.index(block)]
         sources, copies = node.blocks[group], node.host[group]
-        if copies[0] >= 0:  # it came from there
+        if copies[0] >= 0:  # the copy exists already
             for copy in filter(host.is_idle, copies):
                 host.requeue_idle(copy)
         elif self.make_host_room(len(sources)):
@@ -312,16 +312,16 @@ class PrefixTree:
             self.moves += [Transfer(SWAP_OUT, *pair) for pair in zip(sources, copies, strict=True)]
 
     def _next_victim(self, tier: _Tier) -> int | None:
-        """The block that is given up next: unused for longest, and none that an idle one needs."""
+        """Return the block to evict next: idle for longest, and not needed by a later idle block."""
         while (block := tier.allocator.oldest_idle()) is not None:
             node = tier.nodes[block]
             if not (node.children and self._has_idle_after(node, block, tier)):
                 return block
-            tier.allocator.requeue_idle(block)  # it was let go of before them: they queue behind it
+            tier.allocator.requeue_idle(block)  # later blocks of the prefix became idle after this one
         return None
 
     def _has_idle_after(self, node: PrefixNode, block: int, tier: _Tier) -> bool:
-        """Return True if an idle block follows this one in a prefix and would be useless without it."""
+        """Return True if an idle block follows this one in its prefix and would be useless without it."""
         table = tier.blocks_of(node).index(block)
         if not self._sees_all or self._groups[table].start:
             return False
@@ -329,9 +329,9 @@ class PrefixTree:
         return any(is_idle(tier.blocks_of(child)[table]) for child in node.children.values())
 
     def forget(self, block: int) -> int:
-        """Take a block and the others of its group out of a node, whether or not sequences hold them too.
+        """Remove a block and the others of its group from the tree; sequences keep theirs.
 
-        Returns how many.
+        Returns the number of blocks.
         """
         return self._forget(block, self._device)
 
@@ -350,7 +350,7 @@ class PrefixTree:
         return len(gone)
 
     def _prune(self, node: PrefixNode) -> None:
-        """Remove a node that nothing is left of, and those above it that led only there."""
+        """Remove a node without blocks and children, and its ancestors that become empty by this."""
         nothing = self._nothing
         while node.number != ROOT and not node.children and node.blocks == nothing == node.host:
             parent = self._nodes[node.parent]
@@ -361,9 +361,9 @@ class PrefixTree:
             node = parent
 
     def reset(self) -> int:
-        """Forget everything; blocks that sequences hold stay theirs.
+        """Remove everything; sequences keep the blocks that they hold.
 
-        Returns the number of blocks that were forgotten; one with a copy in the host counts once.
+        Returns the number of removed blocks; a block with a host copy counts once.
         """
         pairs = (pair for node in self._nodes.values() for pair in zip(node.blocks, node.host, strict=True))
         num_blocks = sum(max(pair) >= 0 for pair in pairs)
@@ -378,7 +378,7 @@ class PrefixTree:
         return num_blocks
 
     def record(self, num_queried: int, path: Sequence[PrefixNode], num_hit: int, num_host: int = 0) -> None:
-        """Count the tokens of a prompt, its nodes, the tokens that they spared, and those from the host."""
+        """Count a prompt's tokens, cached tokens, tokens found on the host, and a hit for each node."""
         self.num_queried_tokens += num_queried
         self.num_hit_tokens += num_hit
         self.num_host_hit_tokens += num_host
@@ -386,15 +386,15 @@ class PrefixTree:
             node.num_hits += 1
 
     def hottest(self, limit: int) -> list[Branch]:
-        """The branches with most hits, at most `limit`; each comes after the one that it continues.
+        """Return the branches with the most hits, at most `limit`; each comes after its parent branch.
 
-        A branch is a run of blocks that the same prompts have hit. Only the first MAX_CHILDREN children of a
-        node are looked at, so that the cost stays small in a tree of any width.
+        A branch is a run of blocks with the same hits. Only the first MAX_CHILDREN children of a node are
+        visited, so that the cost stays small in a wide tree.
         """
         found: list[Branch] = []
         heap: list[
             tuple[int, int, PrefixNode, int]
-        ] = []  # hits (negative), number, node, place of its parent
+        ] = []  # negative hits, number, node, index of the parent branch
 
         def look(node: PrefixNode, place: int) -> None:
             for child in islice(node.children.values(), MAX_CHILDREN):
@@ -413,7 +413,7 @@ class PrefixTree:
 
 
 def _only_heir(node: PrefixNode) -> PrefixNode | None:
-    """The child that as many prompts have hit as the node itself; None: some of them ended or parted here."""
+    """Return the child with as many hits as the node; None: some prompts ended or diverged here."""
     for child in islice(node.children.values(), MAX_CHILDREN):
         if child.num_hits == node.num_hits:
             return child
@@ -421,7 +421,7 @@ def _only_heir(node: PrefixNode) -> PrefixNode | None:
 
 
 def _groups_of(windows: Sequence[int | None]) -> list[slice]:
-    """Return, for each table, the slice of tables that belong to its group of layers."""
+    """Return, for each table, the slice of the tables in its group of layers."""
     groups: list[slice] = []
     for _, tables in groupby(windows):
         size = len(list(tables))

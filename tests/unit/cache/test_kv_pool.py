@@ -357,7 +357,7 @@ def test_fragmentation_counts_the_unfilled_slots_of_sequences_once() -> None:
 def test_mistakes_are_named() -> None:
     pool = make_pool()
     pool.match_prefix(1, PROMPT)
-    with pytest.raises(EngineError, match="sequence 1 is in the cache already"):
+    with pytest.raises(EngineError, match="sequence 1 is already in the cache"):
         pool.match_prefix(1, PROMPT)
     with pytest.raises(EngineError, match="sequence 2 is not in the cache"):
         pool.reserve(2, 1)

@@ -85,10 +85,10 @@ def test_a_contiguous_cache_is_counted_in_whole_sequences() -> None:
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("paged", "what is left for the KV cache (150 B) is too little: one block of 16 tokens takes 160 B;"),
+        ("paged", "the memory left for the KV cache (150 B) is too little: one block of 16 tokens takes"),
         (
             "contiguous",
-            "what is left for the KV cache (150 B) is too little: one sequence of max_seq_len 100 takes",
+            "the memory left for the KV cache (150 B) is too little: one sequence of max_seq_len 100 takes",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_more_blocks_than_there_is_room_for_are_refused_with_how_many_fit() -> N
     said = refusal(1 << 30, num_blocks=10**10)
     assert said.startswith(
         "num_blocks=10000000000 (6866455.1 GiB) is more than there is: 1.0 GiB are free once the weights are "
-        "there, and a step's activations take up to 132.0 MiB; "
+        "loaded, and a step's activations take up to 132.0 MiB; "
     )
     largest = int(advice(said, "num_blocks"))
     assert fit(1 << 30, num_blocks=largest).num_blocks == largest
@@ -236,7 +236,7 @@ def test_a_device_has_room_for_what_is_free_and_allowed() -> None:
     memory = DeviceMemory(total=100 << 30, free=60 << 30, held=10 << 30, share=0.9)
     assert memory.others == 30 << 30
     assert memory.room == 54 << 30
-    assert memory.describe() == "54.0 GiB are free beside 30.0 GiB of other processes"
+    assert memory.describe() == "54.0 GiB are free next to 30.0 GiB of other processes"
     assert replace(memory, free=90 << 30).describe() == "81.0 GiB are free", "to itself"
     assert memory.with_weights(10 << 30).room == 45 << 30
     assert memory.with_weights(10 << 30).others == 30 << 30
@@ -262,7 +262,7 @@ def test_a_refusal_names_the_limit_and_what_is_missing() -> None:
         )
     assert str(caught.value).startswith(
         "there is no room for a KV cache: 100.0 MiB of the 10.1 GiB of device_memory are left once the "
-        "weights are there, and a step's activations take up to 132.0 MiB; 32.7 MiB are missing for its "
+        "weights are loaded, and a step's activations take up to 132.0 MiB; 32.7 MiB are missing for its "
         "first block: "
     )
 

@@ -114,7 +114,7 @@ def test_weights_that_leave_no_room_are_counted_before_they_are_read(
 ) -> None:
     num_parameters = num_weights(plan_of(read_headers(resolve_model(checkpoint))).skeleton)
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: 4 * num_parameters + 1000)
-    with pytest.raises(ConfigError, match="1000 B are free once the weights are there"):
+    with pytest.raises(ConfigError, match="1000 B are free once the weights are loaded"):
         LLM(checkpoint, device="cpu", dtype="float32")
 
 
