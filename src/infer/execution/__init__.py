@@ -1,11 +1,11 @@
-"""Orders become tensors, the model runs, ids are sampled. Nothing here knows requests or sequences.
+"""Executes orders: makes tensors, runs the model, samples ids. Knows no requests and no sequences.
 
-order.py           the order that a device gets for one step
-device.py          the interface of a device, and the result that arrives later
-torch_device.py    the device half of any device, sampling on the host
-layout.py          rows of an order to tensors
+order.py           the order of one step for a device
+device.py          the interface of a device, and its asynchronous result
+torch_device.py    the device half in PyTorch or C, which samples on the host
+layout.py          rows of an order as tensors
 cpu_step.py        steps on a CPU with the C kernels
-host_sampling.py   ids and logprobs, drawn on the host
-row_book.py        what a device half remembers about its rows
-gpu/               state on the device, CUDA graphs, results one step late
+host_sampling.py   ids and logprobs, sampled on the host
+row_book.py        facts about the rows of a device half's state
+gpu/               the device half of a GPU: state on the device, CUDA graphs, late results
 """

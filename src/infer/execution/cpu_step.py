@@ -8,16 +8,16 @@ A step's inputs are five small tables of integers at fixed addresses, overwritte
     slots       the slots that each row's block tables give these positions: a line for each table
     items       (0, 1, row of A, 5)   (1, 1, row of B, 17)   (2, 4, row of C, 0)        csrc/attention.c
 
-If few rows have long contexts, each segment of a context is an item, because three kv heads alone keep two
-threads busy for only three quarters of the time, and more threads for less.
+If few rows have long contexts, each segment of a context is a separate item: with three kv heads and no
+segments, two threads would be busy for only three quarters of the time, and more threads for less.
 
-Because nothing moves, the operations of a whole step can be recorded once and replayed in one call
-(kernels/cpu/program.py), for any number of rows up to the size of the batch or of a short prompt. Decode
-steps run this way, and so does the first step of a short prompt. The head of few rows is a separate list.
-Steps of long prompts run the model's Python: their operations take long enough, and the last layer computes
-only the needed tokens (models/model.py).
+Because the addresses are fixed, the operations of a whole step can be recorded once and replayed in one call
+(kernels/cpu/program.py), for any number of rows up to the batch size or the length of a short prompt. Decode
+steps run this way, and so does the first step of a short prompt. The head for few rows is a separate program.
+Steps of long prompts run the model's Python code: their operations take long enough to hide its cost, and the
+last layer computes only the needed tokens (models/model.py).
 
-Both ways give the same bits, because each operation works row by row.
+Both ways give bitwise equal results, because each operation works row by row.
 
 Shapes:  T tokens, I items, K tables, R rows of each, B blocks of a row.
 """
@@ -39,15 +39,15 @@ from infer.kernels.runtime.dispatch import device_kind
 from infer.layers.attention import AttentionLayer, LayerInputs, StepContext
 from infer.models.model import Network
 
-MAX_PARTS = 64  # segments of a step that are items of their own
-LOGIT_ROWS = 8  # rows up to which a step waits for Python, not for the head; their logits keep their memory
-RECORDED_ROWS = 256  # tokens up to which Python costs more than the last layer's unneeded tokens; megabytes
+MAX_PARTS = 64  # most items of a step with split contexts
+LOGIT_ROWS = 8  # most rows of the recorded head; with more rows, Python's overhead does not matter
+RECORDED_ROWS = 256  # tokens of a recorded step; above, computing unneeded tokens costs more than Python
 
 
 class CpuInputs:
-    """The tables of one step; room for `capacity` tokens, at addresses that do not change.
+    """The tables of one step, with room for `capacity` tokens, at fixed addresses.
 
-    Long contexts of single tokens are split into their segments where there are at most `max_split` of them.
+    Long contexts of decoding rows are split into segments if there are at most `max_split` rows.
     """
 
     def __init__(self, capacity: int, num_tables: int, max_split: int = 0) -> None:
@@ -59,7 +59,7 @@ class CpuInputs:
         self.num_rows = self.num_items = 0
 
     def fill(self, order: StepOrder, rows: HostRows) -> list[int]:
-        """Write an order down; return the place of each row's last token."""
+        """Write the tables of an order; return the index of each row's last token."""
         layout = lay_out(order, rows)
         self.num_rows = num_rows = len(layout.tokens)
         self.tokens[:num_rows] = layout.tokens
@@ -73,7 +73,7 @@ class CpuInputs:
             if num_rows <= self._max_split:
                 self._split()
             return list(range(num_rows))
-        num_items = -(-order.counts // operations.ITEM_TOKENS)  # pieces in which attention takes each row
+        num_items = -(-order.counts // operations.ITEM_TOKENS)  # items that attention makes of each row
         last_items = num_items.cumsum()
         self.num_items = int(last_items[-1])
         offsets = operations.ITEM_TOKENS * (
@@ -102,7 +102,7 @@ class CpuInputs:
 
 
 class CpuStep(StepContext):
-    """A `StepContext` whose attention reads the paged store where it lies."""
+    """A `StepContext` whose attention reads the paged store in place."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CpuStep(StepContext):
 
 
 class CpuSteps:
-    """Runs the steps of one model: recorded up to some tokens, called one by one above."""
+    """Runs the steps of one model: short steps as a recorded program, longer ones with Python calls."""
 
     def __init__(
         self,
@@ -160,18 +160,18 @@ class CpuSteps:
         record: bool,
         captured_layers: Sequence[int],
     ) -> None:
-        """`captured_layers`: their inputs are kept (`layer_inputs`), for a head that drafts."""
+        """`captured_layers`: layers whose inputs are kept (`layer_inputs`) for a draft head."""
         self._library, self._model, self._store, self._rows = library, model, store, rows
-        library.set_threads(torch.get_num_threads())  # may have changed since the library was loaded
+        library.set_threads(torch.get_num_threads())  # the number may have changed since loading
         max_rows = max(max_batch_size, RECORDED_ROWS)
         N, (_, G, H) = model.config.num_heads, store.keys[0].shape
-        can_split = operations.can_split(N, G, H) and not model.config.layer_specs  # parts are of one size
+        can_split = operations.can_split(N, G, H) and not model.config.layer_specs  # parts need equal heads
         max_split = 4 * library.num_threads // G if can_split else 0
         self._parts = torch.zeros(operations.parts_shape(MAX_PARTS, N, G, H)) if max_split else None
         self._inputs = CpuInputs(max_rows, len(rows.tables), max_split)
         self._captured_layers = captured_layers
-        self.layer_inputs = LayerInputs(captured_layers)  # inputs of the last step
-        self._recorded_inputs = LayerInputs(captured_layers)  # inputs in recorded steps, in the same memory
+        self.layer_inputs = LayerInputs(captured_layers)  # inputs of layers in the last step
+        self._recorded_inputs = LayerInputs(captured_layers)  # inputs in recorded steps, at fixed addresses
         self._program: Program | None = None
         self._head: Program | None = None
         self._hidden_TD = self._logits_SV = torch.empty(0)
@@ -181,9 +181,9 @@ class CpuSteps:
     def run(
         self, order: StepOrder, on_select: Callable[[torch.Tensor], None] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """The hidden states of an order's tokens that are needed, and the place of each row's last one.
+        """Return the hidden states that an order needs, and the index of each row's last token in them.
 
-        The states of a recorded step are overwritten by the next one.
+        The next recorded step overwrites the states of a recorded step.
         """
         num_rows = order.num_tokens
         inputs = (
@@ -202,12 +202,12 @@ class CpuSteps:
         return self._model(step.tokens_T, step), last_rows
 
     def is_recorded(self, order: StepOrder) -> bool:
-        """True if this step is one call of a recorded program; products of adapters are not recorded."""
+        """True if this step runs as a recorded program, which has no products of adapters."""
         fits = self._program is not None and order.num_tokens <= self._inputs.capacity
         return fits and not order.adapters.any()
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """The logits of hidden states; the next recorded step overwrites a recorded step's."""
+        """Return the logits of hidden states; the next recorded step overwrites those in its memory."""
         num_rows = hidden_SD.shape[0]
         is_step = hidden_SD.data_ptr() == self._hidden_TD.data_ptr()
         if self._head is None or num_rows > LOGIT_ROWS or not is_step:
@@ -216,7 +216,7 @@ class CpuSteps:
         return self._logits_SV[:num_rows]
 
     def context(self, order: StepOrder) -> CpuStep:
-        """The `StepContext` of an order, or of a part of one; not recorded."""
+        """Return the `StepContext` of an order or a part of an order; it is not recorded."""
         inputs = CpuInputs(order.num_tokens, len(self._rows.tables))
         inputs.fill(order, self._rows)
         return CpuStep(self._library, self._store, inputs, self._rows, order.num_tokens)
@@ -236,9 +236,9 @@ class CpuSteps:
 
 
 def attention_library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Library | None:
-    """The C kernels, if attention.c reads keys and values where they lie; None: it cannot, or is not built.
+    """Return the C kernels if attention.c can read this cache in place; None: it cannot, or is not built.
 
-    It does so on a CPU in float32, for heads that it has room for.
+    It can on a CPU in float32, for heads of up to MAX_HEAD.
     """
     can_read = device_kind(device) == "cpu" and dtype is torch.float32 and head_dim <= operations.MAX_HEAD
     return library() if can_read else None

@@ -1,22 +1,21 @@
-"""The interface of a device: it executes orders, now or a little later.
+"""The interface of a device, which executes orders synchronously or asynchronously.
 
-    run      move blocks, update the rows' state, run the model, sample; an asynchronous device returns at
-             once, and if the order awaits masks, nothing is sampled yet
-    masks    memory that the host fills, a mask for each position that has one
-    sample   sample under these masks
-    wait     the `StepResult`
+    run      moves blocks, updates the rows' state, runs the model and samples; an asynchronous device returns
+             at once; if the order awaits masks, nothing is sampled yet
+    masks    returns memory for the host to fill, a mask for each position that has one
+    sample   samples under these masks
+    wait     returns the `StepResult`
 
 `masks`, `sample` and `wait` are methods of the `PendingStep` that `run` returns on every device:
 
     order ──► run ──┬──────────────────────► wait ──► StepResult
                     └──► masks ──► sample ──► wait
 
-For constrained sequences, the host needs the ids of the last step, and some time, to fill masks. The model
-runs meanwhile.
+For constrained sequences, the host fills masks from the ids of the last step while the model runs.
 
-A device half owns tensors and makes no decisions: the same orders give the same ids in any process.
-torch_device.py has the device half for CPUs and for plain PyTorch on any device, gpu/device.py the one for
-GPUs.
+A device half owns tensors and makes no decisions: the same orders give the same ids in any process. The
+device half for CPUs and for plain PyTorch on any device is in torch_device.py, the one for GPUs in
+gpu/device.py.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from infer.sampling.params import RowLogprobs
 
 
 class StateShape(NamedTuple):
-    """The size of the state that orders speak of."""
+    """The size of the state that a device keeps."""
 
-    num_rows: int  # rows of state: sequences that may run, and new ones that begin before others end
+    num_rows: int  # rows of state: running sequences, and beams forked before old ones are dropped
     max_blocks: int  # blocks of a row's longest table
     block_size: int  # tokens of a block
     num_tables: int = 1  # block tables of each row
 
 
 class StepResult(NamedTuple):
-    """The results of a step, row by row of its order."""
+    """The results of a step, by row of its order."""
 
-    ids: list[tuple[int, ...]]  # the sampled ids; empty where the row samples nothing
+    ids: list[tuple[int, ...]]  # sampled ids; empty if the row samples nothing
     logprobs: list[tuple[RowLogprobs | None, ...]]
-    prompt_logprobs: dict[int, list[RowLogprobs]]  # prompt tokens after the row's own, by its number
-    is_whole: bool = False  # True: the device has made sure that none of the ids is NO_TOKEN
-    pooled: Mapping[int, np.ndarray] = {}  # pooled states of this part of an embedding, by number
+    prompt_logprobs: dict[int, list[RowLogprobs]]  # logprobs of following prompt tokens, by row number
+    is_whole: bool = False  # True: none of the ids is NO_TOKEN; False: not checked
+    pooled: Mapping[int, np.ndarray] = {}  # pooled states of an embedding's chunk, by row number
 
 
-Pending = Callable[[], StepResult]  # a result that arrives later: the call waits for it
+Pending = Callable[[], StepResult]  # call it to wait for the result
 
 
 def no_rows() -> StepResult:
-    """The result of a step in which no row draws anything here."""
+    """Return the result of a step in which no row samples on this device."""
     return StepResult([], [], {})
 
 
 class PendingStep:
-    """A step under way. `sample` comes before `wait` if the order awaits masks, and is not called otherwise.
+    """A launched step. If its order awaits masks, call `sample` before `wait`; otherwise only `wait`.
 
-    `launch` samples the step under the masks that it is given: at once, where the order awaits none. `memory`
-    has room for masks.
+    `launch` samples the step under given masks; it is called at once if the order awaits none. `memory`
+    returns memory for masks.
     """
 
     __slots__ = ("_launch", "_lines_KW", "_memory", "_result", "in_graph")
@@ -76,64 +75,64 @@ class PendingStep:
         in_graph: bool = False,
     ) -> None:
         self._launch, self._memory = launch, memory
-        self.in_graph = in_graph  # whether its model runs in a captured graph, for pictures
+        self.in_graph = in_graph  # True: the model runs in a captured graph; for pictures only
         self._result = None if flags & AWAITS_MASKS else launch(NO_MASKS)
 
     def masks(self, count: int) -> np.ndarray:
-        """Memory for `count` masks, all of it to be overwritten: int32 [count, ceil(vocabulary / 32)]."""
+        """Return memory for `count` masks, to be overwritten: int32 [count, ceil(vocabulary / 32)]."""
         self._lines_KW = self._memory(count)
         return self._lines_KW
 
     def sample(self, numbers: Sequence[int], positions: Sequence[int]) -> StepMasks:
         """Sample the step: mask k is for the row `numbers[k]` of the order, at `positions[k]`.
 
-        It comes after `masks`, and before the next order. Other rows and positions have no mask. Returns the
-        masks, whose memory belongs to the next step as soon as it begins.
+        Call it after `masks` and before the next order. Other rows and positions have no mask. Returns the
+        masks, whose memory the next step reuses.
         """
         masks = StepMasks(numbers, positions, self._lines_KW)
         self._result = self._launch(masks)
         return masks
 
     def wait(self) -> StepResult:
-        """The result, once it is there; raises `DeviceLost` where the device failed."""
-        assert self._result is not None, "a step that awaits masks is sampled before it is waited for"
+        """Wait for the result and return it; raises `DeviceLost` if the device failed."""
+        assert self._result is not None, "call sample before wait: the step awaits masks"
         return self._result()
 
 
 class DeviceHalf(Protocol):
-    """Executes orders: a model on a device, or a stand-in for tests and simulations.
+    """Executes orders: a model on a device, or a substitute for tests and simulations.
 
-    The memory of an order may be used again when its step has been waited for.
+    The memory of an order may be reused after its step has been waited for.
     """
 
     @property
     def can_embed(self) -> bool:
-        """True if steps pool the hidden states of embeddings."""
+        """True if the device can pool hidden states for embeddings."""
 
     @property
     def window_tokens(self) -> int:
         """The most tokens of a step with drafts for which penalties and masks are applied on the device."""
 
     def run(self, order: StepOrder) -> PendingStep:
-        """Begin a step; `DeviceLost`: every further one would fail as well."""
+        """Launch a step; raises `DeviceLost` if every further step would fail too."""
 
     def path_of(self, order: StepOrder) -> str:
-        """The way in which this order is computed, in words for people."""
+        """Describe in words how this order is computed."""
 
 
 class SyncDevice(ABC):
-    """A device half that is done when it returns."""
+    """A device half whose steps are finished when `run` or `sample` returns."""
 
     can_embed = False
     window_tokens = 0
-    vocab_size: int = 0  # number of logits of a row; needed where sequences are constrained
+    vocab_size: int = 0  # number of logits of a row; needed for constrained sequences
 
     @abstractmethod
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        """Execute an order, sampled under these masks."""
+        """Execute an order and sample under these masks."""
 
     def run(self, order: StepOrder) -> PendingStep:
-        """Execute an order at once; one that awaits masks, when these are there."""
+        """Execute an order at once, or in `sample` if it awaits masks."""
 
         def launch(masks: StepMasks) -> Pending:
             result = self.compute(order, masks)
@@ -142,7 +141,7 @@ class SyncDevice(ABC):
         return PendingStep(order.flags, launch, self._memory)
 
     def path_of(self, order: StepOrder) -> str:
-        """The way in which this order is computed, in words for people."""
+        """Describe in words how this order is computed."""
         return "on the host"
 
     def _memory(self, count: int) -> np.ndarray:

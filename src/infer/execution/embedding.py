@@ -1,14 +1,14 @@
 """The embedding of a prompt: the hidden states of its tokens, pooled chunk by chunk.
 
-An embedding is a request like any other up to its last prompt token: its chunks share steps with rows that
-decode. Where a token would be drawn, the final hidden states are pooled instead:
+An embedding is computed like any prompt: its chunks share steps with decoding rows. Instead of sampling a
+token, the final hidden states are pooled:
 
     last   the state of the prompt's last token, from its last chunk
-    mean   the sum over the tokens of each chunk; the engine adds the sums of all chunks up
+    mean   the sum over the tokens of each chunk; the engine adds up the sums of all chunks
 
-The result of a chunk depends on nothing but the chunk, so a device keeps nothing between two steps. Sums are
-made in float64 and rounded to float32 once, by the engine: the order of additions depends on how a prompt is
-cut into chunks, but it moves only digits that the rounding drops.
+The result of a chunk depends only on the chunk, so a device keeps nothing between two steps. Sums are
+computed in float64 and rounded to float32 once, by the engine: so the way in which a prompt is cut into
+chunks only affects digits that the rounding drops.
 
 Shapes:  T tokens of a step, E chunks that are pooled, D hidden size.
 """
@@ -31,12 +31,12 @@ class Pooled(NamedTuple):
     states_ED: torch.Tensor
 
     def by_number(self) -> dict[int, np.ndarray]:
-        """The states by number; what is on its way to the host must have arrived."""
+        """Return the states by row number; a copy to the host must have finished."""
         return dict(zip(self.numbers, self.states_ED.cpu().numpy(), strict=True))
 
 
 def pool_hidden(order: StepOrder, book: RowBook, last_rows: list[int], hidden_TD: torch.Tensor) -> Pooled:
-    """Pool the rows of embeddings, given the hidden states of all tokens and the place of each row's last."""
+    """Pool the rows of embeddings, given all hidden states and the index of each row's last token."""
     numbers: list[int] = []
     states: list[torch.Tensor] = []
     columns = book.entries(order.rows), order.counts.tolist(), order.stops.tolist(), last_rows

@@ -1,16 +1,16 @@
-"""A step that found no memory, run as two smaller ones whose results are put together again.
+"""Runs a step that ran out of memory as two smaller steps and merges their results.
 
     A[5:6]  B[17:18]  C[0:8]          10 tokens, and an allocation failed
     A[5:6]  B[17:18]  C[0:3]           5 tokens: C samples nothing yet
-                      C[3:8]           5 tokens: and what C samples
+                      C[3:8]           5 tokens: C samples
 
-Orders are halved by their tokens, so long prompts are cut first, then the batch. A half that finds no memory
-is halved again, down to a single token, which is tried twice. The halves run one after the other, and write
-the same values to the same places as the whole step.
+Orders are halved by their tokens, so long prompts are cut first, then the batch. A half that runs out of
+memory is halved again, down to a single token, which is tried twice. The halves run one after the other, and
+write the same values to the same places as the whole step.
 
 This works because a second run overwrites everything that a failed order has written, except transfers of
-blocks, which have already been made. Layers with a state are different: a token cannot go into a state twice,
-so their step fails.
+blocks, which have already been made. Models with recurrent layers are different: a token cannot be added to a
+state twice, so their step fails.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from infer.sampling.params import RowLogprobs
 
 logger = logging.getLogger(__name__)
 
-MIN_PIECE = 16  # tokens; a product of fewer takes hardly less time
-MAX_PARTS = 8  # parts of a step: their ids are under way together (rank_ring.py, kernels/runtime/gpu_way.py)
+MIN_PIECE = 16  # least tokens of a piece: a product of fewer takes hardly less time
+MAX_PARTS = 8  # most parts of a step, whose ids are in flight together (rank_ring.py, runtime/gpu_way.py)
 
 RunStep = Callable[[StepOrder, StepMasks], StepResult]
 
 
 class SmallerSteps:
-    """Runs what is left of an order whose step found no memory, in halves; says so in the log once."""
+    """Runs an order whose step ran out of memory, in halves; logs this once."""
 
     def __init__(self, run: RunStep, *, can_repeat: bool) -> None:
-        self._run = run  # a half that does not fit either comes back here
-        self._can_repeat = can_repeat  # whether what a step has written may be written again
+        self._run = run  # runs a half; calls `SmallerSteps.run` again if the half does not fit either
+        self._can_repeat = can_repeat  # True: a step may write its keys and values again
         self._has_spoken = False
-        self._tries_again = False  # a step that cannot be halved
+        self._tries_again = False  # True: a step that cannot be halved is being repeated
 
     def run(self, order: StepOrder, masks: StepMasks, error: torch.OutOfMemoryError) -> StepResult:
-        """The result of the whole order, except for its transfers, which were made before.
+        """Run the whole order without its transfers, which were made before; returns its result.
 
-        `error` says why it did not run at once. It is raised if a step that cannot be halved fails twice.
+        `error`: the error of the whole step; raised if a step that cannot be halved fails twice.
         """
-        error = error.with_traceback(None)  # its frames hold the tensors of the step
+        error = error.with_traceback(None)  # the traceback's frames keep the step's tensors alive
         if not self._can_repeat:
             raise error
         if not self._has_spoken:
@@ -75,7 +75,7 @@ class SmallerSteps:
 def run_parts(
     parts: Iterable[tuple[int, StepOrder]], num_rows: int, masks: StepMasks, run: RunStep
 ) -> StepResult:
-    """Run the parts of an order, each with the number of its first row, and put the results together."""
+    """Run the parts of an order, each given with the number of its first row, and merge the results."""
     ids: list[tuple[int, ...]] = [()] * num_rows
     logprobs: list[tuple[RowLogprobs | None, ...]] = [()] * num_rows
     prompt_logprobs: dict[int, list[RowLogprobs]] = {}
@@ -96,10 +96,10 @@ def run_parts(
 
 
 def parts_of(order: StepOrder, count: int, *, cuts_rows: bool = True) -> list[tuple[int, StepOrder]]:
-    """At most `count` orders with about as many tokens, and the number of the first row of each.
+    """Split an order into at most `count` parts of about equal size, each with its first row's number.
 
-    Together they compute what the order does; differences of state are in the first. A long prompt is cut
-    only where it `cuts_rows`.
+    Together they compute the same as the order; the first has the changes of state. Prompts are cut only with
+    `cuts_rows`.
     """
     if not order.num_rows:
         return []
@@ -115,10 +115,10 @@ def parts_of(order: StepOrder, count: int, *, cuts_rows: bool = True) -> list[tu
 
 
 def where_to_cut(order: StepOrder, size: int | None = None, *, min_piece: int = 1) -> tuple[int, int] | None:
-    """The cut after `size` tokens, by default half of them; None: there is no such cut.
+    """Return where to cut an order after `size` tokens, by default half of them; None: it cannot be cut.
 
-    A row's number, and how many of its tokens come first. A row is not cut if a piece of it would be smaller
-    than `min_piece`.
+    The cut is a row's number and the number of its tokens before the cut. A row is not cut if a piece of it
+    would be smaller than `min_piece`.
     """
     before = order.counts.cumsum() - order.counts
     half = order.num_tokens // 2 if size is None else size
@@ -127,7 +127,7 @@ def where_to_cut(order: StepOrder, size: int | None = None, *, min_piece: int = 
     number = int(np.searchsorted(before, half, side="right")) - 1
     num_first = half - int(before[number])
     is_cut = min(num_first, int(order.counts[number]) - num_first) >= min_piece
-    if num_first and (order.kinds[number] != PROMPT or not is_cut):  # drafts are judged together
+    if num_first and (order.kinds[number] != PROMPT or not is_cut):  # drafts are verified together
         if number + 1 < order.num_rows:
             return number + 1, 0
         return (number, 0) if number else None

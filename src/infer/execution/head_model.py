@@ -1,34 +1,34 @@
-"""An EAGLE-3 head that follows its model's steps: what it must see of each, and how it drafts from there.
+"""An EAGLE-3 head that follows its model's steps: its inputs from each step, and how it drafts.
 
-A row of the head at position p takes g of p, which the model has made of the tokens up to p, and token p + 1;
-it guesses token p + 2 (models/eagle3.py). So the head is one position behind the token it is given, and the
-token of a step's last position is the one that the step draws:
+At position p, the head takes g_p, the model's hidden states of position p, and token p + 1; it guesses token
+p + 2 (models/eagle3.py). So the head's position is one before the token it is given, and for a step's last
+position that token is the one that the step samples:
 
     position                 7      8      9      10     11
-    the model computes       t7     t8     t9                       a step, which draws t10
-    and leaves               g7     g8     g9
-    the head is given        t8     t9     t10                      and *follows*: keys and values of 7, 8, 9
+    the model computes       t7     t8     t9                       a step, which samples t10
+    hidden states            g7     g8     g9
+    tokens for the head      t8     t9     t10                      it *follows*: keys and values of 7, 8, 9
 
-    draft, turn 0            t10 at position 9, with g9                        guesses d11, makes y9
-    turn 1                   d11 at position 10, with y9 in place of g10       guesses d12, makes y10
-    the model verifies       t10 d11 d12                                       and leaves g10 g11 g12
+    draft, turn 0            t10 at position 9, with g9                        guesses d11, outputs y9
+    turn 1                   d11 at position 10, with y9 in place of g10       guesses d12, outputs y10
+    the model verifies       t10 d11 d12                                       hidden states g10 g11 g12
 
-The head follows a step of the model as soon as it is sampled, prompts and windows alike, so its keys and
-values are always as far as the model's. On a GPU it does so in the graph that samples (gpu/device.py). Its
-keys and values lie in a store of their own with the same block numbers, and what moves a block of the model
-moves the head's: prefix hits, swaps, forks and preemption need nothing else, unless steps were left out
-(engine/draft_head.py).
-Entries after a refused draft were given a wrong token; the next step overwrites them, as it does the model's.
+The head follows a step of the model as soon as it is sampled, for prompts and windows alike, so both caches
+have the same length. On a GPU this runs in the graph that samples (gpu/device.py). The head's keys and values
+are in a separate store with the same block numbers, and every transfer of a model's block also moves the
+head's: prefix hits, swaps, forks and preemption need nothing else, unless steps were skipped
+(engine/draft_head.py). Entries after a rejected draft were computed with a wrong token; the next step
+overwrites them, as it does the model's.
 
-One entry may be of another text: the last position of a prefix that was found in the cache. It was
-given the token that came next *then*. It stays, and makes guesses a little worse until the text is longer;
-computing it again would take g of that position, which nothing keeps.
+One entry may belong to another text: the last position of a cached prefix was computed with the token that
+came next *then*. It stays, and makes guesses a little worse until the text is longer; to compute it again,
+g of that position would be needed, which is not kept.
 
-g is kept for the positions that a step draws at, since one of them is where drafts begin: in a ring for each
-row, in which position p has the place p mod P. A turn reads its state there and leaves y for the next one;
-in a graph of several turns (gpu/device.py) only the first does, and y goes from one to the next by itself.
+g is kept only for the positions at which a step samples, because drafts begin at one of them. Each row has a
+ring in which position p has the place p mod P. A turn reads its state there and writes y for the next turn.
+In a graph of several turns (gpu/device.py) only the first turn reads the ring, and y is passed on directly.
 
-Shapes:  T tokens, S of them that are drawn at, R rows of state, P places of a ring, D width of the head,
+Shapes:  T tokens, S of them sampled at, R rows of state, P places of a ring, D width of the head,
 F width of the model's states, V vocabulary, W draft vocabulary.
 """
 
@@ -45,9 +45,9 @@ from infer.models.eagle3 import Eagle3, Guess
 
 
 class HeadModel(nn.Module):
-    """A head as a device half runs it: tokens in, hidden states out, logits of the model's vocabulary.
+    """A head with the interface of a model: tokens in, hidden states out, logits of the model's vocabulary.
 
-    A turn gives the row of state of each of its tokens (`step.rows`); padding has row -1.
+    `step.rows` has the row of state of each token of a turn; padding has row -1.
     """
 
     ring_RPD: torch.Tensor
@@ -62,7 +62,7 @@ class HeadModel(nn.Module):
         self.register_buffer("ring_RPD", ring_RPD, persistent=False)
 
     def forward(self, tokens_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """One turn: guess on from the newest token of each row; its position is one before the token's."""
+        """Run one turn: guess from the newest token of each row, at the position before the token's."""
         assert step.rows is not None
         guess = self.guess(tokens_T, step)
         self.ring_RPD[step.rows.long(), (step.positions + 1) % self.ring_RPD.shape[1]] = guess.states_SD
@@ -71,7 +71,7 @@ class HeadModel(nn.Module):
     def guess(
         self, tokens_T: torch.Tensor, step: StepContext, states_TD: torch.Tensor | None = None
     ) -> Guess:
-        """One turn that leaves nothing; it begins with states of the turn before, or with those kept."""
+        """Run one turn without writing the ring; `states_TD`: the last turn's, None: read from the ring."""
         if states_TD is None:
             assert step.rows is not None
             states_TD = self.ring_RPD[step.rows.long(), step.positions % self.ring_RPD.shape[1]]
@@ -86,14 +86,14 @@ class HeadModel(nn.Module):
         places_S: torch.Tensor | slice,
         rows_S: torch.Tensor,
     ) -> None:
-        """See what a step of the model has computed; it has drawn at `places_S` for these rows of state."""
+        """Process a step of the model, which has sampled at `places_S` for these rows of state."""
         g_TD = self.head.combine(states_TF)
         self.ring_RPD[rows_S.long(), step.positions[places_S] % self.ring_RPD.shape[1]] = g_TD[places_S]
-        # an id that is not a token has no embedding
+        # NO_TOKEN has no embedding
         self.head.remember(next_tokens_T.clamp(0, self.config.vocab_size - 1), g_TD, step)
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Return [S, V]; tokens that the head cannot guess have no chance."""
+        """Return [S, V]; tokens outside the draft vocabulary get -inf."""
         logits_SW = self.head.logits(hidden_SD)
         if logits_SW.shape[1] == self.config.vocab_size:
             return logits_SW
@@ -102,7 +102,7 @@ class HeadModel(nn.Module):
 
 
 def drawn_places(order: StepOrder) -> np.ndarray:
-    """The places among the order's tokens at which a step draws ids."""
+    """Return the indices of the order's tokens at which a step samples."""
     sampled = order.num_sampled.astype(np.int64)
     ends = order.counts.cumsum(dtype=np.int64)
     places: np.ndarray = np.arange(sampled.sum()) + (ends - sampled.cumsum()).repeat(sampled)
@@ -110,10 +110,10 @@ def drawn_places(order: StepOrder) -> np.ndarray:
 
 
 def following_tokens(order: StepOrder, numbers: np.ndarray | None = None) -> np.ndarray:
-    """The token after each of an order's tokens; -1 - s: the drawn id with the number s.
+    """Return the token after each of an order's tokens; -1 - s: the sampled id with the number s.
 
-    Every place of a window is followed by the id that is drawn there: it is the draft, or it refuses it.
-    `numbers` of the drawn ids, place by place; None: they are numbered through.
+    Every place of a window is followed by the id that is sampled there: it equals the draft or rejects it.
+    `numbers`: numbers of the sampled ids, place by place; None: 0, 1, 2, ...
     """
     ends = order.counts.cumsum(dtype=np.int64)
     tokens = np.zeros(int(ends[-1]) + 1, dtype=np.int64)
@@ -126,16 +126,16 @@ def following_tokens(order: StepOrder, numbers: np.ndarray | None = None) -> np.
 
 
 def with_drawn(following_T: torch.Tensor, ids_S: torch.Tensor) -> torch.Tensor:
-    """The tokens of `following_tokens`, when the ids are there."""
+    """Return the tokens of `following_tokens`, with the sampled ids filled in."""
     if not len(ids_S):
         return following_T
     return torch.where(following_T < 0, ids_S[(-1 - following_T).clamp(min=0)], following_T)
 
 
 def kept_ids(order: StepOrder, ids: list[tuple[int, ...]]) -> np.ndarray:
-    """The id at each place where a step draws, given its kept ids; 0: after a refused draft.
+    """Return the id at each place where a step samples, given its accepted ids; 0: after a rejected draft.
 
-    A row goes on from the first of several ids that are drawn at one place.
+    If several ids are sampled at one place, the row continues from the first.
     """
     rows = zip(order.num_sampled.tolist(), ids, strict=True)
     found = [(*kept[:count], *[0] * (count - len(kept))) for count, kept in rows]

@@ -1,16 +1,16 @@
 """Sampling on the host: ids and logprobs from hidden states, row by row.
 
-    hidden [T]  ──►  positions that are sampled  ──►  logits  ──►  one id each, several before a fork
-                └──►  rows of a prompt whose logprobs were asked for, a few logits at a time
+    hidden [T]  ──►  sampled positions  ──►  logits  ──►  one id each, several before a fork
+                └──►  rows of prompts with prompt_logprobs, a few logits at a time
 
-Both device halves use this code. A CPU samples every step with it. A GPU uses it only for steps whose ids
+Both device halves use this module. A CPU samples every step with it. A GPU uses it only for steps whose ids
 decide what runs next (`ON_HOST`), and for logprobs of prompts.
 
 A row that *verifies* drafts is sampled at all of its positions at once, each as if the drafts before it were
-right. The noise is a hash of (seed, position), so if all earlier drafts are right, the id at a position is
-the one that the row would have drawn without drafts. Ids are kept up to the first that differs from its
-draft, and that id replaces the draft. Greedy or not, the text is the same. A tree of drafts is judged along
-the path that the ids take (trees.py).
+accepted. The noise is a hash of (seed, position), so if all earlier drafts are accepted, the id at a position
+is the one that the row would have sampled without drafts. Ids are kept up to and including the first that
+differs from its draft. So the text is the same with and without drafts, greedy or not. A tree of drafts is
+verified along the path of the sampled ids (trees.py).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import RowLogprobs
 from infer.sampling.sampler import SampleRow, best_ids, sample
 
-LOGPROB_ROWS = 64  # rows of logits held at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
+LOGPROB_ROWS = 64  # rows of logits computed at once for prompt logprobs: 64 * 150k * 4 bytes = 38 MB
 
-Judge = Callable[[Sequence[int], Sequence[int]], int]  # ids drawn, drafts next to them: how many ids are kept
+Judge = Callable[[Sequence[int], Sequence[int]], int]  # sampled ids, drafts: returns how many ids are kept
 
 
 class PromptTable(NamedTuple):
-    """The logprobs of a stretch of a prompt, maybe still on a device (sampling/logprobs.py)."""
+    """The logprobs of a part of a prompt, possibly still on a device (sampling/logprobs.py)."""
 
     number: int  # number of the row in the order
     chosen: list[int]  # tokens of the prompt
-    num_top: int  # alternatives to each
+    num_top: int  # alternatives to each token
     table: torch.Tensor
 
 
 class HostSampler:
-    """Draws the ids of a step from the hidden states of a model.
+    """Samples the ids of a step from the hidden states of a model.
 
     `send` copies ids to its device; `logits` computes a step's logits, by default with the model.
     """
@@ -67,7 +67,7 @@ class HostSampler:
     def sample(
         self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor, masks: StepMasks
     ) -> StepResult:
-        """The result of a step, given the row of `hidden_TD` that belongs to each row's last token."""
+        """Return the result of a step, given the index in `hidden_TD` of each row's last token."""
         if order.flags & DRAWS_BEST:
             places, _, _ = self._rows_to_sample(_once(order), last_rows, {}, masks)
             return self.draw_best(order, (self._logits or self._model.logits)(_rows_of(hidden_TD, places)))
@@ -93,7 +93,7 @@ class HostSampler:
         return StepResult(ids, logprobs, prompt_logprobs)
 
     def draw_best(self, order: StepOrder, logits_SV: torch.Tensor) -> StepResult:
-        """The best ids of all sampled positions, whose logits are given; a row's ids are end to end."""
+        """Return the best ids at all sampled positions, given their logits; a row's ids are concatenated."""
         _, rows, counts = self._rows_to_sample(_once(order), [0] * order.num_rows, {}, NO_MASKS)
         with threads_for(len(rows)):
             best = best_ids(logits_SV, rows, int(order.num_draws.max()))
@@ -105,7 +105,7 @@ class HostSampler:
     def _rows_to_sample(
         self, order: StepOrder, last_rows: list[int], drafts: Mapping[int, list[int]], masks: StepMasks
     ) -> tuple[list[int], list[SampleRow], list[int]]:
-        """The rows of hidden states that are sampled, the way each is, and how many ids each row draws."""
+        """Return the hidden states to sample, the parameters for each, and the number of ids per row."""
         places, rows, counts = list[int](), list[SampleRow](), list[int]()
         mask_of = masks.by_place() if len(masks.numbers) else {}
         columns = order.num_sampled.tolist(), order.num_draws.tolist(), order.stops.tolist()
@@ -130,7 +130,7 @@ class HostSampler:
     def prompt_tables(
         self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor
     ) -> list[PromptTable]:
-        """Logprobs of the prompt tokens that follow this step's tokens, a few rows of logits at a time."""
+        """Return the logprobs of prompt tokens that follow this step's tokens, a few logits at a time."""
         found = list[PromptTable]()
         for number, tokens, place, count in self._stretches(order, last_rows):
             num_top = self._book[int(order.rows[number])].facts.prompt_logprobs
@@ -144,7 +144,7 @@ class HostSampler:
         return found
 
     def follow(self, order: StepOrder, last_rows: list[int], hidden_TD: torch.Tensor) -> None:
-        """Compute this rank's part of all logits that `sample` asks for on rank 0, in the same order."""
+        """Compute this rank's shard of all logits that `sample` computes on rank 0, in the same order."""
         for _, _, place, count in self._stretches(order, last_rows):
             for first in range(place, place + count, LOGPROB_ROWS):
                 self._model.logits(hidden_TD[first : min(first + LOGPROB_ROWS, place + count)])
@@ -161,30 +161,30 @@ class HostSampler:
     def _stretches(
         self, order: StepOrder, last_rows: list[int]
     ) -> Iterator[tuple[int, np.ndarray, int, int]]:
-        """Rows whose prompt's logprobs are read: number, tokens, first hidden state, and how many of them."""
+        """Yield the rows with prompt logprobs: number, tokens, first hidden state, number of states."""
         if not len(order.next_tokens):
             return
         for number, tokens in given_tokens(order).items():
             facts, start = self._book[int(order.rows[number])].facts, int(order.starts[number])
-            count = min(len(tokens), facts.num_prompt - 1 - start)  # followers that belong to the prompt
+            count = min(len(tokens), facts.num_prompt - 1 - start)  # following tokens within the prompt
             if facts.prompt_logprobs != NONE and count > 0:
                 yield number, tokens, last_rows[number] + 1 - len(tokens), count
 
 
 def _once(order: StepOrder) -> StepOrder:
-    """An order that draws one id at each of its positions."""
+    """Return the order with at most one id sampled at each position."""
     return order._replace(num_draws=np.minimum(order.num_draws, 1))
 
 
 def _rows_of(hidden_TD: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Hidden states at some places; all of them, where every token is its row's last, are not copied."""
-    # Equal counts alone could be one row about to fork.
+    """Return the hidden states at some places, without a copy if these are all places in order."""
+    # equal counts alone are not enough: a row about to fork repeats its place
     has_all = len(places) == hidden_TD.shape[0] and places == list(range(len(places)))
     return hidden_TD if has_all else hidden_TD[places]
 
 
 def given_tokens(order: StepOrder) -> dict[int, np.ndarray]:
-    """The tokens of the rows that do not decode, by number."""
+    """Return the tokens of the rows that do not decode, by row number."""
     (numbers,) = (order.kinds != DECODE).nonzero()
     if not len(numbers):
         return {}
@@ -193,7 +193,7 @@ def given_tokens(order: StepOrder) -> dict[int, np.ndarray]:
 
 
 def drafts_of(order: StepOrder) -> dict[int, list[int]]:
-    """The drafts of the rows that verify any, by number: their tokens after the first."""
+    """Return the drafts of verifying rows, by row number: their tokens after the first."""
     (numbers,) = ((order.kinds == VERIFY) & (order.num_sampled > 1)).nonzero()
     if not len(numbers):
         return {}
@@ -202,7 +202,7 @@ def drafts_of(order: StepOrder) -> dict[int, list[int]]:
 
 
 def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
-    """The number of ids drawn next to drafts that are kept: the ones that equal them, and one more."""
+    """Return the number of sampled ids that are kept: all that equal their drafts, and one more."""
     pairs = zip(drawn, drafts, strict=False)
     return next((place for place, (got, draft) in enumerate(pairs) if got != draft), len(drafts)) + 1
 
@@ -210,9 +210,9 @@ def num_kept(drawn: Sequence[int], drafts: Sequence[int]) -> int:
 def kept_nodes(
     judge: Judge, drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int] | None
 ) -> Sequence[int]:
-    """The places of a window whose ids are kept; `backs` are given where its drafts have branches.
+    """Return the places of a window whose ids are kept; `backs`: set if its drafts are a tree.
 
-    A judge that does not look at the ids keeps part of the main line: the drafts that follow each other.
+    A judge other than `num_kept` keeps a part of the main line only.
     """
     if backs is None:
         return range(judge(drawn, drafts))
@@ -222,19 +222,19 @@ def kept_nodes(
 
 
 class SyntheticJudge:
-    """Keeps each draft with a fixed probability, whatever was drawn: for benchmarks of random weights."""
+    """Accepts each draft with a fixed probability, for benchmarks with random weights."""
 
     def __init__(self, acceptance: float) -> None:
         self._acceptance, self._rng = acceptance, random.Random(0)
 
     def __call__(self, drawn: Sequence[int], drafts: Sequence[int]) -> int:
-        """The number of ids that are kept: those next to accepted drafts, and one more."""
+        """Return the number of ids that are kept: one per accepted draft, and one more."""
         refused = (place for place in range(len(drafts)) if self._rng.random() >= self._acceptance)
         return next(refused, len(drafts)) + 1
 
 
 def read_prompts(tables: list[PromptTable]) -> dict[int, list[RowLogprobs]]:
-    """The logprobs of prompts by number of the row, from tables that are on the host."""
+    """Return the logprobs of prompts by row number, from tables that are on the host."""
     return {
         each.number: read_logprobs(each.table, each.chosen, [each.num_top] * len(each.chosen))
         for each in tables

@@ -1,15 +1,15 @@
-"""A step's inputs as tensors: the tokens of an order's rows, laid end to end.
+"""A step's inputs as tensors: the tokens of an order's rows, concatenated.
 
     rows        A[5:6]   B[17:18]   C[0:4]
     tokens_T    a5       b17        c0 c1 c2 c3
     positions   5        17         0  1  2  3
     slots       the slots that each row's block tables give these positions: a line for each table
 
-A device half on a CPU keeps the rows' block tables and last tokens in `HostRows`, as a GPU keeps them on the
-device; orders bring only differences.
+A device half on a CPU keeps the rows' block tables and last tokens in `HostRows`, like a GPU on the device;
+orders contain only changes.
 
-`PagedStep` is the `StepContext` the model sees. Rows that decode attend together, grouped by length so that
-padding never more than doubles the work; each other row attends alone.
+`PagedStep` is the model's `StepContext`. Decoding rows attend together, grouped by length so that padding
+never more than doubles the work; each other row attends alone.
 
 Shapes:  T tokens, S rows that decode together, L positions (padded), K tables, R rows of them, B blocks of a
 row.
@@ -36,11 +36,11 @@ from infer.kernels.elementwise.kv_codes import read_both
 from infer.kernels.elementwise.no_tree import NO_TREE
 from infer.layers.attention import AttentionLayer, StepContext
 
-MIN_GROUP_LEN = 64  # below this length padding is cheaper than another call
+MIN_GROUP_LEN = 64  # shorter rows share a group: padding is cheaper than another call
 
 
 class HostRows:
-    """The block tables and the last token of each row, in memory of the host."""
+    """The block tables and the last token of each row, in host memory."""
 
     def __init__(self, shape: StateShape) -> None:
         self.block_size = shape.block_size
@@ -49,7 +49,7 @@ class HostRows:
         self._lines = self.tables.reshape(-1, shape.max_blocks)  # rows of all tables, numbered through
 
     def apply(self, order: StepOrder) -> None:
-        """Take over the changes that an order brings."""
+        """Apply the changes of an order."""
         if len(order.table_changes):
             rows, indices, blocks = order.table_changes[order.table_changes[:, 0] != PADDING].T
             self._lines[rows, indices] = blocks
@@ -58,7 +58,7 @@ class HostRows:
             self.last_token[rows] = tokens
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The slots of single positions of some rows, for each table: [K, S]."""
+        """Return the slots of one position of each row, for each table: [K, S]."""
         blocks, offsets = np.divmod(positions, self.block_size)
         slots: np.ndarray = self.tables[:, rows, blocks] * self.block_size + offsets
         return slots
@@ -67,14 +67,14 @@ class HostRows:
 class NeededTokens(NamedTuple):
     """The tokens of a step whose hidden states are read."""
 
-    places: list[int] | None  # their places among the T tokens; None: all of them
-    last_rows: list[int]  # number of each row's last token among these
+    places: list[int] | None  # indices among the T tokens; None: all of them
+    last_rows: list[int]  # index of each row's last token among the needed ones
 
 
 def needed_tokens(order: StepOrder, last_places: list[int]) -> NeededTokens:
-    """The sampled positions of each row, which end at its last place; all tokens where prompts are read.
+    """Return the sampled tokens of each row, or all tokens if prompts are read.
 
-    There is always one, though the middle of a long prompt samples nothing: a kernel wants a row to compute.
+    There is always at least one, even if nothing is sampled: kernels need a row to compute.
     """
     sampled: list[int] = order.num_sampled.tolist()
     if order.flags & READS_PROMPTS or sum(sampled) == order.num_tokens:
@@ -89,16 +89,16 @@ def needed_tokens(order: StepOrder, last_places: list[int]) -> NeededTokens:
 
 
 class TokenLayout(NamedTuple):
-    """The tokens of a step, end to end."""
+    """The tokens of a step, concatenated."""
 
     tokens: np.ndarray  # ids
-    positions: np.ndarray  # places in their sequences
-    slots: np.ndarray  # places of their keys and values in each table: [K, T]
-    ends: np.ndarray  # place after each row's last token
+    positions: np.ndarray  # positions in their sequences
+    slots: np.ndarray  # slots of their keys and values in each table: [K, T]
+    ends: np.ndarray  # index after each row's last token
 
 
 def positions_of(order: StepOrder, ends: np.ndarray) -> np.ndarray:
-    """The positions of all tokens, given the place after each row's last one."""
+    """Return the positions of all tokens, given the index after each row's last token."""
     if len(order.backs):
         nodes: np.ndarray = order.starts.repeat(order.counts) + nodes_of(order).depths_T
         return nodes
@@ -109,7 +109,7 @@ def positions_of(order: StepOrder, ends: np.ndarray) -> np.ndarray:
 
 
 def lay_out(order: StepOrder, rows: HostRows) -> TokenLayout:
-    """Lay the tokens of all rows end to end."""
+    """Concatenate the tokens of all rows."""
     is_decode = order.kinds == DECODE
     ends = order.counts.cumsum()
     if is_decode.all():
@@ -125,19 +125,19 @@ def lay_out(order: StepOrder, rows: HostRows) -> TokenLayout:
 
 
 class _TokenGroup(NamedTuple):
-    """Tokens that attend together: all of one row, or one each of rows of about one length that decode."""
+    """Tokens that attend together: all of one row, or one of each decoding row of similar length."""
 
-    tokens: slice | torch.Tensor  # places among the T tokens
+    tokens: slice | torch.Tensor  # indices among the T tokens
     num_new: int  # tokens of each row
     table_rows_S: np.ndarray  # rows of the block tables
-    stops_S: np.ndarray  # positions of each in the cache after this step
+    stops_S: np.ndarray  # length of each row in the cache after this step
     decodes: bool
-    num_drafts: int = 0  # last tokens that may be refused
-    sees_QQ: torch.Tensor | None = None  # True: a token of a tree sees another one of its row
+    num_drafts: int = 0  # last tokens that are drafts
+    sees_QQ: torch.Tensor | None = None  # True: a token of a tree attends to another token of its row
 
 
 def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[_TokenGroup]:
-    """Each row by itself, but decoding rows together: the longest at most about twice the shortest."""
+    """Group decoding rows whose lengths differ by at most about a factor of two; others are alone."""
     firsts, stops, is_decode = layout.ends - order.counts, order.stops, order.kinds == DECODE
     made = []
     nodes = nodes_of(order) if len(order.backs) else None
@@ -163,7 +163,7 @@ def _group(layout: TokenLayout, order: StepOrder, device: torch.device) -> list[
 
 
 class PagedStep(StepContext):
-    """A `StepContext` over the paged store: write K and V to their slots, attend through the tables."""
+    """A `StepContext` over the paged store: writes K and V to their slots, attends through the tables."""
 
     def __init__(self, order: StepOrder, rows: HostRows, store: KVStore, *, use_reference: bool) -> None:
         layout, device = lay_out(order, rows), store.device
@@ -173,7 +173,7 @@ class PagedStep(StepContext):
         self.tokens_T = torch.from_numpy(layout.tokens).to(device)
         self.positions = torch.from_numpy(layout.positions.astype(np.int64)).to(device)
         self.slots_KT = torch.from_numpy(layout.slots).to(device)
-        self.last_places: list[int] = (layout.ends - 1).tolist()  # place of each row's last token
+        self.last_places: list[int] = (layout.ends - 1).tolist()  # index of each row's last token
         self.groups = _group(layout, order, device)
         self._slots: dict[tuple[int, int | None, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._spans: dict[int, list[StateSpan]] = {}  # spans by table
@@ -210,7 +210,7 @@ class PagedStep(StepContext):
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Let the states of all rows go on; see layers/attention.py."""
+        """Advance the recurrent states of all rows; see layers/attention.py."""
         cache, table = self._store.states[layer], self._store.tables[layer]
         assert cache is not None, f"layer {layer} has no states"
         if table not in self._spans:
@@ -218,7 +218,7 @@ class PagedStep(StepContext):
         return run_spans(rule, cache, self._spans[table], qkv_TC, b_TV, a_TV)
 
     def _spans_of(self, tables_RB: np.ndarray) -> Iterator[StateSpan]:
-        """The tokens of each row from block to block, then its drafts; and rows that decode together."""
+        """Yield the tokens of each row block by block, then its drafts; decoding rows together."""
         size = self._rows.block_size
 
         def span(
@@ -234,7 +234,7 @@ class PagedStep(StepContext):
             if isinstance(group.tokens, torch.Tensor):
                 yield span(group.tokens, rows, starts)
                 continue
-            first = group.tokens.start - int(starts[0])  # place of position 0
+            first = group.tokens.start - int(starts[0])  # index of position 0
             known = int(group.stops_S[0]) - group.num_drafts
             for start, stop in pieces_of(int(starts[0]), known, size):
                 yield span(slice(first + start, first + stop), rows, np.array([start]))
@@ -244,13 +244,13 @@ class PagedStep(StepContext):
     def _slots_of(
         self, place: int, group: _TokenGroup, window: int | None, table: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Slots [S, L] of what any token of each row may see, and which count; once for a table."""
+        """Return the slots [S, L] that each row may see, and a mask of the valid ones; cached per table."""
         key = (place, window, table)
         if key not in self._slots:
             stops_S, block_size, device = group.stops_S, self._rows.block_size, self._store.device
             first_S = stops_S * 0 if window is None else np.maximum(stops_S - group.num_new - window + 1, 0)
             offsets = np.arange((stops_S - first_S).max())
-            # Padding repeats the last position: it has been written, so nothing uninitialised is read.
+            # padding repeats the last position, which is written, so nothing uninitialized is read
             positions = np.minimum(first_S[:, None] + offsets, stops_S[:, None] - 1)
             blocks = self._rows.tables[table, group.table_rows_S[:, None], positions // block_size]
             is_seen = offsets < (stops_S - first_S)[:, None]

@@ -1,42 +1,42 @@
-"""The order that a device gets for one step: arrays of numbers, and nothing else.
+"""The order of one step for a device: arrays of numbers, and nothing else.
 
 The host half (engine/host_half.py) turns a plan and its sequences into one `StepOrder`; a device half
-(device.py) executes it. A device knows rows, blocks and ids. It has never heard of requests or sequences.
+(device.py) executes it. A device knows rows, blocks and ids, but no requests and no sequences.
 
     rows of the step     A           B           C                   D
-    row                  3           0           1                   5       its line of the device's state
+    row                  3           0           1                   5       its row of the device's state
     kind                 DECODE      DECODE      PROMPT              VERIFY
     start, count         20, 1       5, 1        0, 4                9, 3    positions it computes
     num_sampled          1           1           0                   3       positions sampled, the last ones
     num_draws            1           1           0                   1       ids drawn at each, n for a fork
-    adapter              0           0           0                   0       0: the model as it is
+    adapter              0           0           0                   0       adapter slot; 0: the base model
     tokens               -           -           c0 c1 c2 c3         d9 x y  x and y are drafts
 
-A row that *decodes* computes its last token, which the device drew itself or gets in `known`. The order
-contains the tokens of all other rows, and the slots for their keys and values. A row that *verifies* draws an
-id at each of its positions, and keeps ids up to the first that differs from its draft: 1 to `count` ids come
-back. A verifying row that samples a single position has no drafts: it is a short piece of text, computed
-together with rows that have drafts.
+A row that *decodes* computes its last token, which the device sampled itself or gets in `known`. The order
+contains the tokens of all other rows, and the slots for their keys and values. A row that *verifies* samples
+an id at each of its positions, and keeps ids up to and including the first that differs from its draft: 1 to
+`count` ids are returned. A verifying row that samples a single position has no drafts: it is a short piece of
+text, computed together with rows that have drafts.
 
-Drafts may be a *tree*: then `backs` says for each given token how many tokens before it its parent is; in
-texts and chains it is 1. A token stands one position after its parent. Besides the earlier cache it sees only
-its ancestors. Its keys and values lie in the slot of its place in the row (trees.py):
+Drafts may be a *tree*: then `backs` has the distance of each given token from its parent, in tokens; in texts
+and chains it is 1. The position of a token is one after its parent's. It attends to its ancestors and to the
+earlier cache only. Its keys and values are in the slot of its place in the row (trees.py):
 
-    tokens      d9   x    y    z    w             x, y and z follow each other; w is another guess next to x
+    tokens      d9   x    y    z    w             x, y and z follow each other; w is an alternative to x
     backs       1    1    1    1    4
     position    9    10   11   12   10
     slot of     9    10   11   12   13            if w is kept, its keys and values are moved to slot 10
 
-Everything else in an order is a *difference* of the state that the device keeps from step to step:
+Everything else in an order is a *change* of the state that the device keeps from step to step:
 
-    lines, facts, extras    rows that begin: how they are sampled, what else is read of them, lists of ids
-    table_changes           blocks that tables have got: row (of all tables, numbered through), index, block
-    known                   last tokens that the device has not drawn: row, id, position
+    lines, facts, extras    rows that begin: sampling parameters, requested results, lists of ids
+    table_changes           new blocks of tables: row (numbered through all tables), index, block
+    known                   last tokens that the device has not sampled: row, id, position
     transfers               blocks to move before anything else: kind, source, destination
 
 So an order for rows that simply continue is small: 256 decoding rows take 5 KB, of which a GPU reads nothing
-(`REPEATS`). `to_bytes` puts an order into one buffer, and `read` returns views of it. In this form an order
-travels to another process, and is recorded.
+(`REPEATS`). `to_bytes` packs an order into one buffer, and `read` returns views of it. In this form an order
+is sent to another process, and recorded.
 
 Shapes:  N rows of the step, T tokens of rows that do not decode, K block tables, U known tokens, D blocks,
 X transfers, A arrivals, E extras, B tokens with a parent: T or none.
@@ -55,17 +55,17 @@ from infer.cache.layout import TransferKind
 
 DECODE, PROMPT, VERIFY = 0, 1, 2  # kinds of rows
 # flags of an order
-AWAITS_MASKS: Final = 1  # it is sampled when the masks of some rows are there
-REPEATS: Final = 2  # the rows of the order before it decode again, each a token on, and no row begins
-ON_HOST: Final = 4  # the host draws, and says the rows' next tokens: forks, beams, drafts
+AWAITS_MASKS: Final = 1  # sampling waits until the masks of some rows are filled
+REPEATS: Final = 2  # the rows of the previous order decode again, one token further, and no row begins
+ON_HOST: Final = 4  # the host samples and sends the rows' next tokens: forks, beams, drafts
 READS_PROMPTS: Final = 8  # every hidden state of some rows is read: logprobs of prompts, embeddings
-DRAWS_BEST: Final = 16  # `num_draws` ids of each position are the best ones, under the same noise: for a tree
-UNSEEN: Final = 32  # a head that drafts need not follow it: none of its rows will get drafts
+DRAWS_BEST: Final = 16  # each position draws its `num_draws` best ids, under the same noise: for a tree
+UNSEEN: Final = 32  # a draft head need not follow this step: none of its rows will get drafts
 
 TRANSFERS: Final = tuple(TransferKind)  # kinds of transfers, by number
-POOLINGS: Final = (None, "last", "mean")  # what is pooled of an embedding's hidden states, by number
-NONE: Final = -1  # no logprobs are asked for
-PADDING: Final = -1  # row of a line of `table_changes` that says nothing
+POOLINGS: Final = (None, "last", "mean")  # poolings of an embedding, by number
+NONE: Final = -1  # no logprobs are requested
+PADDING: Final = -1  # row of a line of `table_changes` that is padding
 
 
 class StepOrder(NamedTuple):
@@ -76,7 +76,7 @@ class StepOrder(NamedTuple):
     starts: np.ndarray
     table_changes: np.ndarray
     transfers: np.ndarray
-    rows: np.ndarray  # this and all below stay as they are while rows go on decoding
+    rows: np.ndarray  # this and all later fields stay the same while the rows continue to decode
     counts: np.ndarray
     num_sampled: np.ndarray
     num_draws: np.ndarray
@@ -84,8 +84,8 @@ class StepOrder(NamedTuple):
     kinds: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
-    backs: np.ndarray  # distance of each given token from its parent; empty: 1 everywhere
-    next_tokens: np.ndarray  # token after each row's last, where any row draws none or is read; else empty
+    backs: np.ndarray  # distance of each given token from its parent; empty: all 1
+    next_tokens: np.ndarray  # token after each row's last; empty if every row samples and none is read
     known: np.ndarray
     lines: np.ndarray  # packed `SampleLine`s (kernels/sampling/sample_state.py)
     facts: np.ndarray  # `RowFacts`
@@ -93,17 +93,17 @@ class StepOrder(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that compute something."""
+        """The number of rows of the step."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model sees."""
+        """The number of tokens that the model computes."""
         return int(self.counts.sum())
 
     @property
     def stops(self) -> np.ndarray:
-        """The position after each row's last token, where its last drawn id will stand."""
+        """The position after each row's last token, which is the position of its last sampled id."""
         stops: np.ndarray = self.starts + self.counts
         return stops
 
@@ -115,15 +115,15 @@ class StepOrder(NamedTuple):
     def repeat(
         self, step: int, flags: int, starts: np.ndarray, table_changes: np.ndarray, transfers: np.ndarray
     ) -> StepOrder:
-        """The order of the same rows, further on."""
+        """Return the order for the same rows at later positions."""
         return StepOrder(step, flags, starts, table_changes, transfers, *self[5:])
 
     def moves(self) -> list[tuple[TransferKind, int, int]]:
-        """The transfers, as the KV store takes them."""
+        """Return the transfers in the form that the KV store takes."""
         return [(TRANSFERS[kind], source, to) for kind, source, to in self.transfers.tolist()]
 
     def select(self, numbers: np.ndarray) -> StepOrder:
-        """The part of some rows, given in rising order: what they compute, without differences of state."""
+        """Return the part of an order for some rows, in rising order, without changes of state."""
         is_part = np.zeros(self.num_rows, dtype=bool)
         is_part[numbers] = True
         is_given = self.kinds != DECODE
@@ -141,9 +141,9 @@ class StepOrder(NamedTuple):
         )
 
     def cut(self, number: int, num_first: int) -> tuple[StepOrder, StepOrder]:
-        """Two orders that compute the same: a row's first tokens go with the rows before it, the rest after.
+        """Split the order before token `num_first` of the row `number`; both parts compute the same together.
 
-        The first has the differences of state; transfers, which may not be repeated, are in neither.
+        The first part has the changes of state. Transfers must not be repeated and are in neither part.
         """
         first = self.select(np.arange(number + (num_first > 0)))
         rest = self.select(np.arange(number, self.num_rows))
@@ -171,16 +171,16 @@ class RowFacts(NamedTuple):
     """The facts that a device knows about a row besides its `SampleLine`, ordered as `StepOrder.facts`."""
 
     num_prompt: int
-    num_logprobs: int = NONE  # alternatives reported with each drawn id
-    prompt_logprobs: int = NONE  # the same for the prompt's tokens
-    pooling: int = 0  # a number of POOLINGS
-    num_tokens: int = 0  # tokens among the extras: prompt and output, where penalties count them
-    num_banned: int = 0  # ids among the extras that may not come before the line's `ban_end`
+    num_logprobs: int = NONE  # alternatives reported with each sampled id
+    prompt_logprobs: int = NONE  # alternatives reported with each prompt token
+    pooling: int = 0  # index into POOLINGS
+    num_tokens: int = 0  # tokens among the extras: prompt and output, if penalties count them
+    num_banned: int = 0  # ids among the extras that must not be sampled before the line's `ban_end`
 
 
 # -- an order in a buffer ---------------------------------------------------------------------------------
 
-# every array with its type and shape, numbers and lengths; arrays of 8 bytes come first, so all are aligned
+# name, type and shape of every array; arrays of 8-byte elements come first, so that all are aligned
 _ARRAYS: Final = (
     ("known", "<i8", "3U"), ("lines", "<i8", "AL"), ("rows", "<i4", "N"), ("starts", "<i4", "N"),
     ("counts", "<i4", "N"), ("tokens", "<u4", "T"), ("slots", "<i4", "KT"), ("next_tokens", "<u4", "M"),
@@ -189,8 +189,8 @@ _ARRAYS: Final = (
     ("adapters", "<i2", "N"), ("kinds", "<i1", "N"), ("backs", "<i1", "B"),
 )  # fmt: skip
 _COLUMNS: Final = tuple(name for name, _, shape in _ARRAYS if shape == "N")
-_LENGTHS: Final = "NTKMUDXALFEB"  # the header has these, in this order
-_PLACES: Final = _LENGTHS + "31"  # lengths of an array by their place; a list has a second one, which is 1
+_LENGTHS: Final = "NTKMUDXALFEB"  # lengths in the header, in this order
+_PLACES: Final = _LENGTHS + "31"  # lengths by index; the second length of a one-dimensional array is 1
 
 
 def _kind(dtype: str, shape: str) -> tuple[np.dtype[Any], int, int, int, int]:
@@ -213,7 +213,7 @@ EMPTY: Final = StepOrder(step=0, flags=0, **{name: _empty(dtype, shape) for name
 
 
 def to_bytes(order: StepOrder) -> bytes:
-    """The order in a buffer of its own."""
+    """Pack the order into a new buffer."""
     numbers, parts = [0] * len(_PLACES), list[Any]([b""])
     for array, (dtype, _, first, second, num_lengths) in zip(_arrays_of(order), _KINDS, strict=True):
         numbers[first] = len(array)
@@ -226,7 +226,7 @@ def to_bytes(order: StepOrder) -> bytes:
 
 
 def read(buffer: memoryview) -> StepOrder:
-    """Look at the order at the start of a buffer, without a copy; `ValueError`: none is whole there."""
+    """Return views of the order at the start of a buffer; raises `ValueError` if it is not a whole order."""
     if len(buffer) < _HEADER.size:
         raise ValueError(f"{len(buffer)} bytes are fewer than an order's header")
     magic, version, step, flags, *numbers = _HEADER.unpack_from(buffer)
@@ -247,10 +247,10 @@ def read(buffer: memoryview) -> StepOrder:
 
 
 class StepMasks(NamedTuple):
-    """Masks under which some positions of a step are sampled: a bit for every id, 1: it may come.
+    """Masks under which some positions of a step are sampled: one bit for every id, 1: allowed.
 
-    Mask k is for the id drawn at `positions[k]` by the row with the number `numbers[k]` in the order. A row
-    that draws several ids at a position draws each under the same mask; positions without one are free.
+    Mask k is for the id sampled at `positions[k]` by row `numbers[k]` of the order. If a row draws several
+    ids at a position, all have the same mask. A position without a mask allows every id.
     """
 
     numbers: Sequence[int]
@@ -258,11 +258,11 @@ class StepMasks(NamedTuple):
     lines_KW: np.ndarray  # int32 [K, ceil(vocabulary / 32)], the lowest id in the lowest bit
 
     def by_place(self) -> dict[tuple[int, int], np.ndarray]:
-        """The masks by (number of the row in the order, position)."""
+        """Return the masks by (number of the row in the order, position)."""
         return dict(zip(zip(self.numbers, self.positions, strict=True), self.lines_KW, strict=True))
 
     def select(self, first: int, num_rows: int) -> StepMasks:
-        """The masks of `num_rows` rows from the number `first` on, numbered from 0."""
+        """Return the masks of `num_rows` rows from the number `first` on, numbered from 0."""
         kept = [place for place, number in enumerate(self.numbers) if first <= number < first + num_rows]
         numbers = [self.numbers[k] - first for k in kept]
         return StepMasks(numbers, [self.positions[k] for k in kept], self.lines_KW[kept])

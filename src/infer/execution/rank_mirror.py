@@ -1,15 +1,15 @@
-"""The memory that ranks share, on several machines: each node has a copy, and sockets carry what changes.
+"""Mirrors the ranks' shared memory between machines: each node has a copy, and sockets send the changes.
 
     node 0                                                   node 1
     rank 0 writes data, then a word ─► watch ── frame ─────► data, then the word ─► rank 1, which waits
                                        rank 1's words ◄───── ...
 
-Every word has one writer, and what its number stands for is written before it and is left alone until all
-readers have read it. So a copy may come late, but never in the wrong order, and ranks run the same code
-wherever the others are. All other nodes have a connection to node 0, which passes their frames on.
+Every word has one writer. The data that belongs to a word's number is written before the word, and is not
+overwritten until all readers have read it. So a copy may be late, but is never out of order, and ranks run
+the same code on one machine or several. Every other node has a connection to node 0, which forwards frames.
 
-A frame is a head of three numbers and bytes; nothing in it is executed or pickled. A word that is not the
-sender's, a number out of turn or data that is too long ends the connection.
+A frame is a header of three numbers, and bytes; nothing in it is executed or unpickled. A word that the
+sender does not own, a number out of sequence, or data that is too long ends the connection.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from infer.errors import DeviceLost
 from infer.execution.rank_ring import RankLink, linked_words, slot_length
 from infer.kernels.cpu.collectives import LINE_STATE, WORD_BYTES, MirroredWord
 
-BEAT_S: Final = 0.25  # seconds between two signs of life
+BEAT_S: Final = 0.25  # seconds between two heartbeats
 REPORT_BYTES: Final = 1 << 16  # longest report
 _HEAD: Final = struct.Struct("<HII")  # number of a word, or _LINES or _REPORT; its value; bytes that follow
 _LINES, _REPORT = 0xFFFF, 0xFFFE
 _STATE_BYTES: Final = LINE_STATE.stop - LINE_STATE.start
-_AT_ONCE: Final = 1 << 14  # bytes that are copied to go out with their head
+_AT_ONCE: Final = 1 << 14  # most bytes that are copied to be sent together with their header
 _WRAP: Final = 1 << 32
 
 
@@ -52,7 +52,7 @@ class _Peer:
 
 
 class RankMirror:
-    """One node's end of the connections between the nodes of a model."""
+    """One node's side of the connections between the nodes of a model."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class RankMirror:
         on_report: Callable[[int, bytes], None],
         on_loss: Callable[[str], None],
     ) -> None:
-        """`nodes` are the ranks of each node; `meets_all`: ranks exchange with ranks of other stages.
+        """`nodes`: the ranks of each node; `meets_all`: ranks exchange data with ranks of other stages.
 
-        Threads call `on_report` with a node and what it reports, and `on_loss` once a node is gone.
+        Threads call `on_report` with a node and its report, and `on_loss` when a node is lost.
         """
         self._library, self._memory, self._region = link.library, link.memory, link.communicator.address
         self._nodes, self._own = nodes, own
@@ -76,30 +76,30 @@ class RankMirror:
         self._is_closed = threading.Event()
 
     def add(self, number: int, connection: socket.socket, silent_s: float) -> None:
-        """Use a connection to another node; without a sign of life for `silent_s` seconds it is gone."""
+        """Add a connection to another node, which is lost after `silent_s` seconds without a heartbeat."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(silent_s)
         peer = self._peers[number] = _Peer(number, connection)
-        if self._is_closed.is_set():  # it came too late
+        if self._is_closed.is_set():  # closed before the connection was made
             self.close()
             return
         self._start(f"infer-node-{number}", partial(self._run, peer, self._take_frames))
         self._start(f"infer-beat-{number}", partial(self._run, peer, self._send_beats))
 
     def start(self) -> None:
-        """Carry what changes, once all nodes are there."""
+        """Begin to mirror changes; call this when all nodes are connected."""
         for number, word in enumerate(self._words):
             peers = self._readers(word)
             if word.writer in self._nodes[self._own] and peers:
                 self._start(f"infer-word-{number}", partial(self._watch, number, peers))
 
     def report(self, body: bytes) -> None:
-        """Send node 0, or all nodes as node 0, a report."""
+        """Send a report to node 0; node 0 sends it to all nodes."""
         for peer in list(self._peers.values()):
             self._run(peer, _Peer.send, _REPORT, 0, body)
 
     def report_end(self, body: bytes) -> None:
-        """Send a last report; it is lost where it cannot be sent now."""
+        """Send a last report, but skip connections that are busy."""
         for peer in list(self._peers.values()):
             if peer.turn.acquire(timeout=BEAT_S):
                 with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class RankMirror:
                 peer.turn.release()
 
     def close(self) -> None:
-        """End all connections; threads that wait for one return."""
+        """Close all connections; threads that wait for one return."""
         self._is_closed.set()
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):
@@ -120,10 +120,10 @@ class RankMirror:
         threading.Thread(target=target, name=name, daemon=True).start()
 
     def _run(self, peer: _Peer, work: Callable[..., None], *args: object) -> None:
-        """Do the work of a connection until it ends."""
+        """Run the work of a connection until it ends."""
         try:
             work(peer, *args)
-        except Exception as error:  # a thread that ends without a word would leave all ranks waiting
+        except Exception as error:  # report it: otherwise all ranks would wait forever
             if not self._is_closed.is_set():
                 said = str(error) if isinstance(error, OSError | DeviceLost) else repr(error)
                 reason = "has not answered" if isinstance(error, TimeoutError) else f"is gone: {said}"
@@ -185,7 +185,7 @@ class RankMirror:
     # -- places -----------------------------------------------------------------------------------
 
     def _readers(self, word: MirroredWord) -> list[_Peer]:
-        """The nodes to send a word to: node 0 from all others, and from it the nodes that read the word."""
+        """Return the nodes to send a word to: node 0, or as node 0 all nodes that read the word."""
         own = self._nodes[self._own]
         if self._own > 0:
             return [] if word.readers <= set(own) else [self._peers[0]]
@@ -205,7 +205,7 @@ class RankMirror:
 
 
 def _fill(connection: socket.socket, place: memoryview) -> None:
-    """Receive as many bytes as a place has."""
+    """Receive bytes until `place` is full."""
     while len(place):
         count = connection.recv_into(place)
         if not count:

@@ -1,11 +1,11 @@
-"""Messages from rank 0 to the other ranks: a ring of slots in memory that all of them have mapped.
+"""Messages from rank 0 to the other ranks: a ring of slots in shared memory.
 
-    words    sent · taken by rank 1 · taken by rank 2 · ...     numbers of messages' pieces, which only grow
+    words    sent · taken by rank 1 · taken by rank 2 · ...     numbers of pieces, which only grow
     slots    piece 5   piece 6   piece 7   piece 4              a long message is several pieces
 
 Rank 0 writes a piece when every rank has taken the earlier piece of its slot, and then increments `sent`. No
-locks are needed, because a word has one writer (kernels/cpu/csrc/collectives.c). A message is a kind and
-bytes, such as a written order (order.py).
+locks are needed, because each word has one writer (kernels/cpu/csrc/collectives.c). A message is a kind and
+bytes, such as a packed order (order.py).
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from infer.kernels.cpu.collectives import (
 from infer.kernels.cpu.library import Library
 from infer.kernels.runtime.communicator import RankGroup, RankLine
 
-NUM_SLOTS: Final = 32  # more than are ever under way while stages wait for each other
+NUM_SLOTS: Final = 32  # more than are ever in flight while stages wait for each other
 SLOT_BYTES: Final = 1 << 15
-_PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends with it
+_PIECE: Final = struct.Struct("<III")  # kind, bytes, and 1 if the message ends with this piece
 _COUNT: Final = struct.Struct("<I")
 _ROOM: Final = SLOT_BYTES - _PIECE.size
 _WRAP: Final = 1 << 32
-_MESSAGE: Final = 2  # kind of a wait, as csrc/collectives.c has it
+_MESSAGE: Final = 2  # kind of a wait, as in csrc/collectives.c
 
 
 class RankMessage(IntEnum):
     """The kinds of messages that rank 0 sends to the others."""
 
     ORDER = 1  # compute a part of a step
-    AHEAD = 2  # the same, sent before the ids of the last one
-    IDS = 3  # ids that were drawn
-    BIND = 4  # choose what projections run with
-    PROBE = 5  # compute a prompt that rank 0 measures
-    BUILD = 6  # make the KV store and the device half
-    PREPARE = 7  # compile and capture what steps need
-    AGREE = 8  # keep the captured steps that all ranks have
-    ADAPTER = 9  # put a LoRA adapter into a slot
+    AHEAD = 2  # an order sent before the ids of the previous one
+    IDS = 3  # sampled ids
+    BIND = 4  # choose the matrix products
+    PROBE = 5  # compute a prompt that rank 0 times
+    BUILD = 6  # allocate the KV store and build the device half
+    PREPARE = 7  # compile kernels and capture graphs
+    AGREE = 8  # keep only the captured steps that all ranks have
+    ADAPTER = 9  # load a LoRA adapter into a slot
 
 
 def link_bytes(size: int) -> int:
-    """The memory that this many ranks share."""
+    """Return the bytes of shared memory for `size` ranks."""
     return region_bytes(size) + HEADER_BYTES + NUM_SLOTS * SLOT_BYTES
 
 
 def linked_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
-    """Every word that a rank waits for and another rank writes, also for messages."""
+    """Return every word that one rank writes and another waits for, including the words of messages."""
     start, others = region_bytes(size), frozenset(range(1, size))
     slots = start + HEADER_BYTES, NUM_SLOTS, SLOT_BYTES
     taken = [MirroredWord(start + WORD_BYTES * rank, rank, frozenset({0})) for rank in sorted(others)]
@@ -73,7 +73,7 @@ def linked_words(size: int, num_stages: int, *, meets_all: bool = False) -> list
 
 
 def slot_length(memory: mmap.mmap, word: MirroredWord, number: int) -> int:
-    """The bytes of the data that a number of a word stands for."""
+    """Return the bytes of the data that belongs to a number of a word."""
     if not word.num_slots:
         return 0
     slot = number % word.num_slots
@@ -85,7 +85,7 @@ def slot_length(memory: mmap.mmap, word: MirroredWord, number: int) -> int:
 
 @contextmanager
 def whole_group(ranks: RankGroup, step: int) -> Iterator[None]:
-    """End all ranks with whatever ends a step of theirs halfway: the others wait for what does not come."""
+    """End all ranks if a step fails halfway, because the others would wait for its data forever."""
     try:
         yield
     except BaseException as error:  # Ctrl-C, too
@@ -97,7 +97,7 @@ def whole_group(ranks: RankGroup, step: int) -> Iterator[None]:
 
 
 class RankLink:
-    """One rank's end of the link between the ranks of a model: its exchanges, and the messages of rank 0."""
+    """One rank's side of the link between the ranks of a model: collectives, and the messages of rank 0."""
 
     def __init__(
         self, library: Library, memory: mmap.mmap, rank: int, size: int, num_stages: int = 1
@@ -110,11 +110,11 @@ class RankLink:
         self._start = region_bytes(size)
         self._words = address_of(memory, self._start)
         self._region = address_of(memory)
-        self._number = 0  # number of the last piece that was sent, or taken
-        self._room = 0  # pieces that have a free slot, as rank 0 has seen it last
+        self._number = 0  # number of the last piece sent or taken
+        self._room = 0  # free slots, as last seen by rank 0
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send a message to all other ranks, as rank 0; waits where a rank has not taken the last ones."""
+        """Send a message from rank 0 to all other ranks; waits while the ring is full."""
         view = memoryview(body)
         for first in range(0, max(len(view), 1), _ROOM):
             piece = view[first : first + _ROOM]
@@ -127,7 +127,7 @@ class RankLink:
             self._number = number
 
     def receive(self) -> tuple[int, bytearray]:
-        """The next message, as another rank; sleeps until there is one."""
+        """Wait for the next message and return it; for ranks other than 0."""
         body, is_whole, kind = bytearray(), 0, 0
         while not is_whole:
             number = (self._number + 1) % _WRAP
@@ -140,11 +140,11 @@ class RankLink:
         return kind, body
 
     def lines(self) -> list[RankLine]:
-        """The state of each rank."""
+        """Return the state of each rank."""
         return [read_line(self.memory, rank) for rank in range(self.size)]
 
     def _wait_for_room(self, number: int) -> int:
-        """Wait until every rank has taken what is in the slot of a piece; returns the pieces with room."""
+        """Wait until every rank has taken the earlier piece of a slot; returns the number of free slots."""
         before, words = (number - NUM_SLOTS) % _WRAP, [self._word(rank) for rank in range(1, self.size)]
         for word in words:
             self._wait(word, before)

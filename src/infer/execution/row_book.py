@@ -1,8 +1,8 @@
 """Facts about each row of a device half's state, kept on the host.
 
 A row is described once, in the order with which it begins (`order.py`): its sampling parameters, the other
-results it needs, and its lists of ids, if any. A GPU keeps the numbers for its sampler on the device
-(gpu/rows.py). This book has the same facts for the host's own work: sampling, logprobs of prompts, pooling.
+requested results, and its lists of ids, if any. A GPU keeps the sampler's numbers on the device
+(gpu/rows.py). The book has the same facts for work on the host: sampling, logprobs of prompts, pooling.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class RowEntry:
         self.line, self.facts = line, facts
         ends = np.cumsum([facts.num_tokens, facts.num_banned, line.num_biased])
         tokens, banned, biased, biases = np.split(extras, ends)
-        self.tokens = array("I", tokens.tobytes())  # prompt and output so far, where penalties count them
+        self.tokens = array("I", tokens.tobytes())  # prompt and output so far, if penalties count them
         self.banned: tuple[int, ...] = tuple(banned.tolist())
         self.biases: dict[int, float] = dict(zip(biased.tolist(), biases.view("<f4").tolist(), strict=True))
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of alternatives reported with each drawn id; None: no logprobs at all."""
+        """The number of alternatives reported with each sampled id; None: no logprobs."""
         return None if self.facts.num_logprobs == NONE else self.facts.num_logprobs
 
     @property
     def pooling(self) -> str | None:
-        """The pooling of its hidden states, if it is an embedding's."""
+        """The pooling of an embedding's hidden states; None: the row is not an embedding."""
         return POOLINGS[self.facts.pooling]
 
     @cached_property
     def params(self) -> SamplingParams:
-        """The parameters that its line was made of."""
+        """The sampling parameters in its line."""
         line = self.line
         return SamplingParams(
             temperature=line.temperature,
@@ -56,7 +56,7 @@ class RowEntry:
         )
 
     def sample_row(self, position: int, index: int = 0, mask_W: np.ndarray | None = None) -> SampleRow:
-        """The facts for drawing the id at a position: for the row itself, or for its `index`-th fork."""
+        """Return the facts for sampling at a position: for the row itself, or for its `index`-th fork."""
         return SampleRow(
             params=self.params,
             seed=sequence_seed(self.line.seed, index),
@@ -70,7 +70,7 @@ class RowEntry:
 
 
 class RowBook:
-    """The rows that have begun, by their number; a row that begins anew replaces what was there."""
+    """The entries of rows that have begun, by row; a row that begins again replaces its entry."""
 
     def __init__(self) -> None:
         self._entries: dict[int, RowEntry] = {}
@@ -79,7 +79,7 @@ class RowBook:
         return self._entries[row]
 
     def enter(self, order: StepOrder) -> list[RowEntry]:
-        """Enter the rows that begin with an order; returns their entries."""
+        """Add the rows that begin with an order; returns their entries."""
         made, start = [], 0
         for line_F, facts in zip(order.lines, order.facts.tolist(), strict=True):
             line, fact = SampleLine.unpack(line_F.tobytes()), RowFacts(*facts)
@@ -91,5 +91,5 @@ class RowBook:
         return made
 
     def entries(self, rows: np.ndarray) -> list[RowEntry]:
-        """The entries of some rows, in order."""
+        """Return the entries of some rows, in order."""
         return [self._entries[row] for row in rows.tolist()]

@@ -1,9 +1,9 @@
-"""A step whose decoding rows and prompts are attended by different backends.
+"""A step whose decoding rows and prompts use different attention backends.
 
     tokens      A B | C C C C | D D            A and B decode, C and D do not
     contexts    decode_attention_backend for A and B, attention_backend for C and D
 
-A row is wholly in one of the two, and reads its own cache alone, so either may go first.
+A row is completely in one of the two, and reads only its own cache, so either may run first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infer.layers.attention import AttentionLayer, StepContext
 
 
 class SplitStep(StepContext):
-    """Contexts, each for some of a step's tokens."""
+    """Several contexts, each for some of a step's tokens."""
 
     def __init__(self, positions_T: torch.Tensor, parts: Sequence[tuple[StepContext, torch.Tensor]]) -> None:
         self.positions, self._parts = positions_T, parts
@@ -35,7 +35,7 @@ class SplitStep(StepContext):
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Let each context go on with the states of its own tokens."""
+        """Let each context advance the states of its own tokens."""
         out_TVH = qkv_TC.new_empty((*b_TV.shape, rule.value_dim))
         for context, places in self._parts:
             out_TVH[places] = context.recur(layer, rule, qkv_TC[places], b_TV[places], a_TV[places])
@@ -48,7 +48,7 @@ def split_step(
     make: Callable[[StepOrder, str], StepContext],
     backends: tuple[str, str],
 ) -> SplitStep:
-    """Return the step of an order; `make` a context for the rows that decode, and one for the others."""
+    """Return the step of an order; `make` builds a context for decoding rows and one for the others."""
     is_decode = order.kinds == DECODE
     parts = []
     for backend, is_part in zip(backends, (is_decode, ~is_decode), strict=True):

@@ -1,24 +1,24 @@
 """Execute orders in plain PyTorch, or with the C kernels of a CPU: copy blocks, run the model, sample.
 
-transfers ── the store moves blocks as the books say
+transfers ── the store moves the blocks of the order's transfers
 state     ── block tables, last tokens and facts of rows are updated              (layout.py, row_book.py)
 layout    ── the order's numbers become tensors                                   (layout.py)
 model     ── hidden states; after the last attention, only of the tokens that are read
 logits    ── only of positions that are sampled or need logprobs
 sample    ── one id per position, several for a row about to fork                 (host_sampling.py)
 pool      ── hidden states of embeddings                                          (embedding.py)
-follow    ── a drafting head sees the computed and drawn tokens                   (head_model.py)
-compact   ── keys and values of kept drafts of a tree are moved                   (trees.py)
+follow    ── a draft head processes the computed and sampled tokens               (head_model.py)
+compact   ── keys and values of a tree's accepted drafts are moved                (trees.py)
 
 If decoding rows and prompts have different backends, the step is split in two (split_step.py).
 
 If several ranks share a model, rank 0 has the engine and samples. It sends each order to the other ranks
-before it executes it, together with the last tokens of decoding rows, because the others have drawn none.
-They do nothing after `follow`.
+before it executes it. The order then includes the last tokens of decoding rows, because other ranks do not
+sample. They do nothing after `follow`.
 
-If layers are in stages, rank 0 has the last stage. A step is computed in as many parts as there are stages,
-so that all stages work at the same time. `wait` computes a step, so the next step may be sent before, with
-ids that follow part by part as they are drawn:
+With pipeline stages, rank 0 has the last stage. A step is computed in as many parts as there are stages, so
+that all stages work at the same time. `wait` computes a step, so the next step may be sent before; its ids
+follow part by part as they are sampled:
 
     stage 0    step 1: A   B │ step 2: A   B │ ...
                         ╲   ╲    ╱  ╲   ╲               hidden states, ids of A, ids of B
@@ -65,11 +65,11 @@ from infer.layers.adapted import AdapterBank
 from infer.layers.attention import LayerInputs, StepContext
 from infer.models.model import Network
 
-SHORT_MESSAGE: Final = 1 << 14  # bytes of an order that may be sent ahead
+SHORT_MESSAGE: Final = 1 << 14  # most bytes of an order that may be sent ahead
 
 
 class _StagedStep:
-    """A step that stages compute; the last one, rank 0's, does so when it is waited for."""
+    """A step of pipeline stages; rank 0 computes the last stage in `wait`."""
 
     def __init__(self, order: StepOrder, finish: Callable[[_StagedStep], None]) -> None:
         self.order, self.is_sent, self._finish = order, False, finish
@@ -77,7 +77,7 @@ class _StagedStep:
         self.is_done = False
 
     def sampled_with(self, masks: StepMasks) -> Pending:
-        """Take the masks under which it is sampled; returns its result."""
+        """Set the masks under which the step is sampled; returns its pending result."""
         self.masks = masks
         return self._wait
 
@@ -88,7 +88,7 @@ class _StagedStep:
 
 
 class TorchDevice(SyncDevice):
-    """A model, a store, the state of the rows, and one device that is waited for."""
+    """The synchronous device half: a model, a store and the state of the rows."""
 
     can_embed = True
 
@@ -107,15 +107,15 @@ class TorchDevice(SyncDevice):
         head: TorchHead | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
-        """`ranks` are told each order, and compute their parts of it; `head` follows its steps, to draft.
+        """`ranks`: the other ranks, which get each order; `head`: a draft head that follows the steps.
 
-        With a `pipe` the layers are in stages. `adapters` are the model's.
+        `pipe`: connects pipeline stages, None: there are none. `adapters`: the model's LoRA adapters.
         """
         self._adapters, self._pipe = adapters, pipe
-        self._staged: deque[_StagedStep] = deque()  # steps under way, as rank 0 of several stages
-        self._drawn: list[int] = []  # rows that the last order draws ids for, as another rank
-        self._awaited: set[int] = set()  # rows whose ids are still to come
-        self.step_s = 0.0  # seconds of steps, as rank 0 of several
+        self._staged: deque[_StagedStep] = deque()  # steps in flight (rank 0 of several stages)
+        self._drawn: list[int] = []  # rows that the last order samples (other ranks)
+        self._awaited: set[int] = set()  # rows whose sampled ids have not arrived
+        self.step_s = 0.0  # seconds of all steps (rank 0 of several ranks)
         self.model, self.store, self._book = model, store, RowBook()
         self._rows = rows = HostRows(shape)
         self.vocab_size, self._ranks = model.config.vocab_size, ranks
@@ -126,7 +126,7 @@ class TorchDevice(SyncDevice):
         self._cpu: CpuSteps | None = None
         if "c" in (self._backend, self._decode_backend):
             c = attention_library(store.device, store.dtype, model.config.head_dim)
-            assert c is not None, "resolve.py has asked whether the C kernel can"
+            assert c is not None, "resolve.py chooses the C kernel only if it can be used"
             records = record_cpu_step and not self._is_split
             self._cpu = CpuSteps(
                 c, model, store, rows, max_batch_size, record=records, captured_layers=self._captured_layers
@@ -135,28 +135,28 @@ class TorchDevice(SyncDevice):
         self._sampler = HostSampler(model, self._book, logits=logits)
 
     def use_judge(self, judge: Judge) -> None:
-        """Let drafts be judged in another way: for benchmarks."""
+        """Replace how drafts are accepted, for benchmarks."""
         self._sampler.judge = judge
 
     @property
     def attention(self) -> tuple[str, str]:
-        """The backends that compute attention of prompts, and of rows that decode."""
+        """The attention backends for prompts, and for decoding rows."""
         return self._backend, self._decode_backend
 
     def path_of(self, order: StepOrder) -> str:
-        """The way in which this order is computed, in words for people."""
+        """Describe in words how this order is computed."""
         if self._cpu is None or self._is_split or len(order.backs):
             return "PyTorch, eager"
         return "C program" if self._cpu.is_recorded(order) else "C kernels, one by one"
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        """Execute an order; see the module's docstring for the order of things."""
+        """Execute an order; the module's docstring lists the phases."""
         if self._ranks is not None:
             return self._compute_together(order, masks, self._ranks)
         try:
             with torch.inference_mode():
                 self._enter(order)
-                if not order.num_rows:  # beams coming back compute their next tokens once all are here
+                if not order.num_rows:  # beams that were swapped in wait until all beams are back
                     return no_rows()
                 try:
                     return self._compute(order, masks)
@@ -166,7 +166,7 @@ class TorchDevice(SyncDevice):
             raise DeviceLost.of(f"in step {order.step}", error) from error
 
     def _enter(self, order: StepOrder) -> None:
-        """Bring blocks and the rows' state up to date."""
+        """Make the order's transfers and apply its changes of state."""
         self.store.transfer(order.moves())
         self._rows.apply(order)
         self._book.enter(order)
@@ -174,7 +174,7 @@ class TorchDevice(SyncDevice):
             self._head.mirror(order)
 
     def _compute_together(self, order: StepOrder, masks: StepMasks, ranks: RankGroup) -> StepResult:
-        """Execute an order as rank 0 of several."""
+        """Execute an order as rank 0 of several ranks."""
         start = perf_counter()
         with whole_group(ranks, order.step), torch.inference_mode():
             self._enter(order)
@@ -185,7 +185,7 @@ class TorchDevice(SyncDevice):
         return result
 
     def run(self, order: StepOrder) -> PendingStep:
-        """Execute an order at once; in stages, send it to the others, and ahead of others if possible."""
+        """Execute an order at once; with stages, send it to other ranks, ahead of its turn if possible."""
         if self._pipe is None or self._ranks is None:
             return super().run(order)
         step = _StagedStep(order, self._finish)
@@ -202,7 +202,7 @@ class TorchDevice(SyncDevice):
         return PendingStep(order.flags, step.sampled_with, self._memory)
 
     def _begin(self, step: _StagedStep) -> None:
-        """Bring the state up to date for the first step under way, which the others get now at the latest."""
+        """Apply the changes of the first step in flight, and send it if that is not done yet."""
         assert self._ranks is not None
         self._enter(step.order)
         if not step.is_sent:
@@ -237,14 +237,14 @@ class TorchDevice(SyncDevice):
             self.step_s += perf_counter() - start
 
     def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
-        """The parts in which an order is computed, the same on every rank."""
+        """Return the parts in which an order is computed, the same on every rank."""
         count = 1 if self._pipe is None else min(self._pipe.num_stages, MAX_PARTS)
         return parts_of(order, count, cuts_rows=self.model.config.delta is None)
 
     def _with_last_tokens(self, order: StepOrder, but: np.ndarray | None = None) -> StepOrder:
-        """The order for a device that has drawn no ids: it says the last tokens of all rows that decode.
+        """Return the order with the last tokens of all decoding rows, for ranks that do not sample.
 
-        Except of the rows in `but`, which a step under way draws; and the order is not entered.
+        `but`: rows whose tokens a step in flight samples; they are left out, and `order` is not applied yet.
         """
         is_said, known = order.kinds == DECODE, EMPTY.known
         if but is not None:
@@ -255,9 +255,9 @@ class TorchDevice(SyncDevice):
         return order._replace(known=known.astype(np.int64), flags=order.flags & ~REPEATS)
 
     def compute_part(self, order: StepOrder, receive: Callable[[], None] | None = None) -> None:
-        """Execute an order as a rank other than 0: compute the parts of this rank, and sample nothing.
+        """Execute an order as a rank other than 0: compute this rank's parts and sample nothing.
 
-        `receive` waits for ids of the order before, if this one was sent ahead of them.
+        `receive` waits for ids of the previous order, if this order was sent before them.
         """
         is_first = self._pipe is None or self._pipe.stage == 0
         is_last = self._pipe is None or self._pipe.stage == self._pipe.num_stages - 1
@@ -273,7 +273,7 @@ class TorchDevice(SyncDevice):
                     self._sampler.follow(part, last_rows, hidden_TD)
 
     def learn(self, body: bytearray) -> None:
-        """Take over ids that rank 0 has drawn, unless the order since then says other ones."""
+        """Take over ids that rank 0 has sampled, unless a later order has replaced them."""
         for row, token in np.frombuffer(body, dtype=np.int64).reshape(2, -1).T.tolist():
             if row in self._awaited:
                 self._awaited.remove(row)
@@ -282,7 +282,7 @@ class TorchDevice(SyncDevice):
     def _compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
         hidden_TD, last_rows, inputs = self._hidden(order)
         pooled = None
-        if order.flags & READS_PROMPTS:  # while nothing is drawn: without memory, the step is run again
+        if order.flags & READS_PROMPTS:  # before sampling: if memory runs out, the step is run again
             pooled = pool_hidden(
                 order, self._book, last_rows, hidden_TD[:, : self.model.config.hidden_size]
             ).by_number()
@@ -293,19 +293,19 @@ class TorchDevice(SyncDevice):
             self.store.move_slots(torch.from_numpy(moves_2M).to(self.store.device))
         for row, ids in zip(order.rows.tolist(), result.ids, strict=True):
             if ids:
-                self._rows.last_token[row] = max(ids[-1], 0)  # a step under way may begin with no token
+                self._rows.last_token[row] = max(ids[-1], 0)  # a step in flight may read it, even NO_TOKEN
                 entry = self._book[row]
                 if entry.facts.num_tokens:
                     entry.tokens.extend(id_ for id_ in ids if id_ >= 0)
         return result if pooled is None else result._replace(pooled=pooled)
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
-        """Hidden states of the needed tokens, the place of each row's last one, and the inputs of layers."""
+        """Return the needed hidden states, the index of each row's last token, and captured layer inputs."""
         on_select = None
         if self._adapters is not None:
             self._adapters.begin(self._slots(order))
             on_select = self._adapters.select
-        if self._cpu is not None and not self._is_split and not len(order.backs):  # C knows no trees
+        if self._cpu is not None and not self._is_split and not len(order.backs):  # C has no trees
             return *self._cpu.run(order, on_select), self._cpu.layer_inputs
         paged = self._paged(order, self._backend)
         step: StepContext = paged
@@ -318,17 +318,17 @@ class TorchDevice(SyncDevice):
         return self.model(paged.tokens_T, step), last_rows, inputs
 
     def _slots(self, order: StepOrder) -> torch.Tensor | None:
-        """The adapter slot of each token; None: no row has one."""
+        """Return the adapter slot of each token; None: no row has an adapter."""
         if not order.adapters.any():
             return None
         return torch.from_numpy(order.adapters.repeat(order.counts).astype(np.int32)).to(self.store.device)
 
     def _paged(self, order: StepOrder, backend: str) -> PagedStep:
-        """The step of some rows in plain PyTorch."""
+        """Return the step of some rows in plain PyTorch."""
         return PagedStep(order, self._rows, self.store, use_reference=backend == REFERENCE)
 
     def _context(self, order: StepOrder, backend: str) -> StepContext:
-        """The step of some of an order's rows, with one backend for all of them."""
+        """Return the step of some of an order's rows with one backend."""
         if backend == "c":
             assert self._cpu is not None
             return self._cpu.context(order)
@@ -336,22 +336,22 @@ class TorchDevice(SyncDevice):
 
 
 class TorchHead(TorchDevice):
-    """The device half of a head that drafts: its orders are turns of rows that decode (head_model.py)."""
+    """The device half of a draft head: its orders are turns of decoding rows (head_model.py)."""
 
     can_embed = False
 
     def __init__(self, model: HeadModel, store: KVStore, shape: StateShape, **choices: Any) -> None:
-        """`choices`: as in `TorchDevice`; no turn is recorded."""
+        """`choices`: as in `TorchDevice`; turns are not recorded as C programs."""
         super().__init__(model, store, shape, **(choices | {"record_cpu_step": False}))
         self.captured_layers, self._head_model = model.captured_layers, model
 
     def mirror(self, order: StepOrder) -> None:
-        """Move the blocks that an order of the model moves, and keep its tables."""
+        """Make the transfers and table changes of an order of the model."""
         self.store.transfer(order.moves())
         self._rows.apply(order)
 
     def follow(self, order: StepOrder, states_TF: torch.Tensor, ids: list[tuple[int, ...]]) -> None:
-        """See what a step of the model has computed, and the ids that it has kept."""
+        """Process the hidden states and the kept ids of a step of the model."""
         rows = order.rows.repeat(order.num_sampled)
         numbers = following_tokens(order), kept_ids(order, ids), drawn_places(order), rows
         following_T, ids_S, places_S, rows_S = (torch.from_numpy(x).to(self.store.device) for x in numbers)
@@ -359,8 +359,8 @@ class TorchHead(TorchDevice):
         self._head_model.follow(with_drawn(following_T, ids_S), states_TF, step, places_S, rows_S)
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
-        """A turn: each row is computed one position before its token."""
-        assert (order.kinds == DECODE).all(), "a head computes nothing but turns; it follows the rest"
+        """Run a turn: each row is computed one position before its token's."""
+        assert (order.kinds == DECODE).all(), "a head runs only turns of decoding rows"
         step = self._context(order._replace(starts=order.starts - 1), self._decode_backend)
         step.rows = torch.from_numpy(order.rows).to(self.store.device)
         tokens_T = torch.from_numpy(self._rows.last_token[order.rows]).to(self.store.device)

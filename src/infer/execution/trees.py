@@ -1,12 +1,12 @@
-"""Drafts that are a tree, as a step computes and judges them (speculative/tree.py has a picture).
+"""Trees of drafts, as a step computes and verifies them (speculative/tree.py has a picture).
 
-    order      tokens of a row, and how many tokens before it each one's parent is                (order.py)
-    nodes      depth of each token, by which it is rotated and drawn, and a bit for each token that it sees
-    judge      from the first token on, go to the child that is the id drawn there, as long as there is one
-    compact    keys and values of the kept path go to the slots after the text, as if there had been no other
+    order      tokens of a row, and the distance of each from its parent                          (order.py)
+    nodes      depth of each token, which gives its position, and a bit for each token that it attends to
+    judge      from the first token on, go to the child that equals the sampled id, as long as there is one
+    compact    move keys and values of the accepted path to the slots of a plain text
 
-All nodes at a depth are drawn with the noise of their position. So if the path of a node is the text, the
-node draws the same id as the row without drafts. Chains and trees follow the same rule.
+All nodes at a depth are sampled with the noise of their position. So if the path of a node is the text, the
+node samples the same id as the row without drafts. Chains and trees follow the same rule.
 
 Shapes:  T tokens of an order, M tokens whose keys and values are moved.
 """
@@ -25,17 +25,17 @@ from infer.kernels.elementwise.no_tree import NO_TREE
 class DraftTree(NamedTuple):
     """The shape of some drafts; node 0 is the last token of the text, and drafts are numbered from 1."""
 
-    backs: tuple[int, ...]  # how many nodes before it each draft's parent is
-    ranks: tuple[int, ...]  # place of each draft among the guesses of its parent, from 0
-    depths: tuple[int, ...]  # drafts from the text to each, itself included
+    backs: tuple[int, ...]  # distance of each draft from its parent, in nodes
+    ranks: tuple[int, ...]  # rank of each draft among the guesses of its parent, from 0
+    depths: tuple[int, ...]  # depth of each draft, from 1
 
     @property
     def depth(self) -> int:
-        """The drafts of the main line, which is the longest path."""
+        """The number of drafts on the main line, which is the longest path."""
         return max(self.depths, default=0)
 
     def cut(self, depth: int) -> DraftTree:
-        """The part of the tree up to a depth, its nodes in the same order."""
+        """Return the part of the tree up to a depth, with its nodes in the same order."""
         kept = [0, *(node for node, each in enumerate(self.depths, 1) if each <= depth)]
         backs = [place - kept.index(node - self.backs[node - 1]) for place, node in enumerate(kept) if node]
         ranks, depths = ([column[node - 1] for node in kept[1:]] for column in (self.ranks, self.depths))
@@ -45,13 +45,13 @@ class DraftTree(NamedTuple):
 class TreeNodes(NamedTuple):
     """The tokens of an order as nodes of trees, row by row."""
 
-    depths_T: np.ndarray  # tokens from the first one of the row to each, along its path
-    starts_T: np.ndarray  # position at which the tree of its row begins; NO_TREE: it sees all before it
-    seen_T: np.ndarray  # int64, bit n: it sees the token with the number n of its row, itself included
+    depths_T: np.ndarray  # depth of each token below the first token of its row
+    starts_T: np.ndarray  # position at which the row's tree begins; NO_TREE: tokens see all before them
+    seen_T: np.ndarray  # int64, bit n: the token attends to token n of its row (or is token n)
 
 
 def nodes_of(order: StepOrder) -> TreeNodes:
-    """The nodes of an order in which no row decodes."""
+    """Return the nodes of an order in which no row decodes."""
     counts = order.counts.astype(np.int64)
     ends = counts.cumsum()
     depths_T = np.arange(ends[-1]) - (ends - counts).repeat(counts)
@@ -68,7 +68,7 @@ def nodes_of(order: StepOrder) -> TreeNodes:
 
 
 def branched_rows(order: StepOrder) -> Iterator[tuple[int, list[int]]]:
-    """The rows whose drafts have branches: their numbers, and the distances to parents."""
+    """Yield the rows whose drafts have branches: number, and distances to parents."""
     if not len(order.backs):
         return
     for number, backs in enumerate(np.split(order.backs, order.counts.cumsum()[:-1])):
@@ -77,14 +77,14 @@ def branched_rows(order: StepOrder) -> Iterator[tuple[int, list[int]]]:
 
 
 def main_line(backs: Sequence[int]) -> int:
-    """The number of drafts at the start of a window that follow each other: the depth of its tree."""
+    """Return the length of the main line: the drafts at the start of a window that follow each other."""
     return next((place for place, back in enumerate(backs) if back != 1), len(backs))
 
 
 def kept_path(drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -> list[int]:
-    """The nodes whose ids are kept: the first token of a row, and drafts as long as they are what was drawn.
+    """Return the nodes whose ids are kept: a row's first token, and the path of drafts equal to sampled ids.
 
-    `drawn` has an id for each node, `drafts` the tokens of all but the first, and `backs` all distances.
+    `drawn` has a sampled id for each node, `drafts` the tokens of all nodes but the first, `backs` distances.
     """
     path = [0]
     while (child := _child_of(path[-1], drawn[path[-1]], drafts, backs)) is not None:
@@ -93,10 +93,10 @@ def kept_path(drawn: Sequence[int], drafts: Sequence[int], backs: Sequence[int])
 
 
 def moved_slots(order: StepOrder, ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """The slots that keys and values of kept drafts move from and to, given the ids of each row: [2, M]."""
-    sources, places = list[int](), list[int]()  # tokens of the order
+    """Return [2, M]: slots from and to which accepted drafts' keys and values move, given each row's ids."""
+    sources, places = list[int](), list[int]()  # indices of the order's tokens
     ends = order.counts.cumsum()
-    for number, backs in () if order.flags & DRAWS_BEST else branched_rows(order):  # it keeps none
+    for number, backs in () if order.flags & DRAWS_BEST else branched_rows(order):  # a turn keeps nothing
         first = int(ends[number]) - len(backs)
         tokens = order.tokens[first + 1 : first + len(backs)].tolist()
         for place, node in enumerate(_path_of(ids[number], tokens, backs)):
@@ -108,10 +108,10 @@ def moved_slots(order: StepOrder, ids: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _path_of(kept: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -> list[int]:
-    """The nodes at which some ids were drawn: the first token, then the child that is the last id, and so on.
+    """Return the nodes at which some ids were sampled: the first token, its child with the first id, ...
 
-    The last id stands at no node yet. Where chance decides what is kept, ids need not be drafts: it keeps the
-    main line, of which nothing is moved.
+    The last id has no node yet. With random acceptance, ids need not equal drafts: then the main line was
+    kept, and nothing is moved.
     """
     path = [0]
     for token_id in kept[:-1]:
@@ -123,6 +123,6 @@ def _path_of(kept: Sequence[int], drafts: Sequence[int], backs: Sequence[int]) -
 
 
 def _child_of(node: int, token_id: int, drafts: Sequence[int], backs: Sequence[int]) -> int | None:
-    """The first child of a node that has this id; None: it has none."""
+    """Return the first child of a node with this id; None: there is none."""
     later = range(node + 1, len(backs))
     return next((n for n in later if n - backs[n] == node and drafts[n - 1] == token_id), None)

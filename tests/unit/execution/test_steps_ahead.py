@@ -324,7 +324,7 @@ def test_a_device_that_fails_before_masks_are_filled_is_lost() -> None:
 def test_a_step_that_awaits_masks_is_sampled_once_they_are_there() -> None:
     launch = mock.MagicMock()
     step = PendingStep(AWAITS_MASKS, launch, lambda count: np.zeros((count, 2), np.int32))
-    with pytest.raises(AssertionError, match="sampled before it is waited for"):
+    with pytest.raises(AssertionError, match="call sample before wait"):
         step.wait()
     lines_KW = step.masks(2)
     assert not launch.called
