@@ -213,6 +213,7 @@ def test_a_record_of_orders_runs_on_the_device_alone(
         str(path),
         "--raw",
     ]
+    asked += ["--prefill-chunk-size", "1"]  # the first steps await masks and sample no row
     assert main([*asked, "--orders", *knobs]) == 0
     capsys.readouterr()
     assert main(["replay", str(path), "--orders", "--model", checkpoint]) == 0

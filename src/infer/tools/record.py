@@ -469,9 +469,10 @@ class Masked(_Event, frozen=True, tag="masks"):
             lines = decompressobj().decompress(b64decode(self.data, validate=True), most + 1)
         except zlib_error as error:
             raise ValueError(f"its masks cannot be unpacked: {error}") from None
-        if len(lines) > most or len(lines) % (4 * max(len(self.numbers), 1)):
-            raise ValueError(f"its data does not hold {len(self.numbers)} masks")
-        return np.frombuffer(bytearray(lines), dtype=np.int32).reshape(len(self.numbers), -1)
+        num_masks, num_words = len(self.numbers), len(lines) // (4 * max(len(self.numbers), 1))
+        if len(lines) > most or len(lines) != 4 * num_masks * num_words:
+            raise ValueError(f"its data does not hold {num_masks} masks")
+        return np.frombuffer(bytearray(lines), dtype=np.int32).reshape(num_masks, num_words)
 
 
 class Failed(_Event, frozen=True, tag="failure"):
