@@ -259,14 +259,9 @@ class Recorder(RecordFile):
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
         """Write a plan that ran and its sampled ids."""
         self.num_steps += 1
-        self._event(
-            "step",
-            plan.step,
-            chunks=[msgspec.structs.astuple(chunk) for chunk in plan.chunks],
-            preempted=plan.preempted,
-            transfers=plan.transfers,
-            ids=ids,
-        )
+        chunks = [msgspec.structs.astuple(chunk) for chunk in plan.chunks]
+        changes = {"preempted": plan.preempted, "transfers": plan.transfers}
+        self._event("step", plan.step, chunks=chunks, **changes, ids=ids)
 
     def on_failure(self, step: int, reason: str) -> None:
         """Write that a step could not run."""
