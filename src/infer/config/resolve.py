@@ -200,9 +200,11 @@ def resolve_scheduler(
         needed = max(settings.max_batch_size or 1, 1 if is_chunked else max_seq_len)
         budget = max(defaults.batched_tokens, needed)
     if not is_chunked and budget < max_seq_len:
+        can_chunk = config.cache.keeps_cache
         raise ConfigError(
             f"without chunked prefill a step must hold a whole sequence of up to {max_seq_len} tokens, but "
-            f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or turn use_chunked_prefill on"
+            f"max_num_batched_tokens is {budget}; raise it, lower max_seq_len, or "
+            f"{'turn use_chunked_prefill on' if can_chunk else 'use another kv_cache_backend than naive'}"
         )
     holds_prompts_back = settings.batching_mode != "static" and settings.scheduler_policy != "prefill_first"
     if settings.itl_target_ms is not None and not (is_chunked and holds_prompts_back):

@@ -72,7 +72,11 @@ def start_engine_process(model: str, **knobs: Any) -> None:
         ({"swap_blocks": 10**10}, "; set swap_blocks="),
         (
             {"use_chunked_prefill": False, "max_num_batched_tokens": 64},
-            "without chunked prefill a step must hold",
+            "without chunked prefill a step must hold .*, or turn use_chunked_prefill on$",
+        ),
+        (
+            {"kv_cache_backend": "naive", "max_num_batched_tokens": 64},
+            "without chunked prefill a step must hold .*, or use another kv_cache_backend than naive$",
         ),
         ({"attention_backend": "triton"}, "attention_backend=triton needs a GPU"),
         ({"use_cuda_graphs": True}, "use_cuda_graphs needs .* a GPU, and the model is on cpu; leave it out"),
