@@ -150,7 +150,7 @@ def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLi
         raise ConfigError(f"masks of step {event.step} are at positions that it does not sample")
     if not order.flags & ON_HOST and len(set(event.numbers)) != len(event.numbers):
         raise ConfigError(f"masks of step {event.step} are several for one row")
-    step.masks(len(lines)).reshape(lines.shape)[:] = lines  # in a record, no masks have no words either
+    step.masks(len(lines)).reshape(lines.shape)[:] = lines  # lines of 0 words, if there are none
     step.sample(event.numbers, event.positions)
 
 
