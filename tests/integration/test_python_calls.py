@@ -415,7 +415,8 @@ def test_a_text_is_a_conversation_of_one_message(llm: LLM, checkpoint: str) -> N
             ["hello", "again"],
             'one conversation, which is a list of messages such as {"role": "user", "content": "..."}, or '
             "several conversations as a list of such lists; conversation 0 of 2 is str; to ask each text "
-            'separately, give [[{"role": "user", "content": "..."}], [{"role": "user", "content": "..."}], ...]',
+            'separately, give [[{"role": "user", "content": "..."}], '
+            '[{"role": "user", "content": "..."}], ...]',
         ),
         ([[{"role": "user", "content": "hi"}], "hello"], "conversation 1 of 2 is str"),
         ([None], "conversation 0 of 1 is NoneType"),
