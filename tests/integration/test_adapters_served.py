@@ -197,7 +197,7 @@ def test_library_and_commands_answer_with_an_adapter(
     assert capsys.readouterr().out.strip() == world.texts["law"][0].strip()
     both = [f"{name}={path}" for name, path in world.paths.items()]
     assert main([*asked, "--lora-modules", *both]) == 2
-    assert "one answers here" in capsys.readouterr().err
+    assert "this command uses one; give one" in capsys.readouterr().err
     assert main([*asked, "--lora", str(world.paths["law"]), "--record", str(tmp_path / "run")]) != 0
     assert "cannot be recorded" in capsys.readouterr().err
     assert main(["plan", *model, "--json", "--lora-modules", *both]) == 0

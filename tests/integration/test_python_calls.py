@@ -450,7 +450,7 @@ def test_a_prompt_too_long_is_told_which_limit_it_breaks_and_how_far_that_could_
     assert str(caught.value) == (
         "prompt has 62 tokens and max_tokens is 4, but this model's maximum context length is 64 tokens; "
         "shorten the prompt or set max_tokens <= 2 (max_seq_len or the size of the KV cache sets this; the "
-        "model itself could do 256)"
+        "model itself allows 256)"
     )
     with pytest.raises(ContextOverflow, match=r"is 64 tokens; .* the model itself allows 256\)$"):
         short.engine.add(Request(request_id="e", prompt=(1,) * 65, pooling="last"))

@@ -144,7 +144,7 @@ def _matrices(
 ) -> Iterator[tuple[str, list[int], int]]:
     """Yield each matrix that can be adapted: its name, the rows of its parts, its columns.
 
-    These are the layers' matrices except experts and routers, and those of `outer`.
+    Experts and routers are left out; outside the layers, only modules of `outer` have any.
     """
     for name, layer in model.named_modules():
         layer = whole.get_submodule(name) if name in outer else layer

@@ -140,7 +140,7 @@ def find_neighbours(blocks: nn.Module) -> tuple[set[Projected], set[Projected]]:
 
 
 def _matrices(sublayer: nn.Module) -> list[Linear]:
-    """The matrices of a sub-layer in order; in a mixture of experts, only those that all tokens use."""
+    """The matrices of a sub-layer in order; in a mixture of experts, only the shared ones."""
     return [module for module in sublayer.modules() if isinstance(module, Linear)]
 
 

@@ -49,9 +49,7 @@ class ModelConfig:
 
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rotary_dim: int | None = (
-        None  # the number of channels of a head that rotate, from the first on; None: all
-    )
+    rotary_dim: int | None = None  # channels of a head that rotate, counted from the first; None: all
     pairs_neighbours: bool = False  # GLM-4: files pair channels 2 i and 2 i + 1, not i and i + half
     qkv_bias: bool = False  # Qwen 2.5
     attention_out_bias: bool = False  # Llama's `attention_bias` adds one to the output projection too
@@ -60,9 +58,7 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen 3: normalise each head before rotating it
     projection_norm: bool = False  # OLMo: normalise all queries of a token at once, and all keys
     clip_qkv: float | None = None  # OLMoE: queries, keys and values are clamped to ± this
-    layer_windows: tuple[
-        int | None, ...
-    ] = ()  # windows in tokens; None: a layer without one; (): no layer has one
+    layer_windows: tuple[int | None, ...] = ()  # tokens; None: no window; (): no windows
 
     norm_offset: float = 0.0  # Gemma, Qwen 3.5: 1, because norm weights are stored centred on zero
     embedding_scale: float | None = None  # Granite, Gemma: factor on embeddings
@@ -83,9 +79,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None  # Qwen 3 Next and Qwen 3.5
 
     layer_specs: tuple[LayerSpec, ...] = ()  # Gemma 4: sizes of each layer; (): all layers are alike
-    layer_input_size: int = (
-        0  # Gemma 4: width of each layer's slice of a second embedding; 0: no such embedding
-    )
+    layer_input_size: int = 0  # Gemma 4: width of each layer's slice of a second embedding; 0: none
 
     impl: str = "infer"  # the package whose code runs the network: "infer" or "transformers"
     has_head: bool = True  # False: an embedding model or a classifier, which generates no tokens

@@ -105,11 +105,7 @@ TEXT_MAP: WeightMap = {**qwen3.WEIGHT_MAP, **SANDWICH_NORMS}
 _VISION = ("vision_tower.*", "multi_modal_projector.*")
 WEIGHT_MAP = nested(
     TEXT_MAP,
-    (
-        "model",
-        "language_model.model",
-        "model.language_model",
-    ),  # prefixes of text-only and of multimodal files
+    ("model", "language_model.model", "model.language_model"),  # text-only, multimodal
     heads=("lm_head", "language_model.lm_head"),
     ignored=(*_VISION, *(f"model.{name}" for name in _VISION)),
 )

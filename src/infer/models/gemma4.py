@@ -80,9 +80,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     keys = text.with_defaults(**_DEFAULTS)
     types = keys.get("layer_types")
-    if (
-        isinstance(types, list) and types
-    ):  # the reference gives the last layer no window, whatever the list says
+    if isinstance(types, list) and types:  # the reference never gives the last layer a window
         keys = RawConfig({**keys.raw, "layer_types": [*types[:-1], "full_attention"]}, keys.where)
     num_layers = keys.size("num_hidden_layers")
     shared = llama.read_shared_config(

@@ -4,7 +4,7 @@ A code means  w = (code - zero) * scale, with one zero and one scale for each gr
 w = code * scale + minimum (GGUF), or  w = table[code] * scale, with a table for each row or for all of them.
 A group consists of neighbouring columns, or each column has a group index (act-order). An 8-bit float is a
 code as well. The arithmetic is float32, in which a code times a 16-bit scale is exact: rounded to the scale's
-dtype, the result equals that of each format's library.
+dtype, it is the weight that each format's library computes.
 
 Shapes:  R rows, K columns, G groups of a row.
 """

@@ -24,7 +24,7 @@ from scripts.make_checkpoint import Sizes, make_checkpoint
 
 def test_their_names_are_no_values_of_a_setting() -> None:
     assert set(FILE_FORMS) == FILE_SCHEMES.keys() - {"runs"}
-    assert all("only files bring" in hint_of_quantization(name) for name in FILE_FORMS)
+    assert all("a form that only files have" in hint_of_quantization(name) for name in FILE_FORMS)
     assert hint_of_quantization("gguf-q4_k").endswith("leave quantization out, or use gguf")
 
 

@@ -208,7 +208,9 @@ def test_a_step_that_ran_and_broke_one_request_comes_out_again(tmp_path: Path) -
     rewrite(path, place, error="something else")
     report = Replay(Record(path), build).run()
     assert report.difference is not None
-    assert report.difference.startswith("step 5: in the record it failed (something else), now: every token")
+    assert report.difference.startswith(
+        "step 5: in the record it failed (something else), now: the request's"
+    )
 
 
 def test_it_stops_after_a_step_and_shows_the_state(tmp_path: Path) -> None:
