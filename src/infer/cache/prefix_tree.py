@@ -392,9 +392,8 @@ class PrefixTree:
         visited, so that the cost stays small in a wide tree.
         """
         found: list[Branch] = []
-        heap: list[
-            tuple[int, int, PrefixNode, int]
-        ] = []  # negative hits, number, node, index of the parent branch
+        # negative hits, number, node, index of the parent branch
+        heap: list[tuple[int, int, PrefixNode, int]] = []
 
         def look(node: PrefixNode, place: int) -> None:
             for child in islice(node.children.values(), MAX_CHILDREN):

@@ -12,24 +12,18 @@ process has written is found by the next request, whichever process takes it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
+
+from infer.server.processes.channel import Channel
+from infer.server.processes.messages import DeleteResponse, GetResponse, PutResponse, StoredResponse
 
 MAX_BYTES = 256 << 20  # size of all responses together
 ENTRY_BYTES = 1024  # size of an entry without its texts
 
 
-class StoredResponse(NamedTuple):
-    """A response as JSON, in parts that can be read separately."""
-
-    response: bytes  # the response as it was sent, without its output
-    output: bytes  # the list of its output's items
-    items: bytes  # its input items, including the items of all earlier responses
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that it takes in the store."""
-        return ENTRY_BYTES + sum(map(len, self))
+def num_bytes_of(stored: StoredResponse) -> int:
+    """The bytes that a response takes in the store."""
+    return ENTRY_BYTES + sum(map(len, stored))
 
 
 class ResponseStore:
@@ -47,13 +41,13 @@ class ResponseStore:
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         """Keep a response, in place of the least recently used; one larger than the store is not kept."""
         await self.delete(owner, response_id)
-        if stored.num_bytes > self._max_bytes:
+        if num_bytes_of(stored) > self._max_bytes:
             return
         self._kept[owner, response_id] = stored
-        self.num_bytes += stored.num_bytes
+        self.num_bytes += num_bytes_of(stored)
         while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+            self.num_bytes -= num_bytes_of(oldest)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response of an id, which counts as used now; None if this owner has none."""
@@ -66,33 +60,24 @@ class ResponseStore:
         """Forget a response; returns whether it was there."""
         found = self._kept.pop((owner, response_id), None)
         if found is not None:
-            self.num_bytes -= found.num_bytes
+            self.num_bytes -= num_bytes_of(found)
         return found is not None
-
-    async def answer(self, name: str, owner: str, response_id: str, stored: list[bytes] | None = None) -> Any:
-        """Answer another API process: what `RemoteStore` asks."""
-        if name == "put":
-            return await self.put(owner, response_id, StoredResponse(*(stored or ())))
-        if name == "delete":
-            return await self.delete(owner, response_id)
-        return await self.get(owner, response_id)
 
 
 class RemoteStore:
     """The store of process 0, asked from another API process."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
-        self._ask = ask
+    def __init__(self, channel: Channel[Any]) -> None:
+        self._channel = channel
 
     async def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         """Keep a response; returns when every process can find it."""
-        await self._ask({"name": "put", "owner": owner, "response_id": response_id, "stored": list(stored)})
+        await self._channel.call(PutResponse(owner, response_id, stored))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response of an id; None if this owner has none."""
-        found = await self._ask({"name": "get", "owner": owner, "response_id": response_id})
-        return None if found is None else StoredResponse(*found)
+        return await self._channel.call(GetResponse(owner, response_id))
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Forget a response; returns whether it was there."""
-        return bool(await self._ask({"name": "delete", "owner": owner, "response_id": response_id}))
+        return await self._channel.call(DeleteResponse(owner, response_id))

@@ -44,10 +44,10 @@ from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.middleware.forward import Ask, Forwarded
 from infer.server.middleware.host_check import needs_host_check
+from infer.server.processes import messages
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.workers import Workers, num_processes
-from infer.server.response_store import ResponseStore
 from infer.server.state import ServerState
 from infer.server.tls import tls_context, warn_if_expired
 
@@ -168,17 +168,20 @@ async def serve(
     logger.info("stopped")
 
 
-def _answer_process(
-    forwarded: Forwarded, state: ServerState, name: str, body: dict[str, Any]
-) -> Awaitable[Any]:
-    """Answer another API process: a request handed on, a model to load, a question about responses."""
-    if name == "http":
-        return forwarded.answer(body)
-    if name == "demand":
-        assert state.demand is not None
-        return state.demand(body["name"])
-    assert isinstance(state.responses, ResponseStore)
-    return state.responses.answer(**body)
+def _answer_process(forwarded: Forwarded, state: ServerState, message: messages.ToFirst) -> Awaitable[Any]:
+    """Answer another API process."""
+    match message:
+        case messages.ForwardRequest() | messages.ClientLeft():
+            return forwarded.answer(message)
+        case messages.LoadOnDemand(name):
+            assert state.demand is not None
+            return state.demand(name)
+        case messages.PutResponse(owner, response_id, stored):
+            return state.responses.put(owner, response_id, stored)
+        case messages.GetResponse(owner, response_id):
+            return state.responses.get(owner, response_id)
+        case messages.DeleteResponse(owner, response_id):
+            return state.responses.delete(owner, response_id)
 
 
 def _raise_if_lost(workers: Workers) -> None:

@@ -39,26 +39,12 @@ from infer.server.explain.served import ServedRequest, ServedRequests
 from infer.server.fleet.router import Router
 from infer.server.fleet.shares import by_weight, choose_model
 from infer.server.processes.board import Board
+from infer.server.processes.messages import ModelUse
 from infer.server.response_store import RemoteStore, ResponseStore
 
 UNLOAD_POLL_S = 0.02
 Api = Literal["openai", "anthropic", "ollama"]
 RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
-
-
-class ModelUse(NamedTuple):
-    """The use of a model, in one API process or in all."""
-
-    num_held: int
-    used_at: float  # monotonic seconds, which all processes of a machine share
-    keep_s: float | None
-    kept_at: float  # when a client said `keep_s`; 0: none has
-
-    def plus(self, other: ModelUse) -> ModelUse:
-        """The use in two processes together; the last `keep_s` of a client holds."""
-        used_at = max(self.used_at, other.used_at)
-        keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
-        return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
 
 
 @dataclass(slots=True, eq=False)

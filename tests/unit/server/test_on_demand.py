@@ -25,11 +25,12 @@ from infer.server.app import build_app
 from infer.server.fleet import on_demand
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
+from infer.server.processes.messages import GetUses, ModelUse, Question
 from infer.server.protocol.stream import EventStream, FrameWriter
 from infer.server.routes import json_route
 from infer.server.routes.chat import ChatWriter
 from infer.server.routes.ollama import read_keep_alive
-from infer.server.state import ModelUse, RequestRecord, ServerState, recording
+from infer.server.state import RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 
 ADMIN = {"authorization": "Bearer root"}
@@ -578,14 +579,13 @@ def test_keep_alive_counts_in_whichever_process_it_was_said(
 ) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ok("a")
-        looks: list[str] = []
+        looks: list[Question[Any]] = []
 
-        async def call(message: str, **body: Any) -> list[Any]:
-            looks.append(message)
-            if looks == ["uses"]:
+        async def call(question: Question[Any]) -> list[Any]:
+            looks.append(question)
+            if looks == [GetUses()]:
                 raise RuntimeError("a look that fails is not the last one")
-            said = ModelUse(0, 1.0, 0.0, monotonic())
-            return [{"a": tuple(said)}] if message == "uses" else []
+            return [{"a": ModelUse(0, 1.0, 0.0, monotonic())}] if question == GetUses() else []
 
         monkeypatch.setattr(stage.fleet._workers, "call", call)
         await until(lambda: stage.engines["a"].is_closed)

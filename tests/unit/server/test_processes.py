@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from starlette.types import Message, Receive, Scope, Send
+from starlette import types
+from starlette.types import Receive, Scope, Send
 
 from infer.client.messages import Ready, encode
 from infer.config.server import ServerConfig
@@ -33,9 +35,27 @@ from infer.server.processes import workers as workers_module
 from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
+from infer.server.processes.messages import (
+    CountAlike,
+    Down,
+    ForgetPrefixes,
+    FromFirst,
+    GetUses,
+    Gone,
+    LoadOnDemand,
+    Message,
+    ModelUse,
+    Question,
+    Scrape,
+    Spawned,
+    StoredResponse,
+    ToFirst,
+    Unserve,
+)
 from infer.server.processes.worker import EngineFeed, Worker
 from infer.server.processes.workers import Workers, _Process, num_processes
-from infer.server.serve import HttpServer, loop_factory, uvicorn_config
+from infer.server.response_store import RemoteStore
+from infer.server.serve import HttpServer, _answer_process, loop_factory, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -141,14 +161,19 @@ def test_a_process_that_hangs_keeps_no_connection_from_the_others() -> None:
 
 
 def over_channel(
-    answer: Callable[[str, Any], Any], ask: Callable[[Channel], Awaitable[Any]], *, hang_up: bool = False
+    answer: Callable[[Any], Any],
+    ask: Callable[[Channel[Any]], Awaitable[Any]],
+    *,
+    received: Any = FromFirst,
+    hang_up: bool = False,
 ) -> Any:
     async def main() -> Any:
         ours, theirs = socket.socketpair()
-        near, far = Channel(ours, lambda name, body: None), Channel(theirs, answer)
+        near: Channel[Any] = Channel(ours, ToFirst, lambda message: None)
+        far: Channel[Any] = Channel(theirs, received, answer)
         await near.open()
         await far.open()
-        running = [asyncio.create_task(channel.run()) for channel in (near, far)]
+        running = [asyncio.create_task(near.run()), asyncio.create_task(far.run())]
         if hang_up:
             await asyncio.sleep(0)  # it has begun to read
             running[1].cancel()
@@ -163,51 +188,82 @@ def over_channel(
 
 
 def test_a_channel_answers_questions_and_keeps_the_order_of_messages() -> None:
-    seen: list[tuple[str, Any]] = []
+    seen: list[FromFirst] = []
+    sent = (Down(3, "killed"), CountAlike("owner", [1, 2], b"salt"), Unserve([3], 1.5), GetUses())
+    use = ModelUse(2, 1.0, None, 0.0)
 
-    def answer(name: str, body: Any) -> Any:
-        seen.append((name, body))
-        return asyncio.sleep(0, result=[*body, 3]) if name == "later" else len(seen)
+    def answer(message: FromFirst) -> Any:
+        seen.append(message)
+        if isinstance(message, CountAlike):
+            return asyncio.sleep(0, result=[*message.prefixes, 3])
+        return {"m": use} if isinstance(message, GetUses) else len(seen)
 
-    async def ask(channel: Channel) -> tuple[Any, Any]:
-        channel.tell("news", {"a": b"bytes"})
-        return await channel.call("later", [1, 2]), await channel.call("now")
+    async def ask(channel: Channel[Any]) -> Any:
+        channel.tell(sent[0])
+        return [await channel.call(question) for question in sent[1:]]
 
-    assert over_channel(answer, ask) == ([1, 2, 3], 3)
-    assert seen == [("news", {"a": b"bytes"}), ("later", [1, 2]), ("now", None)]
+    assert over_channel(answer, ask) == [[1, 2, 3], 3, {"m": use}]
+    assert tuple(seen) == sent
 
 
 def test_an_error_crosses_a_channel_as_what_it_is() -> None:
-    async def fail(body: Any) -> None:
+    async def fail() -> None:
         raise UnknownModel("no such model", param="name")
 
     with pytest.raises(UnknownModel, match="no such model") as caught:
-        over_channel(lambda name, body: fail(body), lambda channel: channel.call("x"))
+        over_channel(lambda message: fail(), lambda channel: channel.call(Scrape()))
     assert caught.value.param == "name"
 
 
 def test_an_error_in_an_answer_does_not_end_a_channel(caplog: pytest.LogCaptureFixture) -> None:
-    def answer(name: str, body: Any) -> Any:
-        if name != "works":
-            raise UnknownModel(f"no {name}", param="name")
-        return 1
+    def answer(message: FromFirst) -> Any:
+        if not isinstance(message, Scrape):
+            raise UnknownModel(f"no {type(message).__name__}", param="name")
+        return {"a": 1}
 
-    async def ask(channel: Channel) -> Any:
-        channel.tell("news")
-        with pytest.raises(UnknownModel, match="no question"):
-            await channel.call("question")
-        return await channel.call("works")
+    async def ask(channel: Channel[Any]) -> Any:
+        channel.tell(ForgetPrefixes("m"))
+        with pytest.raises(UnknownModel, match="no GetUses"):
+            await channel.call(GetUses())
+        return await channel.call(Scrape())
 
-    assert over_channel(answer, ask) == 1
-    assert [record.getMessage() for record in caplog.records] == ["message failed name=news"]
+    assert over_channel(answer, ask) == {"a": 1}
+    assert [record.getMessage() for record in caplog.records] == ["message failed name=ForgetPrefixes"]
+
+
+@pytest.mark.parametrize("question", [Unserve(cast(Any, "0"), 1.0), LoadOnDemand("m"), GetUses()])
+def test_a_message_of_a_wrong_type_fails_alone(question: Question[Any]) -> None:
+    """A field that does not fit, a message for the other end, an answer that is not what was asked for."""
+
+    async def ask(channel: Channel[Any]) -> None:
+        with pytest.raises((EngineError, msgspec.ValidationError), match="ValidationError|Expected"):
+            await channel.call(question)
+        assert await channel.call(Scrape()) == {"a": 1}
+
+    over_channel(lambda message: {"a": 1}, ask)
 
 
 def test_a_question_to_a_process_that_is_gone_is_an_error() -> None:
-    async def never(body: Any) -> None:
+    async def never() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(EngineStopped):
-        over_channel(lambda name, body: never(body), lambda channel: channel.call("x"), hang_up=True)
+        over_channel(lambda message: never(), lambda channel: channel.call(Scrape()), hang_up=True)
+
+
+def test_another_process_asks_for_the_responses_of_process_0() -> None:
+    state = ServerState(config=ServerConfig())
+    stored = StoredResponse(b"{}", b"[]", b"x")
+
+    async def ask(channel: Channel[Any]) -> None:
+        remote = RemoteStore(channel)
+        await remote.put("a", "resp_1", stored)
+        assert await remote.get("a", "resp_1") == await state.responses.get("a", "resp_1") == stored
+        assert await remote.get("b", "resp_1") is None
+        assert await remote.delete("a", "resp_1")
+        assert not await remote.delete("a", "resp_1")
+
+    over_channel(partial(_answer_process, Forwarded(Site().app), state), ask, received=ToFirst)
 
 
 def observe(metrics: ServerMetrics, values: list[float]) -> None:
@@ -287,13 +343,13 @@ def test_process_0_hears_of_a_client_that_leaves_another_process(leaves: bool, a
         forwarded, is_gone = Forwarded(first), asyncio.Event()
         bodies = [{"type": "http.request", "body": b"load it"}]
 
-        async def receive() -> Message:
+        async def receive() -> types.Message:
             if bodies:
                 return bodies.pop()
             await is_gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Message) -> None:
+        async def send(message: types.Message) -> None:
             heard.append(str(message.get("status", "")))
 
         scope = {
@@ -368,9 +424,9 @@ class FewWorkers:
         assert labels == ["0", "1"]
         raise self.failure
 
-    def tell(self, message: str, *, engines: list[int]) -> None:
-        assert message == "gone"
-        self.forgotten += engines
+    def tell(self, message: Message) -> None:
+        assert isinstance(message, Gone)
+        self.forgotten += message.engines
 
 
 @pytest.mark.parametrize("failure", [EngineError("worker 1: no tokenizer"), asyncio.CancelledError()])
@@ -389,31 +445,12 @@ def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseEx
     assert workers.forgotten == [7, 8] and not fleet.state.models
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "message"),
-    [
-        ("down", {"engine": "0", "reason": ""}, "Expected `int`, got `str` - at `$.engine`"),
-        ("down", {"engine": 0}, "missing required field `reason`"),
-        ("stop", {"now": True}, "unknown field `now`"),
-    ],
-)
-def test_a_message_that_does_not_fit_its_handler_is_an_error(
-    name: str, body: dict[str, Any], message: str
-) -> None:
-    async def main() -> None:
-        worker = Worker(Site().state, ServerMetrics("infer"), [])
-        with pytest.raises(msgspec.ValidationError, match=re.escape(message)):
-            worker.answer(name, body)
-
-    asyncio.run(main())
-
-
 def test_an_engine_that_ended_before_its_start_was_read_is_no_error(tmp_path: Path) -> None:
     async def main() -> None:
         worker = Worker(Site().state, ServerMetrics("infer"), [])
-        worker.answer("spawned", {"engine": 0, "endpoint": f"ipc://{tmp_path}/gone/engine-0"})
-        worker.answer("down", {"engine": 0, "reason": "no such model"})
-        await worker.answer("gone", {"engines": [0]})
+        worker.answer(Spawned(0, f"ipc://{tmp_path}/gone/engine-0"))
+        worker.answer(Down(0, "no such model"))
+        await worker.answer(Gone([0]))
 
     asyncio.run(main())
 
@@ -430,12 +467,12 @@ def test_an_engine_that_is_gone_leaves_nothing_in_an_api_process(tmp_path: Path)
         model.engines = [3]
         before = num_files()
         for engine in range(4):  # none of them becomes ready
-            worker.answer("spawned", {"engine": engine, "endpoint": f"ipc://{tmp_path}/{engine}"})
+            worker.answer(Spawned(engine, f"ipc://{tmp_path}/{engine}"))
         waiting = asyncio.create_task(worker._feeds[2].next())
         await asyncio.sleep(0)
-        await worker.answer("gone", {"engines": [0, 1]})
+        await worker.answer(Gone([0, 1]))
         assert list(worker._feeds) == [2, 3] and list(state.models.values()) == [model]
-        await worker.answer("gone", {"engines": [2, 3]})
+        await worker.answer(Gone([2, 3]))
         with pytest.raises(EngineStopped, match="the engine was closed"):
             await waiting
         assert not state.models, "its load has failed elsewhere"
@@ -451,11 +488,11 @@ class Answering:
         self.is_awake = asyncio.Event()
         self.is_closed = is_closed
 
-    async def call(self, name: str, body: Any = None) -> Any:
+    async def call(self, question: Question[Any]) -> Any:
         if self.is_closed:
             raise EngineStopped("a process of the server has ended")
         await self.is_awake.wait()
-        return {"name": name}
+        return {}
 
     async def run(self) -> None:
         assert self.is_closed
@@ -466,7 +503,7 @@ def processes_of(*channels: Answering, code: int = 0) -> Workers:
     workers = Workers(ServerConfig(), Board(len(channels) + 1))
     child = cast(Popen[bytes], SimpleNamespace(wait=lambda timeout: code))
     for number, channel in enumerate(channels, 1):
-        workers._processes.append(_Process(number, child, cast(Channel, channel)))
+        workers._processes.append(_Process(number, child, cast(Channel[Any], channel)))
     return workers
 
 
@@ -479,9 +516,9 @@ def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
         quick, hanging = Answering(), Answering()
         quick.is_awake.set()
         workers = processes_of(quick, hanging)
-        counts = [len(await workers.ask_all("scrape")), len(await workers.ask_all("scrape"))]
+        counts = [len(await workers.ask_all(Scrape())), len(await workers.ask_all(Scrape()))]
         hanging.is_awake.set()
-        return [*counts, len(await workers.ask_all("scrape"))]
+        return [*counts, len(await workers.ask_all(Scrape()))]
 
     assert asyncio.run(main()) == [1, 1, 2]
     assert [record.getMessage() for record in caplog.records] == [

@@ -35,11 +35,8 @@ from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round", "mxfp4")  # methods that a config may name
-CONFIG_FILES = (
-    "quantize_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
-)  # if config.json lacks it
+# files that may hold the settings where config.json does not
+CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 # Methods of a config, and formats whose tensors have the same types or shapes: integers that are not fp8
 # numbers, and words packed along the other axis.
 _OTHER_NUMBERS = {("fp8", "compressed-tensors"), ("awq", "gptq"), ("gptq", "awq")}

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
-
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
 from infer.server.explain import words
 from infer.server.explain.advice import Case, advise
 from infer.server.explain.served import PREFIX_TOKENS, ServedPart, ServedRequest
 from infer.server.fleet.fleet import Fleet
+from infer.server.processes.messages import CountAlike, FindServed
 
 ENGINE_TIMEOUT_S = 5.0
 FORGOTTEN = (
@@ -31,8 +30,8 @@ FORGOTTEN = (
 async def explain(fleet: Fleet, name: str, owner: str | None) -> dict[str, Any] | None:
     """The explanation of the newest request with this id that an owner may see; None: there is none."""
     found = fleet.state.stories.find(name, owner)
-    for others in await fleet.ask_processes("served", name=name, owner=owner):
-        found += msgspec.convert(others, list[ServedRequest])
+    for others in await fleet.ask_processes(FindServed(name, owner)):
+        found += others
     if not found:
         return None
     served = max(found, key=lambda each: each.arrived_at)
@@ -93,8 +92,7 @@ async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) ->
     if not part.prefixes:
         return []
     counts = fleet.state.stories.count_alike(served.owner, part.prefixes, part.salt)
-    asked = {"owner": served.owner, "prefixes": list(part.prefixes), "salt": part.salt}
-    for others in await fleet.ask_processes("alike", **asked):
+    for others in await fleet.ask_processes(CountAlike(served.owner, list(part.prefixes), part.salt)):
         counts = [a + b for a, b in zip(counts, others, strict=True)]
     return counts
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from infer.client.client import EngineClient, InProcessClient
 from infer.client.messages import Ready, RecordOrders, Replica
@@ -60,13 +60,23 @@ from infer.loader.text_headers import TextHeaders
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
+from infer.server.processes.messages import (
+    ForgetPrefixes,
+    GetUses,
+    Gone,
+    ModelUse,
+    Question,
+    Scrape,
+    SetNames,
+)
 from infer.server.processes.workers import Workers
-from infer.server.state import ModelUse, ServedModel, ServerState
+from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
 from infer.tools.host_memory import check_host_memory, check_loaded_memory
 from infer.tools.record_files import RecordPaths
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WATCH_INTERVAL_S = 1.0
 
@@ -144,7 +154,7 @@ class Fleet:
             except RequestError as error:
                 raise ConfigError(f"model_alias {text!r}: {error}") from None
         if self._on_demand is not None:
-            await self._workers.call("names", **self._names())  # before the first request
+            await self._workers.call(self._names())  # before the first request
         self.state.board.is_starting = False
         self.metrics.startup_s = time.perf_counter() - started
 
@@ -346,9 +356,9 @@ class Fleet:
     async def _uses(self) -> dict[str, ModelUse]:
         """The use of every loaded model, in all API processes together."""
         uses = {name: model.use for name, model in self.state.models.items()}
-        for told in await self._workers.call("uses"):
-            for name in uses.keys() & told.keys():
-                uses[name] = uses[name].plus(ModelUse(*told[name]))
+        for others in await self._workers.call(GetUses()):
+            for name in uses.keys() & others.keys():
+                uses[name] = uses[name].plus(others[name])
         return uses
 
     async def load_adapter(
@@ -387,7 +397,7 @@ class Fleet:
             raise
         self.state.adapters[name] = model.name
         self._adapter_paths[name] = path
-        await self._workers.call("names", **self._names())
+        await self._workers.call(self._names())
         return model.name
 
     async def unload_adapter(self, name: str) -> None:
@@ -398,7 +408,7 @@ class Fleet:
                 hint = closest(name, self.state.adapters)
                 raise UnknownModel(f"no adapter is served under the name {name!r}{hint}", param="name")
             self._adapter_paths.pop(name, None)
-            await self._workers.call("names", **self._names())
+            await self._workers.call(self._names())
             for client in self.state.models[base].clients if base in self.state.models else ():
                 with suppress(UnknownModel):  # an engine that was started again
                     await client.set_adapter(name, None)
@@ -456,14 +466,14 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
-        total = self.metrics.sum_with(await self._workers.ask_all("scrape"))
+        total = self.metrics.sum_with(await self._workers.ask_all(Scrape()))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
         total.asleep = self.state.asleep
         return total.text()
 
-    async def ask_processes(self, message: str, **body: Any) -> list[Any]:
-        """The answers of the other API processes to a message; worker.py lists the messages."""
-        return await self._workers.ask_all(message, **body)
+    async def ask_processes(self, question: Question[T]) -> list[T]:
+        """The answers of the other API processes."""
+        return await self._workers.ask_all(question)
 
     async def reset_prefix_caches(self, name: str | None) -> int:
         """Empty the prefix caches of one model or of all; returns how many blocks were forgotten."""
@@ -473,7 +483,7 @@ class Fleet:
             for client in model.clients:
                 num_forgotten += await client.reset_prefix_cache()
                 model.router.forget(client)
-            self._workers.tell("forget", name=model.name)
+            self._workers.tell(ForgetPrefixes(model.name))
         return num_forgotten
 
     async def close(self) -> None:
@@ -538,7 +548,7 @@ class Fleet:
                 else self._start_processes(config, shared, self._order_records(name, config))
             )
         except BaseException:
-            self._workers.tell("gone", engines=list(shared))
+            self._workers.tell(Gone(list(shared)))
             raise
         model = ServedModel(
             name=name or encoder.name,
@@ -584,17 +594,12 @@ class Fleet:
             logger.warning("%s", model.encoder.template_warning)
         await self._workers.serve(model, config, labels)
 
-    def _names(self) -> dict[str, Any]:
+    def _names(self) -> SetNames:
         state = self.state
-        return {
-            "aliases": state.aliases,
-            "adapters": state.adapters,
-            "default": state.default_model,
-            "loadable": list(state.loadable),
-        }
+        return SetNames(state.aliases, state.adapters, state.default_model, list(state.loadable))
 
     def _tell_names(self) -> None:
-        self._workers.tell("names", **self._names())
+        self._workers.tell(self._names())
 
     def _note_loadable(self) -> None:
         assert self._on_demand is not None
@@ -689,7 +694,7 @@ class Fleet:
         try:
             await asyncio.gather(*(client.close(reason) for client in model.clients))
         finally:
-            self._workers.tell("gone", engines=list(model.engines))
+            self._workers.tell(Gone(list(model.engines)))
 
     # -- watching ---------------------------------------------------------------------------------
 

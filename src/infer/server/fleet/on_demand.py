@@ -25,7 +25,8 @@ from infer.client.subscribers import SHUTTING_DOWN
 from infer.config.knobs import parse_bytes
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, EngineError, EngineStopped, NoRoom
-from infer.server.state import ModelUse, ServedModel, ServerState
+from infer.server.processes.messages import ModelUse
+from infer.server.state import ServedModel, ServerState
 
 logger = logging.getLogger(__name__)
 

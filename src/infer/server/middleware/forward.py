@@ -3,10 +3,7 @@
 `/health`, `/metrics`, `/explain/...` and the operator's routes are about the whole server. Another API
 process hands them on with all their headers and passes the answer back, so it is the same everywhere.
 `/admin/live` is not handed on: it is about one engine, which every process can ask, and its answer has no
-end. Two questions are asked:
-
-    {"name": "4711/1", "method": ..., "headers": ..., "body": ...}    the request; its answer may take long
-    {"left": "4711/1"}                                                its client has left meanwhile
+end. If the client leaves before the answer, which may take long, process 0 is told.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,8 +22,9 @@ from infer.errors import EngineStopped
 from infer.server.asgi_call import call_app
 from infer.server.middleware.access_log import FORWARDED, METRICS_PATH, route_of
 from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, LIVE_PATH, is_admin, route_path
+from infer.server.processes.messages import ClientLeft, ForwardedAnswer, ForwardRequest
 
-Ask: TypeAlias = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Ask: TypeAlias = Callable[[ForwardRequest | ClientLeft], Awaitable[ForwardedAnswer | None]]
 
 
 class Forward:
@@ -44,26 +42,31 @@ class Forward:
         if not is_whole and (path == LIVE_PATH or not is_admin(path)):
             await self._app(scope, receive, send)
             return
-        request = {name: scope[name] for name in ("method", "path", "query_string", "headers")}
-        request["body"] = (await receive()).get("body", b"")  # whole: BodyLimit has read it
-        request["name"] = f"{os.getpid()}/{next(self._numbers)}"
-        watcher = asyncio.ensure_future(self._tell_leaving(receive, request["name"]))
+        request = ForwardRequest(
+            name=f"{os.getpid()}/{next(self._numbers)}",
+            method=scope["method"],
+            path=scope["path"],
+            query_string=scope["query_string"],
+            headers=scope["headers"],
+            body=(await receive()).get("body", b""),  # whole: BodyLimit has read it
+        )
+        watcher = asyncio.ensure_future(self._tell_leaving(receive, request.name))
         try:
             answer = await self._ask(request)
         finally:
             watcher.cancel()
-        if not answer:  # its client has left, and process 0 has sent nothing
+        if answer is None:  # its client has left, and process 0 has sent nothing
             return
-        scope["route"] = SimpleNamespace(path=answer["route"])  # the field that `route_of` reads
-        start = {"type": "http.response.start", "status": answer["status"], "headers": answer["headers"]}
+        scope["route"] = SimpleNamespace(path=answer.route)  # the field that `route_of` reads
+        start = {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
         await send(start)
-        await send({"type": "http.response.body", "body": answer["body"], "more_body": False})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": False})
 
     async def _tell_leaving(self, receive: Receive, name: str) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         with suppress(EngineStopped):  # process 0 is gone, and with it what it did
-            await self._ask({"left": name})
+            await self._ask(ClientLeft(name))
 
 
 class Forwarded:
@@ -73,34 +76,29 @@ class Forwarded:
         self._app = app
         self._left: dict[str, asyncio.Event] = {}  # events by name of the request: its client has left
 
-    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, question: ForwardRequest | ClientLeft) -> ForwardedAnswer | None:
         """Answer a request, or note that a client has left."""
-        if "left" in question:
-            if (left := self._left.get(question["left"])) is not None:
+        if isinstance(question, ClientLeft):
+            if (left := self._left.get(question.name)) is not None:
                 left.set()
-            return {}
-        self._left[question["name"]] = left = asyncio.Event()
+            return None
+        self._left[question.name] = left = asyncio.Event()
         try:
             return await self._answer(question, left)
         finally:
-            del self._left[question["name"]]
+            del self._left[question.name]
 
-    async def _answer(self, request: dict[str, Any], left: asyncio.Event) -> dict[str, Any]:
+    async def _answer(self, request: ForwardRequest, left: asyncio.Event) -> ForwardedAnswer | None:
         answer = await call_app(
             self._app,
-            request["method"],
-            request["path"],
-            headers=[(bytes(name), bytes(value)) for name, value in request["headers"]],
-            body=request["body"],
-            query_string=request["query_string"],
+            request.method,
+            request.path,
+            headers=list(request.headers),
+            body=request.body,
+            query_string=request.query_string,
             left=left,
             **{FORWARDED: True},
         )
         if not answer.status:
-            return {}
-        return {
-            "status": answer.status,
-            "headers": answer.headers,
-            "body": answer.body,
-            "route": route_of(answer.scope),
-        }
+            return None
+        return ForwardedAnswer(answer.status, answer.headers, answer.body, route_of(answer.scope))

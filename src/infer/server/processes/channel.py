@@ -1,11 +1,10 @@
 """Questions and answers between two processes of a server, over a socket pair.
 
-    [number, name, body]           a question; number 0: no answer is wanted
-    [-number, failure, result]     the answer to it
+    Asked     number, message                the types of messages.py; number 0: no answer is wanted
+    Answered  number, result or failure      the result has the type that the question names
 
-Bodies are plain data (msgpack), and the handler of a question is its type: a body that does not fit its
-parameters is an error (`call_typed`). Messages are handled in the order in which they were sent, except that
-a slow answer does not hold up the messages after it.
+Messages are handled in the order in which they were sent, except that a slow answer does not hold up the
+messages after it.
 """
 
 from __future__ import annotations
@@ -16,47 +15,52 @@ import itertools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any, get_type_hints
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from infer.client.messages import Failure, to_error, to_failure
 from infer.errors import EngineStopped
+from infer.server.processes.messages import Message, Question
 
 logger = logging.getLogger(__name__)
 
 _SIZE_BYTES = 4
+T = TypeVar("T")
+Received = TypeVar("Received", bound=Message)  # the messages that this end may get
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A message under its number."""
+
+    number: int
+    message: msgspec.Raw
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to the question of a number."""
+
+    number: int
+    result: msgspec.Raw
+    failure: Failure | None = None
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder().decode
-
-Answerer = Callable[[str, Any], Any]  # (name, body) -> the answer, or an awaitable of it
+_decode_frame = msgspec.msgpack.Decoder(Asked | Answered).decode
 
 
-def call_typed(handler: Callable[..., Any], body: dict[str, Any] | None) -> Any:
-    """Call the handler of a question with a body that has been checked against its parameters."""
-    given = msgspec.convert(body or {}, _body_type(handler.__qualname__, handler))
-    return handler(**{name: getattr(given, name) for name in given.__struct_fields__})
+class Channel(Generic[Received]):
+    """One end of a socket pair. `open` it, `run` it, and `call` or `tell` the other end.
 
+    `answer` carries out a message and returns the answer, or an awaitable of it.
+    """
 
-_body_types: dict[str, type[msgspec.Struct]] = {}
-
-
-def _body_type(name: str, handler: Callable[..., Any]) -> type[msgspec.Struct]:
-    if name not in _body_types:
-        hints = get_type_hints(handler)
-        fields = [(parameter, hints[parameter]) for parameter in inspect.signature(handler).parameters]
-        _body_types[name] = msgspec.defstruct(name, fields, forbid_unknown_fields=True)
-    return _body_types[name]
-
-
-class Channel:
-    """One end of a socket pair. `open` it, `run` it, and `call` or `tell` the other end."""
-
-    def __init__(self, link: socket.socket, answer: Answerer) -> None:
+    def __init__(self, link: socket.socket, received: Any, answer: Callable[[Received], Any]) -> None:
         self._link = link
+        self._decode: Callable[[msgspec.Raw], Received] = msgspec.msgpack.Decoder(received).decode
         self._answer = answer
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_closed = False  # the other end is gone
 
@@ -70,7 +74,11 @@ class Channel:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "little")
-                self._take(*_decode(await reader.readexactly(size)))
+                frame = _decode_frame(await reader.readexactly(size))
+                if isinstance(frame, Answered):
+                    self._resolve(frame)
+                else:
+                    self._carry_out(frame.number, frame.message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -82,61 +90,62 @@ class Channel:
                 task.cancel()
             self._writer.close()
 
-    def tell(self, name: str, body: Any = None) -> None:
+    def tell(self, message: Message) -> None:
         """Send a message that wants no answer."""
-        self._send([0, name, body])
+        self._send(Asked(0, msgspec.Raw(_encode(message))))
 
-    async def call(self, name: str, body: Any = None) -> Any:
+    async def call(self, question: Question[T]) -> T:
         """Ask and wait for the answer; raises the error of the other end."""
         number = next(self._numbers)
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._calls[number] = done
         try:
-            self._send([number, name, body])
-            return await done
+            self._send(Asked(number, msgspec.Raw(_encode(question))))
+            answer: T = msgspec.msgpack.decode(await done, type=question.answer_type())
+            return answer
         finally:
             del self._calls[number]
 
-    def _send(self, message: list[Any]) -> None:
+    def _send(self, frame: Asked | Answered) -> None:
         if self.is_closed:
             raise EngineStopped("a process of the server has ended")
-        data = _encode(message)
+        data = _encode(frame)
         self._writer.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
 
-    def _take(self, number: int, name: Any, body: Any) -> None:
-        if number < 0:
-            done = self._calls.get(-number)
-            if done is None or done.done():
-                return
-            if name is not None:
-                done.set_exception(to_error(msgspec.convert(name, Failure)))
-            else:
-                done.set_result(body)
+    def _resolve(self, answered: Answered) -> None:
+        done = self._calls.get(answered.number)
+        if done is None or done.done():
             return
+        if answered.failure is not None:
+            done.set_exception(to_error(answered.failure))
+        else:
+            done.set_result(answered.result)
+
+    def _carry_out(self, number: int, data: msgspec.Raw) -> None:
         try:
-            answer = self._answer(name, body)
+            answer = self._answer(self._decode(data))
         except Exception as error:
-            self._fail(number, name, error)
+            self._fail(number, data, error)
             return
         if inspect.isawaitable(answer):
-            task = asyncio.ensure_future(self._reply(number, name, answer))
+            task = asyncio.ensure_future(self._reply(number, data, answer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif number:
-            self._send([-number, None, answer])
+            self._send(Answered(number, msgspec.Raw(_encode(answer))))
 
-    async def _reply(self, number: int, name: str, answer: Awaitable[Any]) -> None:
+    async def _reply(self, number: int, data: msgspec.Raw, answer: Awaitable[Any]) -> None:
         try:
             result = await answer
         except Exception as error:
-            self._fail(number, name, error)
+            self._fail(number, data, error)
             return
         if number and not self.is_closed:
-            self._send([-number, None, result])
+            self._send(Answered(number, msgspec.Raw(_encode(result))))
 
-    def _fail(self, number: int, name: str, error: Exception) -> None:
+    def _fail(self, number: int, data: msgspec.Raw, error: Exception) -> None:
         """Let an error be raised where the question was asked; one that nothing waits for is logged."""
         if not number:
-            logger.error("message failed name=%s", name, exc_info=error)
+            logger.error("message failed name=%s", msgspec.msgpack.decode(data)[0], exc_info=error)
         elif not self.is_closed:
-            self._send([-number, to_failure(error), None])
+            self._send(Answered(number, msgspec.Raw(_encode(None)), to_failure(error)))

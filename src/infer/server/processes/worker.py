@@ -1,16 +1,9 @@
 """An API process other than process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
 
 It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
-from the same listening socket. Process 0 starts and watches the engines, and tells this one about them:
-
-    spawned, down        an engine was started and connects to this endpoint; it has ended
-    gone                 these engines are not started again
-    serve, unserve       a model is served by these engines, in place of one of its name; it is not any more
-    names, forget        aliases, adapters, the default model, those on demand; a prefix cache was emptied
-    uses, scrape, stop   how models are used here; what was counted here; the end
-    served, alike        requests of an id that were served here; how many prompts begin alike
-
-It asks process 0 to load on-demand models, for stored responses, and to answer what `forward.py` hands on.
+from the same listening socket. Process 0 starts and watches the engines, tells this process about them, and
+answers what only one process can: loads on demand, stored responses, and requests about the whole server
+(messages.py).
 
 The end of standard input is the end of process 0, however it came, and ends this process too.
 """
@@ -23,7 +16,6 @@ import logging
 import os
 import socket
 import sys
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,20 +27,20 @@ from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
 from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
-from infer.config.server import ModelShares, ServerConfig
+from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
-from infer.server.explain.served import ServedRequest
 from infer.server.fleet.fleet import Fleet, make_encoder
 from infer.server.metrics import ServerMetrics
+from infer.server.processes import messages
 from infer.server.processes.board import Board
-from infer.server.processes.channel import Channel, call_typed
+from infer.server.processes.channel import Channel
 from infer.server.response_store import RemoteStore
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
-from infer.server.state import ModelUse, ServedModel, ServerState
+from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
 
 
@@ -114,7 +106,7 @@ class EngineFeed:
 
 
 class Worker:
-    """An API process as process 0 sees it: one method for each message that process 0 may send."""
+    """An API process as process 0 sees it."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
         self._state = state
@@ -125,35 +117,57 @@ class Worker:
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
 
-    def answer(self, name: str, body: dict[str, Any] | None) -> Any:
-        """Answer a message."""
-        return call_typed(getattr(self, f"on_{name}"), body)
+    def answer(self, message: messages.FromFirst) -> Any:
+        """Carry out a message; returns the answer to a question, or an awaitable of it."""
+        state = self._state
+        match message:
+            case messages.Spawned(engine, endpoint):
+                return self._bind(engine, endpoint)
+            case messages.Down(engine, reason):
+                return self._feeds[engine].down(reason)
+            case messages.Gone(engines):
+                return self._let_go(engines)
+            case messages.Serve():
+                return self._serve(message)
+            case messages.Unserve(engines, timeout_s):
+                return self._unserve(engines, timeout_s)
+            case messages.SetNames(aliases, adapters, default, loadable):
+                state.aliases, state.adapters = aliases, adapters
+                state.default_model, state.loadable = default, loadable
+            case messages.ForgetPrefixes(name):
+                return self._forget_prefixes(name)
+            case messages.GetUses():
+                return {name: model.use for name, model in state.models.items()}
+            case messages.Scrape():
+                return self._metrics.snapshot()
+            case messages.FindServed(request_id, owner):
+                return state.stories.find(request_id, owner)
+            case messages.CountAlike(owner, prefixes, salt):
+                return state.stories.count_alike(owner, tuple(prefixes), salt)
+            case messages.End():
+                self.stopping.set()
+        return None
 
-    def on_spawned(self, engine: int, endpoint: str) -> None:
+    def _bind(self, engine: int, endpoint: str) -> None:
         """Bind the endpoint of an engine that was started, unless it has ended and its directory is gone."""
         feed = self._feeds.setdefault(engine, EngineFeed())
         if os.path.exists(os.path.dirname(endpoint.removeprefix("ipc://"))):
             feed.spawned(endpoint)
 
-    def on_down(self, engine: int, reason: str) -> None:
-        """End the requests of an engine that has ended."""
-        self._feeds[engine].down(reason)
-
-    async def on_gone(self, engines: list[int]) -> None:
+    async def _let_go(self, engines: list[int]) -> None:
         """Let go of engines for good, and of a model that they still serve: its load has failed elsewhere."""
         for feed in [self._feeds.pop(engine) for engine in engines if engine in self._feeds]:
             feed.close()
-        await self.on_unserve(engines, self._state.config.drain_timeout)
+        await self._unserve(engines, self._state.config.drain_timeout)
 
-    async def on_serve(
-        self, name: str, knobs: dict[str, Any], engines: list[int], labels: list[str], created: int
-    ) -> None:
-        """Serve a model with these engines, which are ready and counted under these labels."""
+    async def _serve(self, served: messages.Serve) -> None:
+        """Serve a model once its engines are ready."""
+        name, knobs, engines = served.name, served.knobs, served.engines
         text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
         clients: list[EngineClient] = []
         readies: list[Ready] = []
         try:
-            for engine, label in zip(engines, labels, strict=True):
+            for engine, label in zip(engines, served.labels, strict=True):
                 link, ready = await self._feeds[engine].next()
                 readies.append(ready)
                 policy = RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0)
@@ -169,15 +183,15 @@ class Worker:
             raise
         self._replaced += [old for old in (self._state.models.get(name),) if old is not None]
         self._state.models[name] = ServedModel(
-            name, encoder, clients, created, scheduler=config.scheduler, engines=engines
+            name, encoder, clients, served.created, scheduler=config.scheduler, engines=engines
         )
         if not self._has_frozen:
             self._has_frozen = True
             gc.collect()
             gc.freeze()  # objects of the start-up stay; a model that is loaded later may go again
 
-    async def on_unserve(self, engines: list[int], timeout_s: float) -> int:
-        """Serve the model of these engines no longer; answers how many requests were cut off after this time.
+    async def _unserve(self, engines: list[int], timeout_s: float) -> int:
+        """Serve the model of these engines no longer; returns the number of requests that were cut off.
 
         If it had taken the place of another one, which is still here, that one is served again.
         """
@@ -202,42 +216,10 @@ class Worker:
             self._metrics.remove(client)
             await client.close(reason)
 
-    def on_names(
-        self,
-        aliases: dict[str, ModelShares],
-        adapters: dict[str, str],
-        default: str | None,
-        loadable: list[str],
-    ) -> None:
-        """Take over the names of models and adapters, and of the models that are loaded on demand."""
-        self._state.aliases, self._state.adapters = aliases, adapters
-        self._state.default_model, self._state.loadable = default, loadable
-
-    def on_uses(self) -> dict[str, ModelUse]:
-        """The use of each model in this process."""
-        return {name: model.use for name, model in self._state.models.items()}
-
-    def on_forget(self, name: str) -> None:
-        """Forget which engine has which prefixes of a model."""
+    def _forget_prefixes(self, name: str) -> None:
         if (model := self._state.models.get(name)) is not None:
             for client in model.clients:
                 model.router.forget(client)
-
-    def on_scrape(self) -> dict[str, Any]:
-        """The counts of this process."""
-        return self._metrics.snapshot()
-
-    def on_served(self, name: str, owner: str | None) -> list[ServedRequest]:
-        """The requests of an owner that have this id and were served here."""
-        return self._state.stories.find(name, owner)
-
-    def on_alike(self, owner: str, prefixes: list[int], salt: bytes) -> list[int]:
-        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
-        return self._state.stories.count_alike(owner, tuple(prefixes), salt)
-
-    def on_stop(self) -> None:
-        """End."""
-        self.stopping.set()
 
     def _open(self, knobs: dict[str, Any]) -> asyncio.Task[tuple[TextHeaders, Tokenizer]]:
         """Open the text side of a model, in a thread."""
@@ -252,13 +234,13 @@ async def run(launch: WorkerLaunch) -> None:
     board = Board(launch.num_processes, launch.number, launch.board)
     state, metrics = ServerState(launch.config, board=board), ServerMetrics(launch.config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
-    channel = Channel(socket.socket(fileno=launch.channel), worker.answer)
-    state.responses = RemoteStore(partial(channel.call, "responses"))
+    channel = Channel(socket.socket(fileno=launch.channel), messages.FromFirst, worker.answer)
+    state.responses = RemoteStore(channel)
     if launch.config.on_demand:
-        state.demand = lambda name: channel.call("demand", {"name": name})
+        state.demand = lambda name: channel.call(messages.LoadOnDemand(name))
     await channel.open()
     listening = asyncio.create_task(channel.run())
-    http = uvicorn_config(state, Fleet(state, metrics), ask=partial(channel.call, "http"))
+    http = uvicorn_config(state, Fleet(state, metrics), ask=channel.call)
     server = HttpServer(http, socket.socket(fileno=launch.listener), board)
     serving = asyncio.create_task(server.serve())
     ends = [asyncio.create_task(worker.stopping.wait()), listening]

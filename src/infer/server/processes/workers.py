@@ -3,7 +3,7 @@
 A server of one process has no others to manage.
 
     process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
-       │ ▲            channel: see worker.py                    │
+       │ ▲            channel: see messages.py                  │
        │ └── /health, /metrics, /admin/..., stored responses ───┘
        └── starts and watches the engines; each engine has a socket to every process
 
@@ -23,10 +23,10 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from infer.client.spawn import give_orders, spawn, spell_end
 from infer.client.supervisor import log_level
@@ -34,7 +34,8 @@ from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, EngineStopped
 from infer.server.processes.board import Board
-from infer.server.processes.channel import Answerer, Channel
+from infer.server.processes.channel import Channel
+from infer.server.processes.messages import Down, End, Message, Question, Serve, Spawned, ToFirst, Unserve
 from infer.server.state import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ CORES_PER_PROCESS = 4
 MAX_DEFAULT = 8
 SCRAPE_TIMEOUT = 2.0  # seconds
 STOP_TIMEOUT = 8.0  # seconds: longer than answers that are finished may take to be read
+
+T = TypeVar("T")
 
 
 def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
@@ -62,7 +65,7 @@ def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
 class _Process:
     number: int
     child: subprocess.Popen[bytes]
-    channel: Channel
+    channel: Channel[ToFirst]
     running: asyncio.Task[None] | None = None
     is_silent: bool = False  # it did not answer the last scrape
 
@@ -83,7 +86,9 @@ class Workers:
         """Why this server cannot go on: one of its processes has ended, or (says its fleet) every engine."""
         return asyncio.get_running_loop().create_future()
 
-    async def start(self, answer: Answerer, listener: socket.socket, knobs: Sequence[dict[str, Any]]) -> None:
+    async def start(
+        self, answer: Callable[[ToFirst], Any], listener: socket.socket, knobs: Sequence[dict[str, Any]]
+    ) -> None:
         """Start the processes, which will serve models with these knobs; `answer` answers their questions."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
@@ -99,7 +104,7 @@ class Workers:
                 **fds,
             }
             give_orders(child, launch)
-            process = _Process(number, child, Channel(ours, answer))
+            process = _Process(number, child, Channel(ours, ToFirst, answer))
             await process.channel.open()
             process.running = asyncio.create_task(self._run(process))
             self._processes.append(process)
@@ -114,51 +119,45 @@ class Workers:
         """Tell each process the endpoint that an engine, started a moment ago, will connect to."""
         for process, endpoint in zip(self._processes, endpoints, strict=True):
             with contextlib.suppress(EngineStopped):
-                process.channel.tell("spawned", {"engine": engine, "endpoint": endpoint})
+                process.channel.tell(Spawned(engine, endpoint))
 
     def tell_down(self, engine: int, reason: str) -> None:
         """Tell every process that an engine has ended."""
-        self.tell("down", engine=engine, reason=reason)
+        self.tell(Down(engine, reason))
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
         """Let every process serve a model and count its engines under these labels; returns when all do."""
-        body = {
-            "name": model.name,
-            "knobs": config.knobs(),
-            "engines": list(model.engines),
-            "labels": list(labels),
-            "created": model.created,
-        }
-        await self.call("serve", **body)
+        knobs, engines = config.knobs(), list(model.engines)
+        await self.call(Serve(model.name, knobs, engines, list(labels), model.created))
 
     async def unserve(self, model: ServedModel, timeout_s: float) -> int:
         """Let no process serve a model; returns how many requests were cut off after that many seconds."""
-        return sum(await self.call("unserve", engines=list(model.engines), timeout_s=timeout_s))
+        return sum(await self.call(Unserve(list(model.engines), timeout_s)))
 
-    async def call(self, message: str, **body: Any) -> list[Any]:
-        """Ask every process something; worker.py lists the questions."""
+    async def call(self, question: Question[T]) -> list[T]:
+        """Ask every process."""
         try:
-            return await asyncio.gather(*(process.channel.call(message, body) for process in self._processes))
+            return await asyncio.gather(*(process.channel.call(question) for process in self._processes))
         except EngineStopped:
             if self._is_closing or not any(process.channel.is_closed for process in self._processes):
                 raise
             raise EngineLost(await asyncio.shield(self.lost)) from None  # how it ended is about to be known
 
-    def tell(self, message: str, **body: Any) -> None:
-        """Tell every process something that wants no answer; worker.py lists the messages."""
+    def tell(self, message: Message) -> None:
+        """Tell every process something that wants no answer."""
         for process in self._processes:
             with contextlib.suppress(EngineStopped):  # one that is gone needs no news
-                process.channel.tell(message, body)
+                process.channel.tell(message)
 
-    async def ask_all(self, message: str, **body: Any) -> list[Any]:
+    async def ask_all(self, question: Question[T]) -> list[T]:
         """The answer of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
-        asked = [self._ask(process, message, body) for process in self._processes]
+        asked = [self._ask(process, question) for process in self._processes]
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
-    async def _ask(self, process: _Process, message: str, body: dict[str, Any]) -> Any:
+    async def _ask(self, process: _Process, question: Question[T]) -> T | None:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT):
-                answer = await process.channel.call(message, body)
+                answer = await process.channel.call(question)
         except (TimeoutError, EngineStopped):  # it hangs, or its end is about to be known
             if not process.is_silent:
                 logger.error("API process does not answer, counts left out process=%d", process.number)
@@ -170,7 +169,7 @@ class Workers:
     async def close(self) -> None:
         """End every process, and kill the ones that do not end."""
         self._is_closing = True
-        self.tell("stop")
+        self.tell(End())
         waits = [asyncio.to_thread(_wait, process.child) for process in self._processes]
         await asyncio.gather(*waits)
         running = [process.running for process in self._processes if process.running is not None]

@@ -20,8 +20,8 @@ from fastapi import Request, Response
 from infer.config.knobs import parse_bytes
 from infer.errors import RequestError, UnknownPrevious, UnknownResponse
 from infer.server.middleware.auth import key_of
+from infer.server.processes.messages import StoredResponse
 from infer.server.protocol.errors import spell_path
-from infer.server.response_store import StoredResponse
 from infer.server.routes.json_route import check_values, json_response, make_router, server_state
 
 Item = dict[str, Any]

@@ -1,0 +1,200 @@
+"""The messages between process 0 of a server and its other API processes, as msgpack.
+
+A `Question[T]` is answered with a T or with an error; other messages get no answer. As in client/messages.py,
+nothing is pickled: bytes that do not fit a type are an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from infer.config.server import ModelShares
+from infer.server.explain.served import ServedRequest
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """News that gets no answer."""
+
+
+class Question(Message, Generic[T_co], frozen=True):
+    """A message that is answered with a T."""
+
+    @classmethod
+    def answer_type(cls) -> type[T_co]:
+        """The type that the class names as its T."""
+        (base,) = cls.__orig_bases__  # type: ignore[attr-defined]
+        answer: type[T_co] = base.__args__[0]
+        return answer
+
+
+# -- from process 0 -------------------------------------------------------------------------------
+
+
+class ModelUse(NamedTuple):
+    """The use of a model, in one API process or in all."""
+
+    num_held: int
+    used_at: float  # monotonic seconds, which all processes of a machine share
+    keep_s: float | None
+    kept_at: float  # when a client said `keep_s`; 0: none has
+
+    def plus(self, other: ModelUse) -> ModelUse:
+        """The use in two processes together; the last `keep_s` of a client holds."""
+        used_at = max(self.used_at, other.used_at)
+        keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
+        return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
+
+
+class Spawned(Message, frozen=True):
+    """An engine was started, and will connect to this endpoint."""
+
+    engine: int
+    endpoint: str
+
+
+class Down(Message, frozen=True):
+    """An engine has ended; it may be started again."""
+
+    engine: int
+    reason: str
+
+
+class Gone(Message, frozen=True):
+    """These engines have ended for good."""
+
+    engines: list[int]
+
+
+class Serve(Question[None], frozen=True):
+    """Serve a model with these engines, in place of a model of the same name; answer when it is served."""
+
+    name: str
+    knobs: dict[str, Any]
+    engines: list[int]
+    labels: list[str]  # labels of the engines in the metrics
+    created: int
+
+
+class Unserve(Question[int], frozen=True):
+    """Stop serving the model of these engines; answer with the number of requests that were cut off."""
+
+    engines: list[int]
+    timeout_s: float  # time that running requests have left
+
+
+class SetNames(Question[None], frozen=True):
+    """Take over the names of models and adapters."""
+
+    aliases: dict[str, ModelShares]
+    adapters: dict[str, str]
+    default: str | None
+    loadable: list[str]  # models that are loaded on demand
+
+
+class ForgetPrefixes(Message, frozen=True):
+    """The prefix caches of a model were emptied."""
+
+    model: str
+
+
+class GetUses(Question[dict[str, ModelUse]], frozen=True):
+    """Answer with the use of each model in this process."""
+
+
+class Scrape(Question[dict[str, Any]], frozen=True):
+    """Answer with the counts of this process."""
+
+
+class FindServed(Question[list[ServedRequest]], frozen=True):
+    """Answer with an owner's requests that have this id and were served here."""
+
+    request_id: str
+    owner: str | None
+
+
+class CountAlike(Question[list[int]], frozen=True):
+    """Answer, for each prefix, how many prompts of an owner begin with it and have another salt."""
+
+    owner: str
+    prefixes: list[int]
+    salt: bytes
+
+
+class End(Message, frozen=True):
+    """End the process."""
+
+
+# -- to process 0 ---------------------------------------------------------------------------------
+
+
+class ForwardedAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to a forwarded request."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    route: str
+
+
+class ForwardRequest(Question[ForwardedAnswer | None], frozen=True):
+    """Answer an HTTP request that only process 0 can; None if its client left before an answer began."""
+
+    name: str  # name of the request, by which `ClientLeft` refers to it
+    method: str
+    path: str
+    query_string: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class ClientLeft(Question[None], frozen=True):
+    """The client of a forwarded request has left."""
+
+    name: str
+
+
+class StoredResponse(NamedTuple):
+    """A response as JSON, in parts that can be read separately."""
+
+    response: bytes  # the response as it was sent, without its output
+    output: bytes  # the list of its output's items
+    items: bytes  # its input items, including the items of all earlier responses
+
+
+class LoadOnDemand(Question[None], frozen=True):
+    """Load a model unless it is served; answer when it is."""
+
+    name: str
+
+
+class PutResponse(Question[None], frozen=True):
+    """Keep a response."""
+
+    owner: str
+    response_id: str
+    stored: StoredResponse
+
+
+class GetResponse(Question[StoredResponse | None], frozen=True):
+    """Answer with a response; None if this owner has none of this id."""
+
+    owner: str
+    response_id: str
+
+
+class DeleteResponse(Question[bool], frozen=True):
+    """Forget a response; answer whether it was there."""
+
+    owner: str
+    response_id: str
+
+
+FromFirst: TypeAlias = (
+    Spawned | Down | Gone | Serve | Unserve | SetNames | ForgetPrefixes | GetUses | Scrape | FindServed
+    | CountAlike | End
+)  # fmt: skip
+ToFirst: TypeAlias = ForwardRequest | ClientLeft | LoadOnDemand | PutResponse | GetResponse | DeleteResponse
