@@ -74,7 +74,7 @@ static void multiply(const char *name, const char *type, const float *x, const v
     float *y = room((size_t)(M * N) * 4);
     void *scratch = room((size_t)scratch_size);
     char label[100];
-    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, digits, 1, 3};
+    word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, digits, 1, 3, 0};
     operation ops[] = {{find("infer_linear_quantize"), args, PER_ROW, 1, 3},
                        {find(bits == 8 ? "infer_linear_int8" : "infer_linear_int4"), args, FIXED, tiles, 0}};
     ((void (*)(operation *, word, word, word))find("infer_run"))(ops, 2, M, 0);
