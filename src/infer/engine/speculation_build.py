@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -387,17 +387,13 @@ def make_draft_device(
         network = HeadModel(draft.head, shape.num_rows, config.settings.speculation.max_drafts)
     else:
         network = draft.model
+    attention, decode_attention = config.backends.attention, config.backends.decode_attention
     if not config.uses_gpu_device:
-        choices: dict[str, Any] = {
-            "max_batch_size": max_rows,
-            "attention_backend": config.backends.attention,
-            "decode_attention_backend": config.backends.decode_attention,
-            "record_cpu_step": config.record_cpu_step,
-        }
-        if isinstance(network, HeadModel):
-            return TorchHead(network, store, shape, **choices)
-        return TorchDevice(network, store, shape, **choices)
-    attention = config.backends.attention
+        return (TorchHead if is_head else TorchDevice)(
+            network, store, shape, max_batch_size=max_rows, attention_backend=attention,
+            decode_attention_backend=decode_attention,
+            record_cpu_step=config.record_cpu_step and not is_head,  # turns of a head are not recorded
+        )  # fmt: skip
     return DraftDevice(
         network,
         store,
@@ -407,7 +403,7 @@ def make_draft_device(
         max_seq_len=config.max_seq_len,
         use_cuda_graphs=config.use_cuda_graphs,
         attention_backend="triton" if is_head and attention != "invariant" else attention,
-        decode_attention_backend=config.backends.decode_attention,
+        decode_attention_backend=decode_attention,
         num_drafts=config.settings.speculation.max_drafts,
         tree_of=tree_of if config.settings.speculation.method == "tree" else None,
     )

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class TorchDevice(SyncDevice):
         self._smaller = SmallerSteps(self.compute, can_repeat=model.config.delta is None)
         self._backend, self._decode_backend = attention_backend, decode_attention_backend or attention_backend
         self._is_split = self._backend != self._decode_backend
-        self._head, self._captured_layers = head, () if head is None else head.captured_layers
+        self._head, self._captured_layers = head, () if head is None else head.head_model.captured_layers
         self._cpu: CpuSteps | None = None
         if "c" in (self._backend, self._decode_backend):
             c = attention_library(store.device, store.dtype, model.config.head_dim)
@@ -340,10 +340,11 @@ class TorchHead(TorchDevice):
 
     can_embed = False
 
-    def __init__(self, model: HeadModel, store: KVStore, shape: StateShape, **choices: Any) -> None:
-        """`choices`: as in `TorchDevice`; turns are not recorded as C programs."""
-        super().__init__(model, store, shape, **(choices | {"record_cpu_step": False}))
-        self.captured_layers, self._head_model = model.captured_layers, model
+    @property
+    def head_model(self) -> HeadModel:
+        """The network, which is a head."""
+        assert isinstance(self.model, HeadModel)
+        return self.model
 
     def mirror(self, order: StepOrder) -> None:
         """Make the transfers and table changes of an order of the model."""
@@ -356,7 +357,7 @@ class TorchHead(TorchDevice):
         numbers = following_tokens(order), kept_ids(order, ids), drawn_places(order), rows
         following_T, ids_S, places_S, rows_S = (torch.from_numpy(x).to(self.store.device) for x in numbers)
         step = self._context(order, self._backend)
-        self._head_model.follow(with_drawn(following_T, ids_S), states_TF, step, places_S, rows_S)
+        self.head_model.follow(with_drawn(following_T, ids_S), states_TF, step, places_S, rows_S)
 
     def _hidden(self, order: StepOrder) -> tuple[torch.Tensor, list[int], LayerInputs]:
         """Run a turn: each row is computed one position before its token's."""

@@ -14,7 +14,6 @@ guesses: no turn changes that state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,19 +47,22 @@ class DraftDevice(GpuDevice):
         shape: StateShape,
         *,
         max_batch_size: int,
+        max_tokens: int,
+        max_seq_len: int,
+        use_cuda_graphs: bool,
+        attention_backend: str,
+        decode_attention_backend: str,
         num_drafts: int,
-        tree_of: Callable[[int], DraftTree] | None = None,
-        **choices: Any,
+        tree_of: Callable[[int], DraftTree] | None,
     ) -> None:
-        """`num_drafts`: the most drafts of a sequence; `tree_of`: the tree of that many, None: a chain.
-
-        Other arguments: as in `GpuDevice`.
-        """
+        """`num_drafts`: the most drafts of a sequence; `tree_of`: the tree of that many, None: a chain."""
         self._tree_of = tree_of
         self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
         super().__init__(
-            model, store, shape, max_batch_size=max_batch_size, num_drafts=num_drafts,
-            has_trees=tree_of is not None, **choices,
+            model, store, shape, max_batch_size=max_batch_size, max_tokens=max_tokens,
+            max_seq_len=max_seq_len, use_cuda_graphs=use_cuda_graphs, attention_backend=attention_backend,
+            decode_attention_backend=decode_attention_backend, num_drafts=num_drafts,
+            has_trees=tree_of is not None,
         )  # fmt: skip
         self._places = torch.arange(max_batch_size, device=self.device)
 
