@@ -2,15 +2,15 @@ r"""Rewrites the classes of regular expressions to ASCII: `\d` is 0 to 9, not a 
 
 The compiler takes `\d`, `\w` and `\s` from Unicode, where hundreds of characters are digits. People who write
 `\d{3}` mean ASCII, as in xgrammar and in Python with `re.ASCII`. The compiler's own flag, `(?-u:\d)`, does
-not serve: it works on bytes, so the compiler refuses `\D` and every `[^...]`. Patterns of JSON schemas need
-none of this: there the compiler takes `\d` and `\w` from ECMAScript.
+not help: it works on bytes, so the compiler refuses `\D` and every `[^...]`. Patterns in JSON schemas are not
+rewritten: there the compiler takes `\d` and `\w` from ECMAScript.
 
     \d  [0-9]               \D  [^0-9]           also inside a class, where the compiler lets classes nest:
     \w  [0-9A-Za-z_]        \W  [^0-9A-Za-z_]        [\D.]  ->  [[^0-9].]
     \s  [\t\n\v\f\r\x20]    \S  [^\t\n...]           [\b]   ->  [\x08]
 
-A hyphen before or after one of these inside a class is a hyphen: `[A-\d]` has no range, as in ECMAScript.
-Where case is ignored, `[\w]` also has U+017F and U+212A, which are other cases of s and k.
+Next to one of these inside a class, a hyphen is a literal: `[A-\d]` has no range, as in ECMAScript. If case
+is ignored, `[\w]` also has U+017F and U+212A, which are other cases of s and k.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _DECODER = json.JSONDecoder()
 
 
 def rewrite_pattern(pattern: str) -> str:
-    """The regular expression with classes of ASCII characters."""
+    """Return the regular expression with classes of ASCII characters."""
     if not _USES_CLASS.search(pattern):
         return pattern
     parts: list[str] = []
-    depth = 0  # classes that are open
+    depth = 0  # number of open classes
     for part in _PART.findall(pattern):
         if part[0] == "[":
             depth += 1
@@ -54,7 +54,7 @@ def rewrite_pattern(pattern: str) -> str:
 
 
 def rewrite_grammar(grammar: str) -> str:
-    """The grammar, in Lark's notation, with classes of ASCII characters in its expressions."""
+    """Return a grammar in Lark's notation with classes of ASCII characters in its expressions."""
     if not _USES_CLASS.search(grammar):
         return grammar
     parts: list[str] = []
@@ -69,14 +69,14 @@ def rewrite_grammar(grammar: str) -> str:
 
 
 def column_before(line: str, column: int) -> int:
-    """The column of a grammar's line that is at `column` once the line is rewritten; both count from 1."""
+    """Return the column before rewriting of what is at `column` in the rewritten line; both count from 1."""
     if rewrite_grammar(line) == line:
         return column
     return 1 + bisect_left(range(len(line) + 1), column - 1, key=lambda n: len(rewrite_grammar(line[:n])))
 
 
 def _json_end(grammar: str, start: int) -> int:
-    """The end of the JSON after a directive; `start` where there is none, which the compiler refuses."""
+    """Return the end of the JSON after a directive; `start` if there is none: the compiler refuses it."""
     try:
         return _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())[1]  # type: ignore[union-attr]
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Ids that may not come next, whatever else would allow them: those outside of a list, and banned words.
+"""Bans of ids, besides any constraint: ids outside of a list, and ids that would complete a banned word.
 
-A banned word is a sequence of ids. Its last id is banned where the output ends with the ids before it, so a
-word of one id is banned everywhere, and one of three only where it would be completed:
+A banned word is a sequence of ids. Its last id is banned when the output ends with the ids before it. So a
+word of one id is always banned, a word of three ids only when its third id would complete it:
 
     banned (7, 8, 9)      output ... 7 8  ->  9 is not allowed        output ... 8  ->  9 is allowed
 """
@@ -19,10 +19,10 @@ class Bans:
     __slots__ = ("_allowed_W", "_allowed_ids", "_words", "num_remembered")
 
     def __init__(self, allowed_ids: Sequence[int], words: Sequence[tuple[int, ...]]) -> None:
-        self._allowed_ids = allowed_ids  # none: all
-        self._allowed_W: np.ndarray | None = None  # the same as a mask
+        self._allowed_ids = allowed_ids  # empty: all ids
+        self._allowed_W: np.ndarray | None = None  # mask of the allowed ids, made on first use
         self._words = [(word[:-1], word[-1]) for word in words]
-        self.num_remembered = max((len(before) for before, _ in self._words), default=0)  # ids of an output
+        self.num_remembered = max((len(before) for before, _ in self._words), default=0)  # ids of `recent`
 
     def apply(self, recent: tuple[int, ...], mask_W: np.ndarray) -> None:
         """Clear the bits of a mask whose ids may not follow an output that ends with `recent`."""

@@ -2,16 +2,16 @@ r"""Compiles the text of a constraint to a grammar, within limits.
 
     Structured ──► llguidance ──► Grammar, or a RequestError that says what is wrong
 
-An ordinary schema takes a millisecond, one of 13 KB some 13. Compiling releases Python's lock, so other
-requests are served meanwhile. Limits on items and states bound compiling, and later every mask and token: a
-constraint that exceeds them in use ends its own request.
+An ordinary schema takes a millisecond, a schema of 13 KB about 13. Compiling releases the GIL, so other
+requests are served meanwhile. Limits on items and states bound compiling and, later, every mask and token: a
+constraint that exceeds them during generation ends only its own request.
 
-Copies of a matcher share its lexer, which builds its states as texts reach them. This is half the work of a
-request's first masks, so a lexer is kept for the next request with the same constraint. Requests that run
-together have a lexer each, because only one thread at a time can use it. States are only ever added, so a
-kept lexer may have a fifth of a request's limit: 64 lexers have at most 640,000 states, 0.3 to 1.3 GB. A
-request that reaches this bound starts over with its own lexer and the whole limit, and from then on nothing
-is kept of its constraint.
+Copies of a matcher share its lexer, which builds states when texts first reach them. Building them is half
+the work of a request's first masks, so a lexer is kept for later requests with the same constraint. Requests
+that run together have a lexer each, because only one thread at a time can use it. States are never dropped,
+so a kept lexer may have only a fifth of a request's limit: 64 lexers have at most 640,000 states, 0.3 to
+1.3 GB. A request that reaches this bound starts over with its own lexer and the whole limit, and from then on
+no lexer of its constraint is kept.
 
 Blanks between JSON tokens are bounded ([\x20\x0A\x0D\x09]{1,8}): models that may write any number of them
 sometimes write nothing else.
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 MAX_GRAMMAR_SIZE = 250_000
 MAX_LEXER_STATES = 50_000  # states of all sequences of a request, one or two kilobytes each
 MAX_KEPT_STATES = 10_000  # states of a lexer that later requests may use
-MAX_STEP_ITEMS = 50_000  # about 2.5 ms
-MAX_STEP_FUEL = 200_000  # about 14 ms of the lexer, for one mask or token
-MAX_START_FUEL = 1_000_000  # about 20 ms
-MAX_KEPT = 64  # lexers of all constraints, a megabyte each as a rule; beyond that, requests share them
+MAX_STEP_ITEMS = 50_000  # parser's work for one mask or token: about 2.5 ms
+MAX_STEP_FUEL = 200_000  # lexer's work for one mask or token: about 14 ms
+MAX_START_FUEL = 1_000_000  # lexer's work for compiling: about 20 ms
+MAX_KEPT = 64  # lexers of all constraints, usually of a megabyte; beyond that, requests share lexers
 NEWEST = 0.25  # weight of the newest time in the expected time of masks
-STACK_BYTES = 256 << 20  # address space; the library calls itself for a rule inside a rule
-_starting = Lock()  # the size of new threads' stacks is the process's, which may have several engines
+STACK_BYTES = 256 << 20  # stack of a compiling thread: the library recurses into nested rules
+_starting = Lock()  # held while the stack size of new threads is changed, which holds for the process
 
 
 class MaskCost:
-    """The expected seconds of a mask, or of the masks of a step; 0: not known."""
+    """The expected seconds of a mask, or of the masks of a step; 0: unknown."""
 
     __slots__ = ("seconds",)
 
@@ -63,7 +63,7 @@ class MaskCost:
         self.seconds = 0.0
 
     def note(self, seconds: float) -> None:
-        """Take note of the newest time that it took."""
+        """Average in the newest time."""
         self.seconds += (NEWEST if self.seconds else 1.0) * (seconds - self.seconds)
 
 
@@ -75,12 +75,12 @@ class Lexer:
 
     def __init__(self, matcher: LLMatcher, costs: MaskCosts, *, is_own: bool) -> None:
         self._matcher, self.costs = matcher, costs
-        self.is_own = is_own  # the lexer of one request, which may have all of the states
+        self.is_own = is_own  # True: it serves one request, with the whole limit of states
         self.users: WeakSet[Grammar] = WeakSet()  # requests that use it now
-        self.is_full = False  # a limit was reached: useless to other requests
+        self.is_full = False  # True: it reached a limit and is useless to other requests
 
     def matcher(self) -> LLMatcher:
-        """A matcher at the start of the grammar."""
+        """Return a new matcher at the start of the grammar."""
         return self._matcher.deep_copy()
 
 
@@ -98,10 +98,10 @@ class Grammar:
         lexer.users.add(self)
 
     def lexer_after(self, full: Lexer) -> Lexer | None:
-        """The lexer to start over with where a limit of another was reached.
+        """Return the lexer to start over with after `full` has reached a limit.
 
-        None: it was this request's own, or none can be made. It raises nothing: an engine asks in the middle
-        of a step that many requests share.
+        None: `full` was this request's own, or no lexer can be made. This never raises, because it is called
+        in the middle of a step of many requests.
         """
         full.is_full = True
         if full is self.lexer:
@@ -113,7 +113,7 @@ class Grammar:
                     made = thread.submit(_compile, self._structured, self.tokenizer, full.costs, is_own=True)
                 self.lexer = made.result()
             except Exception as error:
-                logger.warning("constraint not compiled again error=%r", error)
+                logger.warning("constraint could not be recompiled error=%r", error)
                 return None
             finally:
                 thread.shutdown(wait=False)
@@ -125,11 +125,11 @@ class Compiler:
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
-        self._kept: OrderedDict[tuple[str, ...], list[Lexer]] = OrderedDict()  # the last asked for at the end
+        self._kept: OrderedDict[tuple[str, ...], list[Lexer]] = OrderedDict()  # most recently used last
         self._lock = Lock()
 
     def compile(self, structured: Structured) -> Grammar:
-        """The grammar of a request; raises `RequestError` that names what cannot be compiled."""
+        """Return the grammar of a request; a `RequestError` names what cannot be compiled."""
         key = structured.kind, structured.text, structured.whitespace or WHITESPACE
         with self._lock:
             lexer, is_own = self._free_one(key), self._fills_lexers(key)
@@ -148,7 +148,7 @@ class Compiler:
         return lexers is not None and (not lexers or any(each.is_full for each in lexers))
 
     def _free_one(self, key: tuple[str, ...]) -> Lexer | None:
-        """The lexer of this constraint that fewest requests use, the last of several; None: compile one."""
+        """Return the least used lexer of this constraint, the newest of several; None: compile one."""
         lexers = self._kept.get(key, [])
         best = min(reversed(lexers), key=lambda lexer: len(lexer.users), default=None)
         if best is None or self._fills_lexers(key):
@@ -156,7 +156,7 @@ class Compiler:
         return None if best.users and len(lexers) < MAX_KEPT else best
 
     def _keep(self, key: tuple[str, ...], lexer: Lexer) -> None:
-        """Keep a lexer for later requests; none of a constraint that fills them: starting over takes time."""
+        """Keep a lexer for later requests, unless its constraint fills lexers: starting over takes time."""
         kept = self._kept.setdefault(key, [lexer])
         fills_them = lexer.is_own or self._fills_lexers(key)
         kept[:] = [] if fills_them else [*(each for each in kept if each is not lexer), lexer][-MAX_KEPT:]
@@ -170,7 +170,7 @@ class Compiler:
 
 @contextmanager
 def deep_stacks() -> Iterator[None]:
-    """Let threads that are started inside have room to compile."""
+    """Give threads that are started inside a stack that is large enough to compile."""
     with _starting:
         usual = stack_size(STACK_BYTES)
         try:
@@ -202,7 +202,7 @@ def _compile(structured: Structured, tokenizer: LLTokenizer, costs: MaskCosts, *
         raise RequestError(_explain(structured, str(error))) from None
     if not matcher.is_error():
         first = matcher.deep_copy()
-        first.compute_bitmask()  # it takes longest, and finds what is too large
+        first.compute_bitmask()  # the first mask takes longest, and fails if the constraint is too large
         if first.is_error():
             matcher = first
     if not is_own and "too many states" in matcher.get_error():
@@ -222,9 +222,9 @@ def _to_grammar(structured: Structured) -> str:
     if structured.kind == "choice":
         return LLMatcher.grammar_from_regex("|".join(map(_escape, structured.choices)))
     schema = structured.text if structured.kind == "json_schema" else '{"type":"object"}'
-    if schema.strip() == "true":  # options can be given to an object only
+    if schema.strip() == "true":  # options need an object
         schema = "{}"
-    options = {  # all of them: a schema may set its own under "x-guidance", where none is said here
+    options = {  # every option: a schema could set any missing one under "x-guidance"
         "whitespace_flexible": True,
         "whitespace_pattern": structured.whitespace or WHITESPACE,
         "item_separator": ",",
@@ -236,40 +236,40 @@ def _to_grammar(structured: Structured) -> str:
 
 
 def _to_lark(grammar: str) -> str:
-    """A grammar in Lark's notation, into which EBNF is translated."""
+    """Return the grammar in Lark's notation, translated if it is in EBNF."""
     if not is_ebnf(grammar):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # it raises a bare one for a rule that is not there
+    except Exception as error:  # a missing rule raises a bare Exception
         said = str(error) or type(error).__name__
         raise RequestError(f"the grammar cannot be compiled: {said}") from None
 
 
 def _escape(text: str) -> str:
-    """The expression that matches this text alone."""
+    """Return an expression that matches only this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-# the library's own words, and what we say instead
-_SAYINGS = {
-    "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before it says anything",
+# messages of the library, and what we say instead
+_MESSAGES = {
+    "NoExtensionBias": "no text matches it: a reference or rule leads back to itself before any text",
     "Expecting object schema to apply options": "false allows no value",
 }
-# `1(3): Expected token ':', found '\n' (at "\n" ('\n'))`; a newline is put after a grammar that has none
+# `1(3): Expected token ':', found '\n' (at "\n" ('\n'))`; a final newline is added where there is none
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*?)(?:, found .*?)?(?: \(at (\".*\") \(.*\)\))?")
 _LINE_END = r'"\n"'
 _LARK_FORM = 'rules look like start: "yes" | "no" (Lark\'s notation)'
 
 
 def _explain(structured: Structured, message: str) -> str:
-    """The library's message in one line; unknown keywords are refused before (checks.py)."""
+    """Explain the library's message in one line; unknown keywords never get here (schema_checks.py)."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["it is not valid"]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     said = reasons[-1] if reasons else lines[0]
-    said = _SAYINGS.get(said, said)
+    said = _MESSAGES.get(said, said)
     if structured.kind == "grammar" and not is_ebnf(structured.text):
         if match := _LARK_ERROR.fullmatch(lines[0][:300]):
             line, column, wrong, found = match.groups()
@@ -294,7 +294,7 @@ def _explain(structured: Structured, message: str) -> str:
 
 
 def _places(value: object, keyword: str, pointer: str) -> Iterator[tuple[str, object]]:
-    """JSON pointers to a keyword, wherever it stands, and its values."""
+    """Yield the JSON pointers to a keyword, at any depth, with its values."""
     inner = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for name, each in inner:
         place = f"{pointer}/{str(name).replace('~', '~0').replace('/', '~1')}"

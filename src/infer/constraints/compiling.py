@@ -1,9 +1,9 @@
-"""Requests whose constraint is being compiled: next to the scheduler's queue, counted as waiting.
+"""Requests whose constraint is being compiled: they count as waiting, but are not in the scheduler's queue.
 
-    add ──► a thread compiles ──► `wake`, and the next step takes it into the queue, or refuses it
+    add ──► a thread compiles ──► `wake`, and the next step puts the request into the queue, or rejects it
 
-Steps are the engine's clock, so a request counts as added in the step that takes it into the queue. A record
-has this step, so a replay, which compiles while it adds, does the same things in the same steps.
+Steps are the engine's clock, so a request counts as added in the step that puts it into the queue. A record
+has this step, so a replay, which compiles synchronously, does the same in the same steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")  # an admitted request
 
 
 class CompilingRequests(Generic[T]):
-    """The requests that wait for their grammar. One engine thread owns it; compilers only call back."""
+    """The requests that wait for their grammar. The engine's thread owns it; compilers only call back."""
 
     def __init__(self, compiler: Compiler, observe: Callable[[float], None]) -> None:
         self.num_failures = 0
-        self._compiler, self._observe = compiler, observe  # told the seconds that each constraint took
-        self._num_unfinished = 0  # jobs
+        self._compiler, self._observe = compiler, observe  # `observe` gets the seconds of each compilation
+        self._num_unfinished = 0  # jobs that are queued or running
         self._counting = Lock()  # held while the counts above change
         self._threads: ThreadPoolExecutor | None = None
         self.wake: Callable[[], None] | None = None  # called in a compiler's thread; None: compile at once
@@ -46,14 +46,14 @@ class CompilingRequests(Generic[T]):
         return request_id in self._waiting
 
     def __iter__(self) -> Iterator[T]:
-        """The requests that wait, the oldest first."""
+        """The requests that wait, oldest first."""
         return iter([request for request, _ in self._waiting.values()])
 
     @property
     def num_jobs(self) -> int:
-        """Requests that wait, or jobs that no thread has got rid of yet, whichever are more.
+        """The number of waiting requests, or of unfinished jobs if there are more.
 
-        The job of an aborted request stays in the threads' queue until its turn comes.
+        The job of an aborted request stays in the threads' queue until a thread takes it.
         """
         return max(len(self._waiting), self._num_unfinished)
 
@@ -63,13 +63,13 @@ class CompilingRequests(Generic[T]):
         return bool(self._done)
 
     def begin(self, structured: Structured, request_id: str, request: T) -> Grammar | None:
-        """The grammar of a request, or None: it waits, and is taken later."""
+        """Return the grammar of a request; None: it is being compiled, and `take` returns it later."""
         is_aborted, wake = Event(), self.wake
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="infer-grammar")
         with self._counting:
             self._num_unfinished += 1
-        with deep_stacks():  # also where the caller waits, whose stack may be small; it may start a thread
+        with deep_stacks():  # `submit` may start a thread; a caller that waits may itself have a small stack
             result = self._threads.submit(self._compile, structured, is_aborted)
         if wake is None:
             return result.result()
@@ -99,13 +99,13 @@ class CompilingRequests(Generic[T]):
                     self._observe(perf_counter() - begun)
 
     def abort(self, request_id: str) -> T | None:
-        """Forget a request that waits, and return it. A thread that has not begun with it never does."""
+        """Forget a waiting request and return it. A job that has not begun never compiles it."""
         request, is_aborted = self._waiting.pop(request_id, (None, Event()))
         is_aborted.set()
         return request
 
     def take(self) -> Iterator[tuple[T, Grammar | RequestError]]:
-        """The requests that need not wait any more, each with its grammar, or why it has none."""
+        """Yield the requests whose job is done, each with its grammar or its error."""
         while self._done:
             request_id, is_aborted, result = self._done.popleft()
             if is_aborted.is_set():

@@ -1,4 +1,4 @@
-"""Constraints on the text of an output, as text: the engine compiles them (compiler.py), nothing here does.
+"""Descriptions of constraints on the text of an output, which the engine compiles (compiler.py).
 
     json_object   any JSON object                    regex     a regular expression, of the whole output
     json_schema   a JSON schema                      choice    one of several texts
@@ -13,9 +13,9 @@ A constraint holds for the whole output, unless it waits for something:
     Structured.choice(["yes", "no"])
     {"json_schema": {...}}                       the same as a mapping, where parameters are JSON
 
-Sizes are checked on construction; the contents are parsed and checked once, by the functions above, in the
-process that answers HTTP. Only the engine knows if a schema can be compiled; its answer is a `RequestError`
-with the keyword and its place.
+Sizes are checked on construction; contents are parsed and checked once, by the functions above, in the
+process that answers HTTP. Only the engine finds out if a schema can be compiled; otherwise it raises a
+`RequestError` with the keyword and its place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_TRIGGERS = 64
 MAX_TRIGGER_LEN = 256  # characters
 MAX_WHITESPACE_LEN = 256  # characters of a pattern
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # blanks between JSON tokens: without a limit some models never stop
-_LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a number of JSON gets by itself (numbers.py)
+_LONG_NUMBER = re.compile(r"\d{17}")  # more digits than a JSON number gets by default (numbers.py)
 MAX_FORCED = 256  # tokens that end a reasoning early
 
 _MAX_BYTES = {
@@ -60,9 +60,9 @@ class Structured:
 
     kind: Kind
     text: str = ""  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
-    triggers: tuple[str, ...] = ()  # texts after which it begins; none: it holds from the start
+    triggers: tuple[str, ...] = ()  # texts after which it begins; empty: it holds from the start
     whitespace: str | None = None  # a pattern for blanks between JSON tokens; None: up to 8
-    param: str = "structured"  # the field that the client gave it in, for errors
+    param: str = "structured"  # the client's field, which errors name
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -74,15 +74,15 @@ class Structured:
 
     @property
     def ends_numbers(self) -> bool:
-        """True if it allows JSON, whose numbers must end: as a whole, or as part of a grammar (`%json`)."""
+        """True if the text is JSON or has JSON in it (`%json`), whose numbers are cut off."""
         is_json = self.kind.startswith("json") or (self.kind == "grammar" and "%json" in self.text)
         return is_json and not _LONG_NUMBER.search(self.text)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool | type, **options: Any) -> Structured:
-        """JSON that a schema allows: a mapping, JSON text, or a class of pydantic (`BaseModel`).
+        """JSON that matches a schema: a mapping, JSON text, or a pydantic class (`BaseModel`).
 
-        Objects have the properties that the schema names, and others only where it says so.
+        Objects have only the properties that the schema names, unless it explicitly allows others.
         """
         param = options.get("param", "structured")
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
@@ -117,7 +117,7 @@ class Structured:
 
     @classmethod
     def of(cls, value: object, param: str = "structured") -> Structured:
-        """A constraint as it is, or as a mapping: {"json_schema": {...}}, {"choice": [...]}, {"regex": ...}.
+        """Return a constraint, or make it from a mapping: {"json_schema": {...}}, {"choice": [...]}, ...
 
         Besides the kind, a mapping may have `whitespace` and `triggers`.
         """
@@ -130,7 +130,7 @@ class Structured:
                 f"got {type(value).__name__}",
             )
         given = {str(name): value[name] for name in value}
-        if "kind" in given:  # all fields, as a record has them
+        if "kind" in given:  # the fields themselves, as in a record
             names = {field.name for field in fields(cls)}
             if unknown := set(given) - names:
                 raise RequestError.about(param, f"has unknown fields {', '.join(sorted(unknown))}")
@@ -152,7 +152,7 @@ class Structured:
 
     @property
     def choices(self) -> list[str]:
-        """The texts to choose from, of a `choice`."""
+        """The texts of a `choice`."""
         found: list[str] = json.loads(self.text)
         return found
 
@@ -160,10 +160,10 @@ class Structured:
         return constraint_error(message, self.param if isinstance(self.param, str) else "structured")
 
     def _checked(self, *, closes: bool = False) -> Structured:
-        """The constraint, its contents read once and checked; `closes`: objects get no other properties.
+        """Check the contents and return the constraint; `closes`: objects get no other properties.
 
-        Not on construction: an engine decodes what was checked before, and the grammars of tools hold options
-        that a client may not set.
+        Construction does not do this: an engine decodes constraints that were checked before, and grammars of
+        tools have options that a client may not set.
         """
         if self.kind == "json_schema":
             schema = _parse(self.text, self.param)
@@ -226,9 +226,9 @@ class Reasoning:
     """The end of an output's reasoning: the output begins inside it, and a constraint waits for its end."""
 
     end_id: int  # the token that ends it
-    max_tokens: int | None = None  # tokens of reasoning; then `forced` comes, as if the model had said it
-    forced: tuple[int, ...] = ()  # ids that end it early, with `end_id` among them; none: `end_id` alone
-    later: tuple[int, ...] = ()  # ids after its end, before a constraint begins; the first ends it, too
+    max_tokens: int | None = None  # most tokens of reasoning; `forced` follows as if the model had written it
+    forced: tuple[int, ...] = ()  # ids that end it early, including `end_id`; empty: `end_id` alone
+    later: tuple[int, ...] = ()  # ids between its end and a constraint; their first also ends it
 
     def __post_init__(self) -> None:
         for name in ("forced", "later"):
@@ -242,19 +242,19 @@ class Reasoning:
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise RequestError.about(
                     "reasoning",
-                    "has an end_id, ids that are forced and maybe max_tokens, all of them integers "
-                    f"from 0 on, got {number!r:.80}",
+                    "has end_id and max_tokens, and ids in forced and later, which must be integers of at "
+                    f"least 0, got {number!r:.80}",
                 )
         if self.end_id not in self.forced or max(len(self.forced), len(self.later)) > MAX_FORCED:
             raise RequestError(
-                f"reasoning.forced must have end_id {self.end_id} among its ids, of which there are at most "
-                f"{MAX_FORCED}, as of reasoning.later",
+                f"reasoning.forced must contain end_id {self.end_id}, and reasoning.forced and "
+                f"reasoning.later must have at most {MAX_FORCED} ids each",
                 param="reasoning",
             )
 
     @classmethod
     def of(cls, value: object) -> Reasoning:
-        """The value as it is, or made from a mapping of its fields."""
+        """Return the value, or make it from a mapping of its fields."""
         if isinstance(value, Reasoning):
             return value
         names = {field.name for field in fields(cls)}
@@ -266,7 +266,7 @@ class Reasoning:
 
 
 def check_schema(schema: object, param: str) -> None:
-    """Refuse a value that is not a JSON schema at all, or is nested too deep; keywords are not looked at."""
+    """Refuse a value that is not a JSON schema, or is nested too deep; keywords are not checked."""
     if not isinstance(schema, dict | bool):
         raise constraint_error(f"a JSON schema must be an object, got {show_value(schema)}", param)
     level: list[Any] = [schema] if schema is not True and schema is not False else []
@@ -276,7 +276,7 @@ def check_schema(schema: object, param: str) -> None:
         if not level:
             return
     raise constraint_error(
-        f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep, which is the most that is allowed; "
+        f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep, which is the limit; "
         "name its parts in $defs and refer to them",
         param,
     )
@@ -294,7 +294,7 @@ def _parse(text: str, param: str) -> Any:
 
 
 def _dump(value: object, param: str) -> str:
-    """The value as JSON; a value that has no end, or is not JSON, is the client's mistake."""
+    """Return a value as JSON; a value that contains itself, or is not JSON, is the client's mistake."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

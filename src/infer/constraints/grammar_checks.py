@@ -1,7 +1,7 @@
 """Checks of a grammar before it is compiled: the number of its rules, and the schemas and expressions in it.
 
-The compiler makes one expression of a terminal and of all that it names, so terminals are measured with what
-they name (pattern_checks.py).
+The compiler makes one expression of a terminal and all terminals that it names, so these count toward its
+size (pattern_checks.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infer.constraints.pattern_checks import (
 )
 from infer.constraints.schema_checks import check_keywords
 
-MAX_RULES = 1_000  # rules of a grammar; its compiler calls itself for a rule that a rule refers to
+MAX_RULES = 1_000  # rules of a grammar; its compiler recurses into rules that a rule names
 MAX_EBNF_RULES = 200  # rules of a grammar in EBNF, whose translation takes more than linear time
 MAX_EBNF_LEN = 16_384  # characters
 _RULE = re.compile(r"^[ \t]*[!?]?\w[^\n\"'/:{]*:", re.MULTILINE)  # rules of a grammar; a rule begins a line
@@ -34,7 +34,7 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def check_grammar(grammar: str, *, param: str) -> None:
-    """Refuse a grammar of too many rules, or with a schema, `%json {...}`, or a pattern that is refused."""
+    """Refuse a grammar with too many rules, or with a schema (`%json {...}`) or pattern that is refused."""
     max_rules = MAX_RULES
     if is_ebnf(grammar):
         max_rules = MAX_EBNF_RULES
@@ -54,7 +54,7 @@ _Token = tuple[str, str, int]  # its kind, its text, and how many characters it 
 
 
 def _read_lark(grammar: str, param: str) -> list[_Token]:
-    """The tokens of a grammar in Lark's notation, its schemas and expressions checked."""
+    """Return the tokens of a grammar in Lark's notation; check its schemas and expressions."""
     tokens: list[_Token] = []
     i = 0
     while found := LARK_TOKEN.match(grammar, i):
@@ -73,20 +73,20 @@ def _read_lark(grammar: str, param: str) -> list[_Token]:
 
 
 def _json_end(grammar: str, start: int, directive: str, param: str) -> int:
-    """The end of the JSON after a directive; a schema is checked."""
+    """Return the end of the JSON after a directive; check it if it is a schema."""
     try:
         value, end = _DECODER.raw_decode(grammar, _BLANKS.match(grammar, start).end())  # type: ignore[union-attr]
     except (ValueError, RecursionError):
         raise constraint_error(f"{directive} is not followed by a JSON schema", param) from None
     if directive == "%json":
         check_keywords(value, param=param)
-        if isinstance(value, dict) and "x-guidance" in value:  # its options are the compiler's, and unchecked
+        if isinstance(value, dict) and "x-guidance" in value:  # compiler options, which are not checked
             raise constraint_error("x-guidance in a schema of a grammar is not supported", param)
     return end
 
 
 def _check_terminals(tokens: list[_Token], param: str) -> None:
-    """Refuse terminals that are too long once written out: each becomes one pattern, with those it names."""
+    """Refuse terminals whose pattern, with the terminals that they name, is too long once written out."""
     bodies: dict[str, list[_Token]] = {}
     body: list[_Token] = []
     for i, token in enumerate(tokens):
@@ -100,7 +100,7 @@ def _check_terminals(tokens: list[_Token], param: str) -> None:
     check_size(total, MAX_PATTERNS_SIZE, "all expressions", param)
     while stack:
         name = stack[-1]
-        if name not in opened:  # names that it names first
+        if name not in opened:  # the terminals that it names come first
             opened.add(name)
             named = {text for kind, text, _ in bodies[name] if kind == "name" and _is_terminal(text)}
             stack += [text for text in named if text in bodies and text not in opened]
@@ -133,7 +133,7 @@ def _begins_rule(tokens: list[_Token], i: int) -> bool:
 
 
 def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
-    """The most characters that a terminal matches, as `_written_out` counts them."""
+    """Return the most characters that a terminal matches, counted like `_written_out`."""
     groups, last, most, is_counted = [0], 0, 0, False
     for kind, text, size in (*body, ("sign", "", 0)):
         if is_counted and (kind == "number" or text in (",", ".")):  # the counts of {2,3} or ~2..3
@@ -157,10 +157,10 @@ def _size_of(body: list[_Token], sizes: dict[str, int]) -> int:
 
 def refuse_constant(name: str) -> None:
     """Refuse NaN and Infinity, which Python's JSON parser reads and JSON does not have."""
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-LARK_TOKEN = re.compile(  # tokens of a grammar; what has no end goes on, and the compiler refuses it
+LARK_TOKEN = re.compile(  # tokens of a grammar; the compiler refuses unterminated ones
     r"(?P<blank>(?://|\#)[^\n]*|\s+)"
     r'|(?P<text>"(?:\\.|[^"\\\n])*+(?:"i?)?+)'
     r"|(?P<pattern>/(?:\\.|[^/\\])++(?P<flags>/[a-z]*)?+)"

@@ -1,21 +1,21 @@
-"""The guide of one sequence, which knows what may follow: reasoning, free text, its grammar, or its end.
+"""The guide of one sequence, which knows what may follow: reasoning, free text, constrained text, or the end.
 
     REASONING ──end_id──► FREE ──trigger──► CONSTRAINED ──match ends──► FREE          with triggers
     REASONING ──end_id──► CONSTRAINED ──match ends──► ENDED                           without
 
-Only CONSTRAINED has a mask, unless ids are banned (bans.py), which holds everywhere. Free text is watched for
-triggers and costs next to nothing: running a grammar through it would cost a hundred times as much as through
-JSON.
+Only CONSTRAINED has a mask, unless ids are banned (bans.py): bans hold in every state. In free text the guide
+only looks for triggers, which costs next to nothing: matching free text with a grammar would cost a hundred
+times as much as matching JSON.
 
-A guide's state depends only on the output's ids, so a sequence may be preempted, swapped and computed again
-without it. Every id is consumed exactly once, in order. A forbidden id would break a matcher for good, so
-only masked or validated ids are consumed.
+A guide's state depends only on the output's ids, so preempting, swapping or recomputing a sequence does not
+change it. Every id is consumed exactly once, in order. A forbidden id would break a matcher for good, so only
+masked or validated ids are consumed.
 
 Drafts of a sequence need a mask for each position of a window: `fill_window` walks along them and back.
 
-Forced ids need no model (`forced`): for example the rest of a key, or the end of reasoning that has used up
-its tokens. Forced text can often be split into tokens in several ways; the tokenizer's own way is used,
-whether the ids are appended or drawn under a mask.
+Forced ids (`forced`) are known without the model: for example the rest of a key, or the end of reasoning that
+has used up its tokens. Forced text can often be split into tokens in several ways; the tokenizer's own way is
+used, whether the ids are appended or drawn under a mask.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 REASONING, FREE, CONSTRAINED, ENDED = "reasoning", "free", "constrained", "ended"
-MAX_DUE = 1024  # ids asked for at once: a grammar without an end has no last one
-LOOKED_TOO_FAR = "; ff_tokens)"  # error of a limit that a matcher reached by looking for forced ids
+MAX_DUE = 1024  # most forced ids at a time: a grammar without an end may force endless text
+LOOKED_TOO_FAR = "; ff_tokens)"  # end of the error of a matcher that looked too far for forced ids
 NOTHING_LEFT = "allowed_token_ids, bad_words and the constraint leave no token that may come next"
 AT_LIMIT = "the output reached a limit of its constraint, which is too complex there: "
 
@@ -53,20 +53,20 @@ class Guide:
     ) -> None:
         self.grammar, self.reasoning, self.bans = grammar, reasoning, bans
         self._num_digits = 0  # digits of the number that the matched text ends with
-        self._quotes = OUTSIDE  # state of quotes at its end
+        self._quotes = OUTSIDE  # state of quotes at the end of the matched text
         digits = None if grammar is None else grammar.digits
         self._enough = MAX_DIGITS if digits is None else digits.enough  # digits from which masks are narrowed
-        self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans ask for
-        self.matcher: LLMatcher | None = None  # while it is CONSTRAINED
-        self._lexer: Lexer | None = None  # the matcher's
-        self._matched: list[int] = []  # ids that it was given
-        self.error: str | None = None  # the reason why it cannot go on
-        self._num_reasoned = 0  # tokens
+        self._recent: tuple[int, ...] = ()  # the last ids of the output, as many as bans need
+        self.matcher: LLMatcher | None = None  # matcher of the CONSTRAINED state
+        self._lexer: Lexer | None = None  # lexer of the matcher
+        self._matched: list[int] = []  # ids that the matcher has consumed
+        self.error: str | None = None  # the reason why the output cannot go on
+        self._num_reasoned = 0  # tokens of reasoning
         self._due: tuple[int, ...] | None = ()  # ids that must come next; None: the grammar was not asked yet
-        self._is_early_end = False  # they end a reasoning, and are not the grammar's
+        self._is_early_end = False  # True: `_due` ends a reasoning, and the grammar has not begun
         self._tail = b""  # the end of the free text, in which a trigger may have begun
-        self._taken: tuple[int, bool] | None = None  # the result of `advance`, until `take` asks for it
-        self.is_wide = False  # its last mask allowed any letter, and the next is probably as soon filled
+        self._taken: tuple[int, bool] | None = None  # the result of `advance`, until `take` returns it
+        self.is_wide = False  # True: its last mask allowed any letter, and the next is probably as quick
         self.state = REASONING
         if reasoning is None:
             self._begin()
@@ -74,7 +74,7 @@ class Guide:
             self._check_budget()
 
     def copy(self) -> Guide:
-        """A guide of its own for a sequence that forks off here."""
+        """Return an independent guide for a sequence that forks here."""
         made: Guide = Guide.__new__(Guide)
         for name in Guide.__slots__:
             setattr(made, name, getattr(self, name))
@@ -84,33 +84,33 @@ class Guide:
 
     @property
     def has_mask(self) -> bool:
-        """True if the next id is not free."""
+        """True if the next id is restricted."""
         return self.matcher is not None or self._is_early_end or self.bans is not None
 
     @property
     def mask_cost(self) -> MaskCost:
-        """The expected cost of its next mask. Only where it has a matcher."""
+        """The expected cost of its next mask; the guide must have a matcher."""
         assert self._lexer is not None
         return self._lexer.costs[self.is_wide]
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ids that must come next, as far as they are known without asking the grammar."""
+        """The forced ids, if they are known without asking the grammar."""
         return self._due or ()
 
     def forced(self) -> tuple[int, ...]:
-        """Ids that must come next, whatever the model says; none: it has a choice."""
+        """Return the ids that must come next, whatever the model says; empty: it has a choice."""
         if self._due is None and self.bans is not None:
-            self._due = ()  # ids that the grammar wants may be banned: a mask says
+            self._due = ()  # the grammar's forced ids may be banned, so the mask decides
         elif self._due is None:
             assert self.matcher is not None
             self._due = tuple(self.matcher.compute_ff_tokens()[:MAX_DUE])
         return self._due
 
     def fill(self, mask_W: np.ndarray) -> None:
-        """Write which ids may come next; a bit each, the lowest first. Only where `has_mask` is true.
+        """Write the mask of the next id, a bit for each id from the lowest on; `has_mask` must be true.
 
-        If ids must come, only the first is allowed, as in the grammar's own mask.
+        If ids are forced, only the first of them is allowed, as in the grammar's own mask.
         """
         if known := self.known:
             mask_W[:] = 0
@@ -132,7 +132,7 @@ class Guide:
         return (self._num_digits >= self._enough and self._quotes == OUTSIDE) or self.bans is not None
 
     def narrow(self, mask_W: np.ndarray) -> None:
-        """End a long number, and clear the bits of banned ids; a mask that an error left open stays."""
+        """End a long number, and clear the bits of banned ids; after an error, the mask stays open."""
         if self.error is not None:
             return
         if self._num_digits >= self._enough and self._quotes == OUTSIDE:
@@ -144,10 +144,10 @@ class Guide:
                 self.error, mask_W[:] = NOTHING_LEFT, -1
 
     def fill_window(self, drafts: Sequence[int], masks_PW: np.ndarray) -> int:
-        """Write the mask of the next id and of the one after each draft; returns how many drafts may follow.
+        """Write the masks of the next id and of the id after each draft; return the number of allowed drafts.
 
-        The guide stays as it is. Positions without a mask, and those after a draft that may not follow,
-        allow everything.
+        The guide does not change. Positions without a mask, and positions after a forbidden draft, allow
+        everything.
         """
         masks_PW[:] = -1
         before = [(name, getattr(self, name)) for name in Guide.__slots__]
@@ -174,15 +174,15 @@ class Guide:
         return num_valid
 
     def refill(self, mask_W: np.ndarray) -> bool:
-        """Fill the mask after all where the matcher has reached a limit; return True if that worked."""
+        """Fill the mask with a new matcher after the old one reached a limit; return True on success."""
         if self._starts_over():
             self.fill(mask_W)
         return self.error is None
 
     def note_mask(self, *, is_wide: bool) -> tuple[int, ...]:
-        """Take note of the mask that was filled last, which is for the next id; returns what is forced.
+        """Note whether the last mask, for the next id, was wide; return the forced ids.
 
-        One that allows several letters leaves a choice: none must come, and the grammar need not be asked.
+        A wide mask leaves a choice, so nothing is forced and the grammar need not be asked.
         """
         self.is_wide = is_wide
         if is_wide and self._due is None:
@@ -190,9 +190,9 @@ class Guide:
         return self.forced() if self._due is None else self._due
 
     def _starts_over(self) -> bool:
-        """Replace a matcher that reached a limit which others have used up; return True if it was replaced.
+        """Replace a matcher that reached a limit which others used up; return True if it was replaced.
 
-        A limit that this sequence has reached itself is its `error`.
+        If this sequence has used it up itself, it gets an `error`.
         """
         if self.matcher is None or not self.matcher.is_error():
             return False
@@ -204,18 +204,18 @@ class Guide:
         return False
 
     def _replay(self, lexer: Lexer) -> bool:
-        """Replace the matcher by a new one; return True if that allows what the last one was given."""
+        """Replace the matcher by a new one that consumes the same ids; return True if it allows them."""
         self.matcher, self._lexer = lexer.matcher(), lexer
         return self.matcher.consume_tokens(self._matched)
 
     def advance(self, ids: Sequence[int], stop_ids: Container[int]) -> None:
-        """Consume ids that a step has drawn before they are appended; `take` is asked for them then."""
+        """Consume the ids of a step before they are appended; `take` then returns the result."""
         self._taken = self._take(ids, stop_ids)
 
     def take(self, ids: Sequence[int], stop_ids: Container[int]) -> tuple[int, bool]:
-        """Consume ids, unless `advance` has: how many of them are the output's, and whether it is complete.
+        """Consume ids, unless `advance` has; return how many belong to the output, and if it is complete.
 
-        No id after the first that stops it, completes it, or was not possible is consumed.
+        Nothing is consumed after the first id that stops the output, completes it, or is not allowed.
         """
         taken, self._taken = self._taken, None
         return self._take(ids, stop_ids) if taken is None else taken
@@ -232,7 +232,7 @@ class Guide:
         return len(ids), False
 
     def consume(self, ids: Sequence[int]) -> None:
-        """Take note of ids that were appended to the output; `error` says if that was not possible."""
+        """Consume ids that were appended to the output; `error` is set if they are not allowed."""
         for token_id in ids:
             self._consume(token_id)
 
@@ -253,7 +253,7 @@ class Guide:
     def _reason(self, token_id: int) -> None:
         assert self.reasoning is not None
         later = self.reasoning.later
-        has_begun_later = token_id in later[:1]  # the model has left out the end
+        has_begun_later = token_id in later[:1]  # the model has left out `end_id`
         if has_begun_later or token_id == self.reasoning.end_id:
             due = later[has_begun_later:]
             if due:
@@ -271,7 +271,7 @@ class Guide:
             self._due, self._is_early_end = self.reasoning.forced + self.reasoning.later, True
 
     def _begin(self) -> None:
-        """Let the constraint hold from here on, or watch for the trigger that starts it."""
+        """Start the constraint here, or look for the trigger that starts it."""
         self._due, self._is_early_end = (), False
         if self.grammar is None:
             self.state = ENDED
@@ -298,7 +298,7 @@ class Guide:
                 continue
             ids = tokenizer.tokenize_bytes(text[end:]) if text[end:] else []
             matcher = self._matcher_for(ids)
-            if matcher is None:  # the model has written on already, and not this
+            if matcher is None:  # the text after the trigger breaks the constraint
                 continue
             self._start(matcher)
             for each in ids:
@@ -306,14 +306,14 @@ class Guide:
             return
 
     def _matcher_for(self, ids: list[int]) -> LLMatcher | None:
-        """A matcher that allows these ids at its start; None: the grammar does not, or it has an `error`."""
+        """Return a new matcher if it allows these ids; None: the grammar does not, or there is an `error`."""
         assert self.grammar is not None
         lexer: Lexer | None = self.grammar.lexer
         while lexer is not None:
             matcher = lexer.matcher()
             if matcher.validate_tokens(ids) == len(ids):
                 return matcher
-            matcher.compute_bitmask()  # it says whether a limit was reached; validating does not
+            matcher.compute_bitmask()  # reports a limit that was reached, which validating does not
             if not matcher.is_error():
                 return None
             lexer = self.grammar.lexer_after(lexer)
@@ -323,7 +323,7 @@ class Guide:
     def _match(self, token_id: int) -> None:
         matcher, due = self.matcher, self._due
         assert matcher is not None and self.grammar is not None and self._lexer is not None
-        self._due = due[1:] or None if due and due[0] == token_id else None  # the rest still comes first
+        self._due = due[1:] or None if due and due[0] == token_id else None  # the rest is still forced
         self._matched.append(token_id)
         if (digits := self.grammar.digits) is not None:
             known = digits.known.get(token_id) or digits.learn(token_id)

@@ -1,13 +1,13 @@
 """Fills the masks of several rows at once, in one thread or in several, whichever should be faster.
 
-A mask takes 5 microseconds in most states, and 20 or more in others. Threads help only with slow masks: the
-masks of plain texts are filled before threads wake up and fetch the matchers into the caches of their cores
-(one H200's host, 32 rows, the median and the 99th of a hundred steps, ms: 0.31 and 0.86 in one thread, 0.35
-and 1.1 in eight, 0.33 and 0.75 with the choice made here). A mask in the middle of a text allows any letter
-and is quick, and so, as a rule, is the next one. Constraints differ a hundredfold, so each keeps the time of
-a row in one thread (`MaskCost`), separately for rows whose last mask was *wide*. This gives the time of a
-step in one thread; the time of steps of that size in several threads is measured too. The faster way is used,
-and now and then, ever more rarely, the other one. The masks are the same.
+A mask takes 5 microseconds in most states, and 20 or more in others. Threads help only with slow masks: quick
+masks are filled before threads have woken up and fetched the matchers into the caches of their cores (host of
+one H200, 32 rows, median and 99th percentile of a step, ms: 0.31 and 0.86 in one thread, 0.35 and 1.1 in
+eight, 0.33 and 0.75 with the choice made here). A mask in the middle of a string allows any letter (it is
+*wide*) and is quick, and so, usually, is the next one. Constraints differ a hundredfold in cost, so each
+keeps the time of a row in one thread (`MaskCost`), separately for rows whose last mask was wide. The sum over
+the rows is the time of a step in one thread; the time in several threads is measured for steps of that size.
+The faster way is used, and the other one is tried again ever more rarely. Both fill the same masks.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     Groups = defaultdict[MaskCost, list[tuple[LLMatcher, int]]]  # matchers and rows that should take as long
 
 MAX_THREADS = 8
-TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at last
+TRY_AGAIN, TRY_AT_LEAST = 64, 4096  # fills before the slower way is timed again: at first, and at most
 
 
 def num_threads() -> int:
-    """The number of threads that fill masks: the cores of this process, except the engine's own."""
+    """Return the number of threads that fill masks: the cores of this process but one, for the engine."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_THREADS, num_cores - 1))
 
 
 class MaskFiller:
-    """Fills the masks of a step; its threads begin with the second step that has two."""
+    """Fills the masks of a step; its threads start when they are first needed."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
-        self._has_cores = num_threads() > 1  # several cores besides the engine's own
+        self._has_cores = num_threads() > 1  # several cores, not counting the engine's
         self._in_threads = defaultdict[int, MaskCost](MaskCost)  # costs of steps, by their size (`_size_of`)
         self._num_fills, self._try_at = 0, TRY_AGAIN
         self._last: tuple[list[Guide | None], np.ndarray] = [], np.empty((0, 1), dtype=np.int32)
 
     def fill(self, windows: Iterable[tuple[Guide, Sequence[int]]], masks_KW: np.ndarray) -> list[Guide]:
-        """Write the masks of guides and their drafts, in order; returns guides that have reached a limit.
+        """Write the masks of guides and their drafts, in order; return the guides that have reached a limit.
 
         A guide has a row for its next id, and one for the id after each draft. The row of a guide that has
-        reached a limit allows everything: what it draws is not wanted.
+        reached a limit allows everything: the id that it draws is discarded.
         """
         rows, broken = list[Guide | None](), list[Guide]()  # None: a row of a guide with drafts
         groups: Groups = defaultdict(list)
@@ -65,7 +65,7 @@ class MaskFiller:
                 continue
             rows.append(guide)
             if matcher is None or (guide.known if guide.is_wide else guide.forced()):
-                guide.fill(masks_KW[row])  # asking what must come takes half as long as filling this mask
+                guide.fill(masks_KW[row])  # asking for forced ids takes half as long as filling this mask
                 broken += [guide] if guide.error is not None else []
             else:
                 groups[guide.mask_cost].append((matcher, row))
@@ -104,9 +104,9 @@ class MaskFiller:
             cost.note((perf_counter() - start) / len(rows))
 
     def look_back(self) -> int:
-        """Tell the guides what the last masks allow, when the step is on its way.
+        """Tell the guides which of their last masks were wide, while the step runs.
 
-        Returns how many draws would be saved if the ids that must come next were appended.
+        Return the number of draws that appending the forced ids would save.
         """
         (guides, masks_KW), num_saved = self._last, 0
         self._last = [], masks_KW[:0]
@@ -120,10 +120,10 @@ class MaskFiller:
         return num_saved
 
     def _prefers_threads(self, num_rows: int, expected_s: float) -> bool:
-        """Return True if several threads should be quicker than one, which should take `expected_s`."""
+        """True if several threads should be faster than one thread, which should take `expected_s`."""
         if num_rows < 2 or not expected_s or not self._has_cores:
             return False
-        is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0: to be tried
+        is_quicker = self._in_threads[_size_of(expected_s)].seconds < expected_s  # 0 seconds: not tried yet
         self._num_fills += 1
         if self._num_fills < self._try_at:
             return is_quicker
@@ -132,5 +132,5 @@ class MaskFiller:
 
 
 def _size_of(seconds: float) -> int:
-    """The size of a time, as a number that times between two powers of two of a microsecond share."""
+    """Return the number of bits of a time in microseconds, by which steps of similar size are grouped."""
     return int(seconds * 1e6).bit_length()

@@ -1,16 +1,16 @@
-"""Numbers of JSON that end: a schema without bounds allows any number of digits, and weak models write them.
+"""Limits the digits of JSON numbers: a schema without bounds allows any number, and weak models never stop.
 
-A grammar could bound every number by itself, at a millisecond of compiling for each field of a schema. Here
-the digits of the number at the end of the output are counted instead, and a mask loses the tokens that would
-make more than `MAX_DIGITS` of them, if it allows anything else:
+A grammar could bound the digits, at a millisecond of compiling for each field of a schema. Instead, the
+digits of the number at the end of the output are counted, and tokens that would make them more than
+`MAX_DIGITS` are removed from the mask, unless it allows nothing else:
 
     {"a": 1234567890123456        , } . e and blanks may follow, no digit
     {"a": 123456789012345         a token of one digit may follow, none of two
-    {"a": "1234567890123456       inside quotes nothing is taken away
+    {"a": "1234567890123456       inside quotes nothing is removed
 
-A constraint that itself has a number of more digits, in an enum say, is left alone. So every output is one
-that the grammar allows, and a number is at most two digits longer than that: a point or an exponent is
-followed by one.
+A constraint that itself contains a longer number, for example in an enum, is left alone. Every output is one
+that the grammar allows, so a number may have up to two more digits: a point or an exponent must be followed
+by one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_DIGITS = 16  # all that a 64-bit float keeps apart
+MAX_DIGITS = 16  # digits of a number; a 64-bit float cannot tell more apart
 _NUMBER = re.compile(rb"[0-9.eE+-]*\Z")
 _BEGIN_WITH_DIGIT = r"[0-9](.|\n)*"
 
@@ -31,8 +31,8 @@ _BEGIN_WITH_DIGIT = r"[0-9](.|\n)*"
 OUTSIDE, INSIDE, ESCAPED = range(3)  # states of quotes; ESCAPED: after a backslash inside them
 
 
-TokenDigits = tuple[bool, int, tuple[int, ...]]  # nothing but a number? digits at its end; quotes after it
-PLAIN: TokenDigits = (False, 0, (OUTSIDE, INSIDE, INSIDE))  # most tokens, told from others by identity
+TokenDigits = tuple[bool, int, tuple[int, ...]]  # is it all a number? digits at its end; quotes after it
+PLAIN: TokenDigits = (False, 0, (OUTSIDE, INSIDE, INSIDE))  # value of most tokens, compared by identity
 
 
 class Digits:
@@ -56,7 +56,7 @@ class Digits:
         self.enough = MAX_DIGITS - len(self._longer) + 1  # digits after which some token has too many
 
     def learn(self, token_id: int) -> TokenDigits:
-        """Return what a token adds to a text of JSON; `known` has it from now on."""
+        """Return what a token adds to a JSON text, and store it in `known`."""
         text = self._tokenizer.decode_bytes([token_id])
         found = _NUMBER.search(text)
         end = found[0] if found is not None else b""
@@ -68,9 +68,9 @@ class Digits:
         return made
 
     def end_number(self, num_digits: int, mask_W: np.ndarray) -> None:
-        """Take tokens of too many digits out of the mask after a number, if others are left.
+        """Remove the tokens with too many digits from the mask after a number, if other tokens are left.
 
-        A mask that allows letters belongs to a text, whatever its quotes.
+        A mask that allows letters is inside a string, whatever the quotes say.
         """
         if self._probes and all(mask_W[each // 32] >> each % 32 & 1 for each in self._probes):
             return
@@ -80,7 +80,7 @@ class Digits:
 
 
 def _quotes_after(text: bytes, quotes: int) -> int:
-    """The state of quotes at the end of a text of JSON, given the state at its beginning."""
+    """Return the state of quotes at the end of a piece of JSON, given the state at its beginning."""
     for byte in text if b'"' in text or b"\\" in text or quotes == ESCAPED else b"":
         if quotes == ESCAPED:
             quotes = INSIDE

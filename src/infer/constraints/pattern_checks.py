@@ -1,6 +1,6 @@
-"""Checks of a regular expression before it is compiled: that it can be followed, and its size.
+"""Checks of a regular expression before it is compiled: that all of it is supported, and its size.
 
-A compiler writes repetitions out, so the size of `(a{999}){999}` is not its length. It is counted here
+A compiler writes repetitions out, so the size of `(a{999}){999}` is not its length. The size is computed here
 without writing anything out, and all expressions of a request share a limit.
 """
 
@@ -12,24 +12,24 @@ from infer.errors import RequestError
 
 MAX_PATTERN_LEN = 10_000  # characters
 MAX_PATTERN_SIZE = 20_000  # characters and classes, once repetitions are written out
-OPTIONAL_SIZE = 40  # characters that an optional part counts for: 500 in a row take 0.1 s to compile
+OPTIONAL_SIZE = 40  # characters that an optional part counts as; 500 in a row take 0.1 s to compile
 MAX_PATTERNS_SIZE = 1_000_000  # characters of all the expressions of a grammar
 _LOOK_AROUND = ("(?=", "(?!", "(?<=", "(?<!")
-_ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # \p{Greek} repeats nothing
+_ESCAPE = re.compile(r"\\(?:[pPuUx]\{[^}]{0,40}\}|.)", re.DOTALL)  # braces of \p{Greek} repeat nothing
 _REPEAT = re.compile(r"\{\s*+([0-9]*+)\s*+(?:,\s*+([0-9]*+)\s*+)?\}")
-HUGE = 10**12  # characters; no more are counted
+HUGE = 10**12  # characters at which counting stops
 _VERBOSE = re.compile(r"\(\?[a-wyzA-Z]*x")  # (?x): blanks and comments between any two characters
 
 
 def constraint_error(message: str, param: str) -> RequestError:
-    """The error of a constraint: its message begins with the client's field, which `param` is."""
+    """Return the error of a constraint; its message begins with `param`, the client's field."""
     return RequestError(f"{param}: {message}", param=param)
 
 
 def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
-    """Refuse a regular expression that cannot be followed, or not in reasonable time; returns its size.
+    """Refuse a regular expression that is not supported or too large; return its size.
 
-    `where` is its place in a schema. Whether it is well formed is left to its compiler.
+    `where` is its place in a schema. The compiler checks whether it is well formed.
     """
     place = f" at {where}" if where else ""
     if len(pattern) > MAX_PATTERN_LEN:
@@ -46,7 +46,7 @@ def check_pattern(pattern: str, *, param: str, where: str = "") -> int:
 
 
 def check_size(size: int, limit: int, what: str, param: str) -> None:
-    """Refuse expressions that are larger than this, written out."""
+    """Refuse expressions that are larger than `limit`, written out."""
     if size > limit:
         raise constraint_error(
             f"the repetitions of {what}, written out, are {size} characters long (with {OPTIONAL_SIZE} for "
@@ -56,7 +56,7 @@ def check_size(size: int, limit: int, what: str, param: str) -> None:
 
 
 def _unsupported_in(pattern: str) -> str | None:
-    """The part of a regular expression that needs text outside its match or matched earlier, or None."""
+    """Find a part of a regular expression that needs text outside its match or matched earlier."""
     i = 0
     while i < len(pattern):
         if pattern[i] == "\\":
@@ -75,9 +75,9 @@ def _unsupported_in(pattern: str) -> str | None:
 
 
 def _written_out(pattern: str) -> int:
-    """The number of characters and classes of a regular expression with its repetitions written out.
+    """Return the number of characters and classes of an expression with its repetitions written out.
 
-    A part that may be left out (`*`, `?`, `{0,9}`) counts for more, once: the compiler merges repeated ones.
+    A part that may be left out (`*`, `?`, `{0,9}`) adds OPTIONAL_SIZE once: the compiler merges its repeats.
     """
     sizes, last, i = [0], 0, 0  # sizes of open groups; the size of the part before `i`
     num_optional = 0
@@ -105,7 +105,7 @@ def _written_out(pattern: str) -> int:
 
 
 def _class_end(pattern: str, start: int) -> int:
-    """The index at which a class in brackets, `[^]a-z\\]]` or `[a[bc]]`, has ended."""
+    """Return the index after a class in brackets, such as `[^]a-z\\]]` or `[a[bc]]`."""
     i, depth = start, 0
     while i < len(pattern):
         if pattern[i] == "[":
@@ -121,5 +121,5 @@ def _class_end(pattern: str, start: int) -> int:
 
 
 def count_of(digits: str | None) -> int:
-    """The number of repetitions; a number that is far too large anyway is cut to its first digits."""
+    """Return the number of repetitions; a number that is far too large anyway is cut to its first digits."""
     return int((digits or "").lstrip("0")[:12] or 0)

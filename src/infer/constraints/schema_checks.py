@@ -1,13 +1,13 @@
-"""Checks of a schema before an engine is asked to compile it.
+"""Checks of a schema before an engine compiles it.
 
-Three kinds are refused here, with the keyword and a JSON pointer to it:
+Three kinds of schemas are refused here, with the keyword and a JSON pointer to it:
 
-    no constraint can follow it     `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
+    no constraint can express it    `not`, `if`, `uniqueItems`, look-around in a pattern, a foreign `$ref`
     it means nothing                a type that JSON does not have, a bound that is not a number, `enum: []`
     it would take seconds           too many properties, alternatives multiplied by `allOf`, `(a{999}){999}`
 
-A compiler would refuse all this too, but without the place, and only after it has spent the time. Every
-schema that a reference reaches is visited once, so the checks are linear in the size of the schema.
+The compiler would refuse them too, but without the place, and only after it has spent the time. Every schema
+that a reference reaches is visited once, so the checks are linear in the size of the schema.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from urllib.parse import unquote
 from infer.constraints.pattern_checks import MAX_PATTERNS_SIZE, check_pattern, check_size, constraint_error
 from infer.errors import RequestError, show_value
 
-MAX_DEPTH = 100  # schemas inside of schemas, references followed
-MAX_SCHEMAS = 20_000  # all of them
+MAX_DEPTH = 100  # levels of schemas inside of schemas, references followed
+MAX_SCHEMAS = 20_000  # schemas at all levels
 MAX_PROPERTIES = 1_000  # properties of one object
-MAX_OPTIONAL = 400  # properties that are not required: any may come next, and a step follows 400 at most
+MAX_OPTIONAL = 400  # optional properties: any may come next, and a step can follow 400 at most
 MAX_ALTERNATIVES = 1_000  # schemas of one anyOf or oneOf
 MAX_PRODUCT = 256  # alternatives that allOf combines
 MAX_ENUM = 10_000  # values of all enums
-MAX_MULTIPLE_OF = 10_000  # a remainder is a state of an automaton
+MAX_MULTIPLE_OF = 10_000  # largest divisor: each remainder is a state of an automaton
 
 _ANY_OF = "list the cases with anyOf"
 UNSUPPORTED = {  # keyword: what to do instead
@@ -54,7 +54,7 @@ UNSUPPORTED = {  # keyword: what to do instead
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-MAX_BOUND = 2**53 - 1  # largest number; beyond it the compiler computes with others, or ends the process
+MAX_BOUND = 2**53 - 1  # largest bound; beyond it the compiler rounds, or crashes the process
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties")
@@ -71,20 +71,20 @@ _COMBINING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
 
 
 def check_keywords(schema: object, *, param: str, is_lenient: bool = False) -> None:
-    """Refuse a schema that cannot be followed, or not in reasonable time; `param` is the client's field.
+    """Refuse a schema that cannot be compiled in reasonable time; `param` is the client's field.
 
-    A lenient check lets keywords and formats pass that a lenient compiler ignores.
+    A lenient check accepts keywords and formats that a lenient compiler ignores.
     """
     _SchemaCheck(schema, param, is_lenient).run()
 
 
 def close_objects(schema: Any) -> bool:
-    """Close objects that name their properties, where the schema does not say; return True if any was.
+    """Forbid other properties in objects that name theirs and do not decide; return True if any changed.
 
-    It changes `schema` itself. What is allowed then was allowed before. Names come from `properties` and
-    `required` and the patterns; an object without `properties` and patterns names none and stays free. A
-    schema that combines objects (`allOf`, or properties next to `anyOf`) is left as it is: each of its parts
-    names some of the properties.
+    `schema` is changed in place and only made stricter. Names come from `properties`, `required` and the
+    patterns; an object without `properties` and patterns names none and stays open. A schema that combines
+    objects (`allOf`, or properties next to `anyOf`) is not changed: each of its parts names only some of the
+    properties.
     """
     found, stack = [], [schema]
     while stack:
@@ -138,11 +138,11 @@ class _SchemaCheck:
         self._check_circles()
 
     def _check_circles(self) -> None:
-        """Refuse a schema that is said to be itself: `$ref` and `allOf` lead back to it."""
+        """Refuse a schema that `$ref` and `allOf` alone lead back to."""
         try:
             TopologicalSorter(self._same).prepare()
         except CycleError as error:
-            circle = error.args[1]  # each of these schemas is said to be the one before it
+            circle = error.args[1]  # schemas, each of which refers to the one before it
             first = next(schema for schema in self._same if schema in circle)
             where = self._same[circle[circle.index(first) + 1]][first]
             raise self._refuse(where, "leads back to its own schema and says nothing about it") from None
@@ -169,7 +169,7 @@ class _SchemaCheck:
         inner = [
             self.visit(each, f"{where}/{keyword}", depth + 1) for keyword, each in self._inner(schema, where)
         ]
-        factors = [max(inner, default=1)]  # allOf may have to combine what objects of the same keys hold
+        factors = [max(inner, default=1)]  # allOf may have to combine the values of equal keys
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 factors.append(sum(self._visit_list(schema, keyword, where, depth)))
@@ -211,13 +211,13 @@ class _SchemaCheck:
         for factor in factors:
             if product > 1 and product * factor > max(product, MAX_PRODUCT):
                 raise self._refuse(
-                    where, f"combines more than {MAX_PRODUCT} alternatives; write those out that can occur"
+                    where, f"combines more than {MAX_PRODUCT} alternatives; write out the possible ones"
                 )
             product *= factor
         return product
 
     def _inner(self, schema: dict[str, Any], where: str) -> Iterator[tuple[str, object]]:
-        """Every schema for a part of the value, with its place."""
+        """Yield every schema for a part of the value, with its place."""
         for keyword in _SCHEMAS_BY_NAME:
             for name, each in schema.get(keyword, {}).items():
                 if keyword == "patternProperties":
@@ -268,17 +268,17 @@ class _SchemaCheck:
         self._check_names(schema, where)
 
     def _check_names(self, schema: dict[str, Any], where: str) -> None:
-        """Refuse required properties that cannot be there, or cannot be counted.
+        """Refuse required properties that are forbidden, and limits on properties that cannot be counted.
 
-        Keys that are not named properties may repeat each other, and a parser merges equal ones: only one of
-        them can be counted on.
+        Keys that the schema does not name may repeat, and a parser merges equal keys, so only one is
+        sure to remain.
         """
         required, named = set(schema.get("required", [])), schema.get("properties", {})
         names = named.keys() | required
         is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         for name in sorted(required):
             if named.get(name, not is_closed) is False:
-                why = "names a property that cannot be: its schema, or additionalProperties, is false"
+                why = "names a forbidden property: its schema, or additionalProperties, is false"
                 raise self._error(f"{where}/required", why, name)
         least, most = schema.get("minProperties", 0), schema.get("maxProperties", MAX_BOUND)
         if most < len(required):
@@ -363,5 +363,5 @@ def _is_number(value: object) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """A name as a part of a JSON pointer."""
+    """Return a name as a part of a JSON pointer."""
     return name[:80].replace("~", "~0").replace("/", "~1")

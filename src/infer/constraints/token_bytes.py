@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBES = b"xz"  # letters that are allowed together in texts and hardly anywhere else
+PROBES = b"xz"  # letters that are both allowed in strings and hardly anywhere else
 
 
 class TokenBytes:
@@ -34,24 +34,24 @@ class TokenBytes:
     def __init__(
         self, read: Callable[[], str] | None, *, vocab_size: int, eos_ids: tuple[int, ...] = ()
     ) -> None:
-        self.vocab_size = vocab_size  # the number of logits, which may be more than there are tokens
+        self.vocab_size = vocab_size  # the number of logits, which may exceed the number of tokens
         self._read = read  # the tokenizer as JSON; None: the model has none
         self._eos_ids = eos_ids
         self._is_started = False
         self._built: LLTokenizer | None = None
-        self.probes: tuple[int, ...] = ()  # the ids of `PROBES`, if these are tokens of their own
-        self.digits: Digits | None = None  # digits of its tokens
+        self.probes: tuple[int, ...] = ()  # ids of `PROBES`, if each letter is a token
+        self.digits: Digits | None = None  # digits of the tokens
         self._reason = "this model has no tokenizer, which a constraint on text needs"
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to build it in a thread, unless that was begun already."""
+        """Start to build the tables in a thread, unless that was started before."""
         if self._read is not None and not self._is_started:
             self._is_started = True
             threading.Thread(target=self.prepare, name="infer-vocabulary", daemon=True).start()
 
     def prepare(self) -> None:
-        """Build it, or wait until it is built; an error is reported when it is needed."""
+        """Build the tables, or wait until they are built; `tokenizer` reports errors."""
         with self._lock:
             read, self._read = self._read, None
             if read is None:
@@ -60,14 +60,14 @@ class TokenBytes:
                 self._built = self._build(read())
                 self.probes = _probes_of(self._built)
                 self.digits = Digits(self._built, self.probes)
-            except Exception as error:  # another library's, of any kind: the model can still be served
+            except Exception as error:  # any error of the library: the model can still be served
                 is_known = isinstance(error, InferError | ValueError)
                 said = f": {error}" if is_known else ""
                 self._reason = f"this model's tokenizer cannot be used for constraints{said}"
                 logger.warning("no constraints reason=%r", str(error), exc_info=not is_known)
 
     def tokenizer(self) -> LLTokenizer:
-        """The matcher's tokenizer; raises `RequestError` where there is none."""
+        """Return the matcher's tokenizer; raise `RequestError` if there is none."""
         self.prepare()
         if self._built is None:
             raise RequestError(self._reason)
@@ -88,7 +88,7 @@ def _probes_of(tokenizer: LLTokenizer) -> tuple[int, ...]:
 
 
 def tokenizer_json(path: Path, gguf_metadata: Mapping[str, Any] | None) -> str:
-    """The tokenizer of a model directory, or of the header of a GGUF file, as the library writes it."""
+    """Return the tokenizer of a model directory or a GGUF header as JSON of the tokenizers library."""
     from infer.tokenizer.directory_vocab import read_directory_vocabulary, read_plain_json
     from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 

@@ -3,19 +3,19 @@
 Each filter is a *floor*: the smallest logit that stays. Tokens with equal logits stay or go together.
 
     top-k    the k-th largest logit
-    top-p    the smallest logit with less than p of the mass that top-k left above it
+    top-p    the smallest logit above which lies less than p of the mass that top-k leaves
     min-p    the largest logit + log(min_p)
 
-and the highest floor decides, because min-p compares with the likeliest token, which no filter removes.
+The highest floor decides: min-p compares with the likeliest token, which no filter removes.
 
-A trained model rarely keeps more than a few dozen tokens, so `filter_candidates` looks at the largest
-logits only, the *candidates*. If the floor lies above the last of them, nothing beyond can matter and
-the row is complete; otherwise `filter_rows` looks at every token. Neither sorts the vocabulary.
+Filters rarely leave more than a few dozen tokens, so `filter_candidates` looks at the largest logits
+only, the *candidates*. If the floor lies above the last candidate, no other token can stay and the row
+is complete; otherwise `filter_rows` looks at every token. Neither sorts the vocabulary.
 
-Mass is counted in integers, exp(logit) * 2^44 rounded down: integers add up to the same sum in any
-order, on any device and with any neighbours, so the edge of top-p cannot wander.
+Mass is an integer, exp(logit) * 2^44 rounded down: integers add up to the same sum in any order, on any
+device and in any batch, so the edge of top-p never moves.
 
-Both functions want tempered rows whose largest logit is 0. A row of NaN counts as complete.
+Both expect rows divided by the temperature whose largest logit is 0. A row of NaN counts as complete.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """
@@ -30,18 +30,18 @@ import torch
 from infer.kernels.sampling.gumbel import row_blocks, topk_rows
 from infer.sampling.params import SamplingParams
 
-FIRST_CANDIDATES = 256
-_MASS_OF_LARGEST = 2.0**44  # 2^19 tokens as likely as the largest still fit into 63 bits
-_NUM_BUCKETS = 1 << 15  # values of the upper half of a float without its sign
+FIRST_CANDIDATES = 256  # fewest candidates of a row
+_MASS_OF_LARGEST = 2.0**44  # mass of the likeliest token: the sum of 2^19 such tokens fits into 63 bits
+_NUM_BUCKETS = 1 << 15  # values of the upper 16 bits of a float without its sign
 
 
 def filter_candidates(
     scaled_SV: torch.Tensor, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest tokens of each row: logits (-inf if removed), ids, and whether the row is complete."""
+    """Return the candidates of each row: logits (-inf if removed), ids, and whether the row is complete."""
     vocab_size, device = scaled_SV.shape[1], scaled_SV.device
     top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
-    # One more than the largest k, so that the end of a tie at its edge can be seen.
+    # one more than the largest k, which shows whether a tie at its edge goes on
     width = min(vocab_size, max(FIRST_CANDIDATES, max(top_k) + 1))
     values_SK, ids_SK = topk_rows(scaled_SV, width)
 
@@ -67,7 +67,7 @@ def filter_candidates(
 
 
 def filter_rows(scaled_SV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """All logits of each row, -inf where removed, one filter after the other."""
+    """Return all logits of each row, -inf for removed tokens; filters apply one after the other."""
     return torch.stack([_filter_row(row_V, p) for row_V, p in zip(scaled_SV, params, strict=True)])
 
 
@@ -80,7 +80,7 @@ def _filter_row(row_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _at_least(row_V: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """The row with everything below the floor at -inf: log(1) = 0 is added, or log(0) = -inf."""
+    """Set everything below the floor to -inf, by adding log(0) = -inf there and log(1) = 0 elsewhere."""
     return row_V + (row_V >= floor).to(torch.float32).log_()  # several times faster than torch.where
 
 
@@ -89,14 +89,14 @@ def _min_p_floor(params: Sequence[SamplingParams], device: torch.device) -> torc
 
 
 def _top_p_floor(values_SK: torch.Tensor, above_SK: torch.Tensor, limit_S1: torch.Tensor) -> torch.Tensor:
-    """The smallest logit with less than `limit` mass above it."""
+    """Return the smallest logit above which lies less mass than `limit`."""
     return values_SK.masked_fill(above_SK.double() >= limit_S1, math.inf).amin(dim=-1, keepdim=True)
 
 
 def _top_p_floor_of_row(row_V: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Weigh buckets of similar logits, and put only the one with the edge in order.
+    """Find the floor in a histogram of logits; only the bucket with the edge is sorted.
 
-    The bits of a positive float grow with it, so the upper half of -logit names a bucket, likeliest first.
+    The bits of a positive float grow with it, so the upper half of -logit is a bucket, likeliest first.
     """
     bucket_V = (row_V.abs().view(torch.int32) >> 16).to(torch.int64)
     mass_B = torch.zeros(_NUM_BUCKETS, dtype=torch.int64, device=row_V.device)
@@ -111,11 +111,11 @@ def _top_p_floor_of_row(row_V: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _mass(scaled: torch.Tensor) -> torch.Tensor:
-    """Probability, not normalised, as integers."""
+    """Return unnormalised probabilities as integers."""
     return scaled.exp().mul_(_MASS_OF_LARGEST).to(torch.int64)
 
 
 def _whole_mass(scaled_SV: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The mass of all tokens of some rows, taken a few rows at a time to stay in the cache."""
+    """Sum the mass of all tokens of some rows, a few rows at a time so that they fit the CPU's cache."""
     chosen = scaled_SV if len(rows) == scaled_SV.shape[0] else scaled_SV[rows]
     return torch.cat([_mass(chosen[b]).sum(dim=-1, keepdim=True) for b in row_blocks(chosen)])

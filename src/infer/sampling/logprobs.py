@@ -4,8 +4,8 @@ Logprobs are taken from the model's own logits, before bias, penalties, temperat
 describe the model, not the request. The chosen token is reported along with the k likeliest, so a client
 sees k or k + 1 different tokens.
 
-A *table* holds all of that for some rows. It is made where the logits are
-(kernels/sampling/logprob_table.py), and read on the host when it has arrived.
+A *table* holds these numbers for some rows. It is made on the device of the logits
+(kernels/sampling/logprob_table.py) and read on the host.
 
 Shapes:  S rows, V vocabulary.
 """
@@ -23,7 +23,7 @@ from infer.sampling.params import RowLogprobs
 def top_logprobs(
     logits_SV: torch.Tensor, chosen: Sequence[int], num_logprobs: Sequence[int | None]
 ) -> list[RowLogprobs | None]:
-    """Logprobs for the rows that ask (an entry that is not None), computed together."""
+    """Return the logprobs of the rows whose number is not None, computed together."""
     asking = [i for i, count in enumerate(num_logprobs) if count is not None]
     found: list[RowLogprobs | None] = [None] * len(chosen)
     if asking:
@@ -35,7 +35,7 @@ def top_logprobs(
 
 
 def read_logprobs(table: torch.Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
-    """The rows of a table on the host, each with as many alternatives as it asks for."""
+    """Read the rows of a table, each with its number of alternatives, on the host."""
     table = table.cpu()
     width = table.shape[1] // 2 - 1
     fractions = table.view(torch.float32)

@@ -30,20 +30,20 @@ MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BANNED_IDS = 1024  # ids of one banned word
-MAX_INT = 2**63 - 1  # largest value of any parameter: what a tensor and every wire format can hold
+MAX_INT = 2**63 - 1  # largest value of any parameter; fits a tensor and every wire format
 MAX_SEED = MAX_INT
 MAX_LOGPROBS = 20
-NO_TOKEN = -1  # the id of a row without a finite logit; no vocabulary has it, so forgetting it fails loudly
+NO_TOKEN = -1  # id of a row without a finite logit; in no vocabulary, so using it by mistake fails loudly
 
 
 class _CheckedNames(type):
-    """The type of a class whose call refuses an unknown name as it refuses a wrong value."""
+    """The metaclass of a class whose constructor refuses unknown names like wrong values."""
 
     def __call__(cls: type[T], *unnamed: object, **given: object) -> T:
         if unnamed:
             raise RequestError(
                 f"parameters are given by name, such as {cls.__name__}(temperature=0.5), "
-                f"got {_shown(unnamed[0])} without one"
+                f"got {_shown(unnamed[0])} without a name"
             )
         known = vars(cls)["__dataclass_fields__"]
         for name in given:
@@ -72,7 +72,7 @@ class SamplingParams(metaclass=_CheckedNames):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: from the engine's seed and the request's number
+    seed: int | None = None  # None: derived from the engine's seed and the request's number
     max_tokens: int | None = 256  # None: as many as the context allows
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -81,14 +81,14 @@ class SamplingParams(metaclass=_CheckedNames):
     include_stop_str_in_output: bool = False  # the text ends with the stop string that ended it
     bad_words: tuple[str, ...] = ()  # texts that may not appear; their ids are put into `banned_ids`
     banned_ids: tuple[tuple[int, ...], ...] = ()  # sequences of ids that may not appear
-    allowed_token_ids: tuple[int, ...] = ()  # no other ids may appear; none: all may
+    allowed_token_ids: tuple[int, ...] = ()  # the only ids that may appear; empty: all may
     logprobs: int | None = None  # report each output token's logprob and this many alternatives
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    prompt_logprobs: int | None = None  # report each prompt token's logprob and this many alternatives
     n: int = 1  # number of outputs
-    best_of: int | None = None  # make this many, return the n likeliest; the number of beams in beam search
+    best_of: int | None = None  # outputs to generate, to return the n likeliest; beams in beam search
     use_beam_search: bool = False  # keep the best_of (or n) likeliest continuations instead of drawing
-    num_speculative_tokens: int | None = None  # drafts of a step, at most; 0: none; None: the engine's
-    structured: Structured | None = None  # pattern of the text; a mapping will do: {"regex": "[0-9]+"}
+    num_speculative_tokens: int | None = None  # most drafts of a step; 0: none; None: the engine's number
+    structured: Structured | None = None  # constraint on the text, or a mapping: {"regex": "[0-9]+"}
     reasoning: Reasoning | None = None  # the end of the reasoning that the output begins with
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class SamplingParams(metaclass=_CheckedNames):
         self._check_structured()
 
     def _own_collections(self) -> None:
-        """Replace collections that the caller may still change by copies."""
+        """Copy collections, which the caller may still change."""
         wanted = {
             "stop": "a string or a list of strings",
             "stop_token_ids": "a list of token ids",
@@ -165,7 +165,7 @@ class SamplingParams(metaclass=_CheckedNames):
             )
         if self.reasoning is not None and self.reasoning.max_tokens is not None:
             limit = f"a limit of {self.reasoning.max_tokens} tokens on reasoning"
-            raise RequestError.about("use_beam_search", f"is true beside {limit}; leave one of them out")
+            raise RequestError.about("use_beam_search", f"cannot be combined with {limit}; leave out one")
         if self.logprobs is not None:
             raise RequestError(
                 "beam search reports the logprob of a whole output, not of its tokens; leave logprobs unset",
@@ -219,18 +219,18 @@ class SamplingParams(metaclass=_CheckedNames):
 
     @property
     def has_bans(self) -> bool:
-        """True if ids are forbidden by name."""
+        """True if the request names ids that are banned, or the only ones that are allowed."""
         return bool(self.bad_words or self.banned_ids or self.allowed_token_ids)
 
     @property
     def is_guided(self) -> bool:
-        """True if a mask says what may come next: a constraint, an end of the reasoning, banned ids."""
+        """True if masks restrict the next token: of a constraint, a limit on reasoning, or bans."""
         has_limit = self.reasoning is not None and self.reasoning.max_tokens is not None
         return self.structured is not None or has_limit or self.has_bans
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences that are generated, of which `n` are returned."""
+        """The number of sequences to generate, of which `n` are returned."""
         return self.best_of if self.best_of is not None else self.n
 
     @property
@@ -250,7 +250,7 @@ class SamplingParams(metaclass=_CheckedNames):
 
     @property
     def has_penalties(self) -> bool:
-        """True if tokens already used are treated differently."""
+        """True if tokens that occurred before get other logits."""
         return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
     @classmethod
@@ -271,11 +271,11 @@ class RowLogprobs:
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # The comparison must hold, not fail to: NaN fails all of them.
+    # `not (low <= value)` and not `value < low`: NaN fails every comparison
     if not (is_number and low <= value <= high) or (low_open and value == low):
         bracket = "(" if low_open else "["
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            value = int(value)  # a reader of JSON may have made 3.0 of 3
+            value = int(value)  # a JSON reader may have turned 3 into 3.0
         raise RequestError.about(
             name, f"must be a number in {bracket}{low:g}, {high:g}], got {_shown(value)}"
         )
@@ -301,7 +301,7 @@ def _own_tuple(name: str, value: Collection[T], wanted: str) -> tuple[T, ...]:
 
 
 def _shown(value: object) -> str:
-    """The value in at most 80 characters, for an error message."""
+    """Return a value's repr, cut to about 80 characters, for an error message."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
@@ -310,5 +310,5 @@ def _shown(value: object) -> str:
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The seed of a request's `index`-th sequence; the first one has the request's own."""
+    """Return the seed of a request's `index`-th sequence; the first one has the request's seed."""
     return seed + index * 0x5851F42D4C957F2D

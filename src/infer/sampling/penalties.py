@@ -28,7 +28,7 @@ def apply_penalties(
     if params.repetition_penalty != 1.0:
         seen = tokens_T[tokens_T < logits_V.shape[0]]  # an id may have an embedding and no logit
         values = logits_V[seen]
-        # a tensor: by a number, a GPU multiplies with the inverse, which rounds once more
+        # a tensor: a GPU divides by a number by multiplying with its inverse, which rounds once more
         factor = torch.tensor(params.repetition_penalty, device=values.device)
         # a token seen twice is written twice, with the same value
         logits_V[seen] = torch.where(values > 0, values / factor, values * factor)

@@ -1,9 +1,9 @@
 """Draws the next token of every row of a batch from its logits.
 
-Rows are independent: a row's token depends only on its own logits, parameters, seed and position, to
-the last bit, whatever its neighbours are. Noise is a hash (kernels/sampling/gumbel.py), and whatever decides
-what a filter keeps is a maximum or a sum of integers, which no order of summation can change.
-The order of operations is the one documented in sampling/params.py.
+Rows are independent: a row's token depends only on its own logits, parameters, seed and position, bit for
+bit, whatever the other rows are. Noise is a hash (kernels/sampling/gumbel.py), and filters decide by maxima
+and sums of integers, which are the same in any order of summation. The order of operations is documented in
+sampling/params.py.
 
     logits_SV ─ bias, bans, mask ─ penalties ─┬── greedy ───────────────────────────────► argmax
                                               └── / temperature ── top-k, top-p, min-p ─► Gumbel-max
@@ -41,10 +41,10 @@ class SampleRow(NamedTuple):
     seed: int
     position: int  # the place in its sequence that the sampled token will take
     num_prompt: int
-    tokens: Sequence[int]  # prompt and output so far; read only where a penalty needs it
-    banned: tuple[int, ...] = ()  # ids that must not come now: the stops, before min_tokens
+    tokens: Sequence[int]  # prompt and output so far; read only for penalties
+    banned: tuple[int, ...] = ()  # ids that may not come now: stop ids before min_tokens
     num_logprobs: int | None = None  # number of alternatives to report; None: no logprobs at all
-    mask_W: torch.Tensor | None = None  # int32 words, a bit for every id: 1 where it may come
+    mask_W: torch.Tensor | None = None  # int32 words with a bit for every id; 1: the id is allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Samples:
 def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bool = False) -> Samples:
     """Sample one token per row. Logprobs are the model's own, before any adjustment.
 
-    `overwrites`: the logits are not needed any more, and may be adjusted where they are.
+    `overwrites`: the logits may be adjusted in place.
     """
     assert logits_SV.shape[0] == len(rows), f"{logits_SV.shape[0]} rows of logits for {len(rows)} rows"
     raw = logits_SV.float()
@@ -79,10 +79,10 @@ def sample(logits_SV: torch.Tensor, rows: Sequence[SampleRow], *, overwrites: bo
 
 
 def best_ids(logits_SV: torch.Tensor, rows: Sequence[SampleRow], count: int) -> list[list[int]]:
-    """The ids of each row that `sample` would draw first, second and so on, if those before were forbidden.
+    """Return the ids that `sample` would draw first, second and so on in each row, if it forbade drawn ids.
 
-    They are guesses, and a wrong one does no harm: where fewer can be drawn, others follow, and of a row with
-    filters only its candidates are looked at.
+    They are guesses: rows that can draw fewer than `count` ids end with arbitrary ones, and for rows with
+    filters only the candidates are considered.
     """
     adjusted_SV, device = _adjust(logits_SV.float(), rows, overwrites=False), logits_SV.device
     best_SK = adjusted_SV.nan_to_num(-torch.inf).topk(count, dim=1).indices
@@ -109,12 +109,12 @@ def best_ids(logits_SV: torch.Tensor, rows: Sequence[SampleRow], count: int) -> 
 
 
 def _rows_of(x: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """The rows at `indices`, in order; not copied if they are all of them."""
+    """Return the rows at `indices`, which ascend; all rows are not copied."""
     return x if len(indices) == x.shape[0] else x[indices]
 
 
 def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow], overwrites: bool) -> torch.Tensor:
-    """Bias, bans, masks and penalties; a copy only if some row asks for any of them."""
+    """Apply bias, bans, masks and penalties, to a copy if any row needs them."""
     touched = [i for i, row in enumerate(rows) if _needs_adjusting(row)]
     if not touched:
         return raw_SV
@@ -135,7 +135,7 @@ def _adjust(raw_SV: torch.Tensor, rows: Sequence[SampleRow], overwrites: bool) -
 
 
 def _apply_mask(logits_V: torch.Tensor, mask_W: torch.Tensor) -> None:
-    """Forbid the ids that a mask does not allow; on a CPU the few that a narrow one allows are put back."""
+    """Set forbidden logits to -inf; if few are allowed, a CPU sets all logits and restores the allowed."""
     if not on_cpu(logits_V):
         logits_V.masked_fill_(forbidden_by(mask_W, len(logits_V)).to(logits_V.device), float("-inf"))
         return
@@ -146,7 +146,7 @@ def _apply_mask(logits_V: torch.Tensor, mask_W: torch.Tensor) -> None:
         return
     bits = np.unpackbits(words_W[places].view(np.uint8), bitorder="little").reshape(-1, 32).nonzero()
     ids = places[bits[0]] * 32 + bits[1]
-    ids = ids[ids < len(row_V)]  # bits after the vocabulary mean nothing
+    ids = ids[ids < len(row_V)]  # ignores bits after the vocabulary
     allowed = row_V[ids]
     row_V.fill(-np.inf)
     row_V[ids] = allowed
@@ -158,7 +158,7 @@ def _needs_adjusting(row: SampleRow) -> bool:
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Requests are checked at admission; here a wrong id would wrap around or kill the device."""
+    """Check ids again after admission: a wrong one would wrap around here, or crash the device."""
     wrong = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
     assert not wrong, f"{name} has token ids {wrong} but the vocabulary has {vocab_size}"
 
@@ -180,7 +180,7 @@ def _draw_rows(logits_SV: torch.Tensor, best_S: torch.Tensor, rows: Sequence[Sam
     if plain:
         ids_S[plain] = draw_rows(*(_rows_of(each, plain) for each in columns))
     logits, best, temperature, keys = (_rows_of(each, filtered) for each in columns)
-    # the largest is 0: no temperature can overflow it
+    # the largest becomes 0, which no small temperature can overflow
     scaled = (logits - logits.gather(1, best.unsqueeze(1))).div_(temperature.unsqueeze(1))
     ids_S[filtered] = _draw_filtered(scaled, [rows[i].params for i in filtered], keys)
     return ids_S
@@ -189,10 +189,10 @@ def _draw_rows(logits_SV: torch.Tensor, best_S: torch.Tensor, rows: Sequence[Sam
 def _draw_filtered(
     scaled_SV: torch.Tensor, params: Sequence[SamplingParams], keys_S2: torch.Tensor
 ) -> torch.Tensor:
-    """Draw from the candidates of each row; the rows that need more than those are drawn whole."""
+    """Draw from the candidates of each row, or from all of its tokens if these are not complete."""
     values_SK, ids_SK, is_complete_S = filter_candidates(scaled_SV, params)
     values_SK += gumbel_noise(keys_S2, ids_SK)
-    # Equal logits come in no particular order, so of equal sums the lowest id wins, as in a whole row.
+    # equal logits come in no particular order, so of equal sums the lowest id wins, as in a whole row
     is_best = values_SK == values_SK.amax(dim=-1, keepdim=True)
     ids_S = torch.where(is_best, ids_SK, scaled_SV.shape[1]).amin(dim=-1)
     wide = [i for i, is_complete in enumerate(is_complete_S.tolist()) if not is_complete]

@@ -1,1 +1,1 @@
-"""Proposals of several next tokens, which a step of the model then judges."""
+"""Drafts of several next tokens, which one step of the model then verifies."""

@@ -1,7 +1,7 @@
 """Adaptive drafts: each sequence of a step gets the number of drafts that gives the most text per second.
 
-A draft costs a token of the step, and is kept only if it and all drafts before it are right. If a sequence's
-drafts are right at a rate r, the one at depth i survives with probability r^i:
+A draft costs a token of the step, and is accepted only if it and all drafts before it are right. At an
+acceptance rate of r, the draft at depth i survives with probability r^i:
 
     rate    depth 1    2      3      4               step of 2 rows: 4.0 ms, 0.1 ms more for each draft
     0.8     [0.80]  [0.64] [0.51] [0.41]             drafts taken, best first           tokens / ms
@@ -11,23 +11,23 @@ drafts are right at a rate r, the one at depth i survives with probability r^i:
                                                         .80 .64 .51 .41 .30 .09         4.75 / 4.6 = 1.03
 
 `choose` maximises expected tokens per second over all choices. Survival falls with depth, so taking drafts in
-the order of survival always takes the first drafts of each sequence, and this one order serves every number
-of drafts. A draft model also costs time for depth (`draft_s` for each position of the longest window), so its
-search runs once for every longest window. Tokens that a step computes for other sequences count too, so
-drafts must be worth delaying them. If arithmetic bounds a step, no draft is, and speculation is off.
+the order of survival never skips a draft of a sequence, and this one order serves every number of drafts.
+Drafting takes time for each position of the longest window (`draft_s`), so with a draft model the search is
+repeated for each longest window. The tokens of other sequences in the step count too, so drafts must be worth
+delaying them. In a step that is bound by arithmetic they never are, and speculation is off.
 
     windows    ▪▪▪▪▪▪▪ · · · · · · · · · · · · · · · ▪ · · · · · · · · · · · · · · · ▪▪▪▪▪▪▪▪▪▪▪▪▪▪
-    drafts     4433222                               1 refused                       1 right, then 4, 4, ..
+    drafts     4433222                               1 rejected                      1 accepted, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
-A rate is a mean over about the last MEMORY judged drafts. It starts at the rate of all sequences so far,
-which weighs as much as up to MOST_KNOWN drafts of its own, and at PRIOR_RATE if there were none. Without
-drafts nothing would be learned. So now and then all sequences without drafts get one each, or LONG_PROBE
-where only longer windows can pay off, provided that drafts at HOPED_RATE would pay off in that step. Older
-results then weigh little, so a right probe soon leads to longer windows. Time that windows have lost, and a
-draft model's time for texts that it has missed, is a debt: the next probe comes when the debt is PROBE_SHARE
-of the time since the last one, PROBE_STEPS to MOST_PROBE_STEPS steps later. Nothing here reads a clock: equal
-calls give equal lengths.
+A sequence's rate is a mean over about its last MEMORY judged drafts. Its prior is the rate of all sequences
+so far, which starts at PRIOR_RATE and weighs as much as up to MOST_PRIOR_WEIGHT judged drafts. A sequence
+without drafts would learn nothing. So now and then all sequences without drafts are probed with one draft
+each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE would pay off
+in that step. A probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time
+lost by windows, and by a draft model that catches up with missed tokens, is a debt: the next probe comes when
+the debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS steps after it.
+Nothing here reads a clock: equal calls give equal lengths.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from itertools import accumulate, chain, pairwise, product
 from operator import itemgetter
 from typing import Any
 
-MEMORY = 16  # judged drafts over which a rate is a mean
-PRIOR_RATE = 0.6  # rate of a sequence of which nothing is known: it is tried wherever drafts are cheap
-PRIOR_WEIGHT = 2.0  # judged drafts that weigh as much as the prior
-MOST_KNOWN = 8.0  # the same for the rate of all sequences, with which one begins, at most
-ALL_MEMORY = 64  # judged drafts over which that is a mean
-PROBE_STEPS = 64  # steps between two probes of sequences without drafts, at least
-MOST_PROBE_STEPS = 1024  # the same, at most
-PROBE_SHARE = 0.005  # part of the time that may be lost by probes
-HOPED_RATE = 0.95  # rate that a probe hopes to find
-LONG_PROBE = 4  # drafts of a probe where one alone can never pay
-FEW_TRIALS = 8, 64  # sequences from one trial to the next: after the first, and at most
+MEMORY = 16  # judged drafts that a sequence's rate averages
+PRIOR_RATE = 0.6  # rate before any draft was judged; high enough to draft wherever drafts are cheap
+PRIOR_WEIGHT = 2.0  # weight of PRIOR_RATE, in judged drafts
+MOST_PRIOR_WEIGHT = 8.0  # largest weight of the rate of all sequences in a new one, in judged drafts
+ALL_MEMORY = 64  # judged drafts that the rate of all sequences averages
+PROBE_STEPS = 64  # fewest steps between two probes of sequences without drafts
+MOST_PROBE_STEPS = 1024  # most steps between two probes
+PROBE_SHARE = 0.005  # share of the time that probes may lose
+HOPED_RATE = 0.95  # acceptance rate at which a probe must pay off to be worth making
+LONG_PROBE = 4  # drafts of a probe where a single draft can never pay off
+TRIAL_GAPS = 8, 64  # sequences from one trial to the next: after the first trial, and at most
 
 Pairs = tuple[tuple[int, float], ...]
 
@@ -60,15 +60,15 @@ Pairs = tuple[tuple[int, float], ...]
 class StepCosts:
     """Seconds of a step by the number of its tokens: linear between measured pairs and after the last."""
 
-    pairs: Pairs  # tokens and seconds; more tokens never take less time
-    gap_s: float = 0.0  # seconds of the host for a step with drafts: reading, planning and launching it
-    draft_s: float = 0.0  # seconds of drafting one more position, and
-    draft_row_s: float = 0.0  # more for each sequence
-    row_gap_s: float = 0.0  # more of them for each sequence of a step with drafts
+    pairs: Pairs  # (tokens, seconds); more tokens never take less time
+    gap_s: float = 0.0  # host seconds of a step with drafts: reading, planning and launching it
+    draft_s: float = 0.0  # seconds of drafting one more position
+    draft_row_s: float = 0.0  # seconds that each sequence adds to `draft_s`
+    row_gap_s: float = 0.0  # host seconds that each sequence adds to `gap_s`
     seen_s: float = 0.0  # seconds for each position that a token attends to
-    is_ahead: bool = False  # a device makes drafts in the gap, and may go on with the step that verifies them
-    plain: Pairs = ()  # sequences and seconds of steps without drafts, where their kernels are others
-    turns_s: float = 0.0  # seconds of drafting, however many positions
+    is_ahead: bool = False  # True: the device drafts while the host works, and may start the verifying step
+    plain: Pairs = ()  # (sequences, seconds) of steps without drafts, if these run other kernels
+    turns_s: float = 0.0  # fixed seconds of drafting, for any number of positions
 
     def __post_init__(self) -> None:
         if not self.pairs or any(pairs and not pairs[0][1] > 0 <= pairs[0][0] for pairs in self._tables):
@@ -91,39 +91,39 @@ class StepCosts:
     def measured(
         cls, pairs: Iterable[tuple[int, float]], plain: Iterable[tuple[int, float]] = (), **others: Any
     ) -> StepCosts:
-        """The costs that measurements show; `others` are the other fields."""
+        """Return the costs from measured pairs in any order; `others` are the other fields."""
         return cls(_ascending(pairs), plain=_ascending(plain), **others)
 
     @classmethod
     def roofline(cls, floor_s: float, per_token_s: float, gap_s: float = 0, draft_s: float = 0) -> StepCosts:
-        """The costs of a machine that was not measured: a step waits for the weights or for its arithmetic.
+        """Return estimated costs: a step takes the time of its weights or of its arithmetic, the longer one.
 
-        Not for the sum of both, in which drafts would seem to pay at any batch by sharing the weights.
+        With the sum of both times, drafts would seem to pay off at any batch size.
         """
         critical = int(floor_s / max(per_token_s, 1e-12))  # tokens whose arithmetic takes as long
         return cls(((critical, floor_s), (critical + 1, floor_s + per_token_s)), gap_s, draft_s)
 
     def seconds(self, num_tokens: int) -> float:
-        """The seconds of a step that computes drafts, of all its tokens."""
+        """Return the seconds of a step with drafts that computes `num_tokens` in all."""
         return _at(self.pairs, num_tokens)
 
     def without_drafts(self, num_rows: int) -> float:
-        """The seconds of a step without drafts, which takes no longer than one that might have some."""
+        """Return the seconds of a step without drafts, at most `seconds(num_rows)`."""
         windows_s = self.seconds(num_rows)
         return min(_at(self.plain, num_rows), windows_s) if self.plain else windows_s
 
     def host_s(self, num_rows: int) -> float:
-        """The seconds of the host for a step with drafts."""
+        """Return the host seconds of a step with drafts."""
         return self.gap_s + num_rows * self.row_gap_s
 
     def _making_s(self, num_drafted: int, longest: int) -> float:
         return self.turns_s + (self.draft_s + num_drafted * self.draft_row_s) * longest
 
     def with_drafts(self, step_s: float, num_rows: int, num_drafted: int, longest: int) -> float:
-        """The seconds from one step to the next, one of `step_s`, for which some rows make drafts.
+        """Return the seconds from a step of `step_s` seconds to the next one, if some rows draft for it.
 
-        `longest`: the most drafts of a row. A device that is ahead makes drafts while the host works. If all
-        rows have some, it need not even wait with the step that verifies them.
+        `longest`: the most drafts of a row. A device that is ahead drafts while the host works; if all rows
+        draft, it does not wait for the host before the verifying step either.
         """
         host, making = self.host_s(num_rows), self._making_s(num_drafted, longest)
         if not self.is_ahead:
@@ -131,19 +131,19 @@ class StepCosts:
         return max(step_s + making, host) if num_drafted == num_rows else step_s + max(making, host)
 
     def catch_up_s(self, num_tokens: int) -> float:
-        """About the seconds in which a model that drafts computes tokens of texts that it has missed."""
+        """Estimate the seconds in which a draft model computes the tokens that it has missed."""
         return (self.turns_s + self.draft_s + num_tokens * self.draft_row_s) if num_tokens else 0.0
 
     def is_host_slower(self, num_rows: int, longest: int) -> bool:
-        """True if drafts for all rows of a step are made before the host has read the step before."""
+        """True if the device has drafted for all rows before the host has finished with the last step."""
         return self.is_ahead and self._making_s(num_rows, longest) < self.host_s(num_rows)
 
     def per_draft(
         self, num_rows: int, num_drafted: int, num_drafts: int, longest: int
     ) -> tuple[float, float]:
-        """The seconds that a kept draft of a step saves, and the seconds that each draft adds to the step.
+        """Return the seconds that an accepted draft saves, and the seconds that each draft adds to its step.
 
-        A kept one saves what a token takes in a step without drafts; all drafts share what they add.
+        An accepted draft saves a token's share of a step without drafts; all drafts share the added time.
         """
         plain, window = self.without_drafts(num_rows), self.seconds(num_rows + num_drafts)
         added = self.with_drafts(window, num_rows, num_drafted, longest) - plain
@@ -151,7 +151,7 @@ class StepCosts:
 
 
 def _at(pairs: Pairs, count: int) -> float:
-    """Return the seconds of a count by a table."""
+    """Return the seconds of a count, interpolated in a table."""
     place = min(bisect_right(pairs, count, key=itemgetter(0)), len(pairs) - 1)
     (fewer, less), (more, later) = pairs[max(place - 1, 0)], pairs[place]
     slope = (later - less) / (more - fewer) if more > fewer else 0.0
@@ -159,7 +159,7 @@ def _at(pairs: Pairs, count: int) -> float:
 
 
 def _ascending(pairs: Iterable[tuple[int, float]]) -> Pairs:
-    """Return pairs in order; disturbances only slow steps, so larger counts bound smaller ones."""
+    """Sort pairs; disturbances only add time, so a count takes at most the time of any larger count."""
     falling = sorted(pairs, reverse=True)
     fastest = accumulate((seconds for _, seconds in falling), min)
     return tuple((count, least) for (count, _), least in zip(falling, fastest, strict=True))[::-1]
@@ -167,19 +167,19 @@ def _ascending(pairs: Iterable[tuple[int, float]]) -> Pairs:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Statistics of a sequence's drafts: the rate at which they are right, and counts to report."""
+    """Statistics of a sequence's drafts: the acceptance rate, and counts to report."""
 
     num_drafts: int = 0
-    by_length: list[int] = field(default_factory=list)  # windows by the number of drafts kept, from 0
-    saved_s: float = 0.0  # seconds that the drafts saved, as `StepCosts.per_draft` has it
-    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which begin with the prior
+    by_length: list[int] = field(default_factory=list)  # windows by the number of accepted drafts, from 0
+    saved_s: float = 0.0  # seconds that the drafts saved, estimated with `StepCosts.per_draft`
+    _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which start from the prior
     _judged: float = PRIOR_WEIGHT
     _memory: int = MEMORY
 
     def update(self, num_drafts: int, num_accepted: int, longest: int | None = None) -> None:
-        """Count a window. Drafts after the first that was refused were not judged and teach nothing.
+        """Count a window. Drafts after the first rejected one are not judged and teach nothing.
 
-        `longest`: the drafts of its longest path, if they are a tree.
+        `longest`: the number of drafts on the longest path, if the window is a tree.
         """
         assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts accepted"
         if not num_drafts:
@@ -192,13 +192,13 @@ class Acceptance:
             self._judged += 1 - self._judged / self._memory
 
     def fade(self) -> None:
-        """Let past windows weigh no more than a prior, so that the next ones decide."""
+        """Reduce the weight of past windows to PRIOR_WEIGHT, so that the next windows decide."""
         excess = max(self._judged / PRIOR_WEIGHT, 1.0)
         self._right, self._judged = self._right / excess, self._judged / excess
 
     @property
     def rate(self) -> float:
-        """The estimated probability that a draft is right if all before it are."""
+        """The estimated probability that a draft is right if all drafts before it are."""
         return self._right / self._judged
 
     @property
@@ -208,17 +208,17 @@ class Acceptance:
 
     @property
     def num_accepted(self) -> int:
-        """The number of drafts that were kept."""
+        """The number of accepted drafts."""
         return sum(length * count for length, count in enumerate(self.by_length))
 
     @property
     def by_position(self) -> list[int]:
-        """The number of drafts kept at each position of a window, from the first."""
+        """The number of accepted drafts at each position of a window, from the first."""
         return list(accumulate(reversed(self.by_length[1:])))[::-1]
 
 
 class DraftLengths:
-    """Gives each sequence of a step its number of drafts, and learns from how they fared."""
+    """Chooses the number of drafts of each sequence in a step, and learns from judged windows."""
 
     def __init__(
         self,
@@ -227,18 +227,18 @@ class DraftLengths:
         survival: Callable[[float, float, int], float] = lambda before, rate, place: before * rate,
         turns: Callable[[int], int] = int,
     ) -> None:
-        """`survival`: the probability that the draft at a place is kept, given the previous one's and a
-        rate; `turns`: the passes that make a number of drafts. The defaults are for chains.
+        """`survival`: the probability that the draft at a place is accepted, given the probability of the
+        draft before it and a rate; `turns`: the passes that make a number of drafts. Defaults suit chains.
         """
         self.costs, self._survival, self._turns = costs, survival, turns
         self._seconds: list[float] = []  # seconds of steps without drafts, by number of tokens
         self.totals = Acceptance(_memory=ALL_MEMORY)
         self._known: dict[int, Acceptance] = defaultdict(self._new)
-        self._last_probe, self._debt_s = 0, 0.0  # step, below 0: a trial is to get a probe
+        self._last_probe, self._debt_s = 0, 0.0  # step; negative: the probe of a trial is due
         self._num_untried, self._between = 0, 1  # sequences since the last trial, and from it to the next
         self._most_rows: float = math.inf  # the largest batch with drafts
-        self._paying: dict[tuple[int, int, float], bool] = {}  # rows, drafts and rates that were asked for
-        # wishes and number of others of the last step that no draft was worth, and when to ask again
+        self._paying: dict[tuple[int, int, float], bool] = {}  # results of `_pays`: rows, drafts and rate
+        # arguments for which `is_worth_it` was last False, and the step until which it stays False
         self._unworthy: tuple[list[tuple[int, int]], int] = [], 0
         self._unworthy_until = 0
 
@@ -250,14 +250,14 @@ class DraftLengths:
         room: int | None = None,
         seen: float = 0.0,
     ) -> list[int]:
-        """The number of drafts of each wish, a sequence and the drafts that it could use, in a step.
+        """Return the number of drafts of each wish, which is a sequence and the most drafts that it can use.
 
         `seen`: the positions that a token attends to, on average.
         """
         chosen, idle = self._chosen(step, wishes, num_others, room, seen)
         if any(map(chosen.__getitem__, idle)):
-            # nothing overlaps a probe: the host's seconds come before it, and again after it
-            owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial has not waited for it
+            # nothing overlaps a probe: the device waits for the host before it, and again after it
+            owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial does not wait for the old debt
             self._debt_s = owed_s + self.costs.host_s(len(wishes) + num_others)
         if idle:
             self._last_probe = step
@@ -268,7 +268,7 @@ class DraftLengths:
     def is_worth_it(
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, seen: float = 0.0
     ) -> bool:
-        """True if any wish would get drafts in a step."""
+        """True if any wish would get drafts in this step."""
         asked = list(wishes), num_others
         if asked == self._unworthy and step < self._unworthy_until:
             return False
@@ -279,24 +279,24 @@ class DraftLengths:
         return False
 
     def is_tried(self, num_rows: int, num_drafts: int) -> bool:
-        """True if a sequence that begins should be able to get drafts, where that alone takes time.
+        """True if a new sequence should be followed, which takes time but is needed before it can get drafts.
 
-        All are while drafts at the mean rate pay in a batch of its size. If only better ones would, one in
-        several is a trial. It gets a probe at once, whose cost adds to the debt.
+        All are followed while drafts at the rate of all sequences pay off in a batch of `num_rows`. If only
+        better drafts would, one sequence in several is a trial. Its probe comes at once and adds to the debt.
         """
         if self._pays(num_rows, num_drafts, self.totals.rate):
-            self._num_untried, self._between = 0, FEW_TRIALS[0]
+            self._num_untried, self._between = 0, TRIAL_GAPS[0]
             return True
         could_pay = self._pays(num_rows, num_drafts, HOPED_RATE)
         self._num_untried += could_pay
         if not could_pay or self._num_untried < self._between:
             return False
-        self._num_untried, self._between = 0, min(max(2 * self._between, FEW_TRIALS[0]), FEW_TRIALS[1])
+        self._num_untried, self._between = 0, min(max(2 * self._between, TRIAL_GAPS[0]), TRIAL_GAPS[1])
         self._last_probe, self._unworthy_until = -MOST_PROBE_STEPS, 0
         return True
 
     def _pays(self, num_rows: int, num_drafts: int, rate: float) -> bool:
-        """True if drafts that are right at about a rate pay in a batch; answers are kept."""
+        """True if drafts with about this acceptance rate pay off in a batch; results are cached."""
         if num_rows > self._most_rows:
             return False
         asked = num_rows, num_drafts, round(rate, 2)
@@ -305,36 +305,36 @@ class DraftLengths:
         return self._paying[asked]
 
     def charge(self, lost_s: float) -> None:
-        """Count what a step with drafts has lost against steps without; it may be less than nothing."""
+        """Add the seconds that a step with drafts has lost against steps without; negative: it has gained."""
         self._debt_s = max(self._debt_s + lost_s, 0.0)
 
     def use(self, costs: StepCosts) -> None:
-        """Choose by other costs from now on."""
+        """Use other costs from now on."""
         self.costs = costs
         self._seconds.clear()
         self._paying.clear()
         self._unworthy_until = 0
 
     def most_rows(self, limit: int) -> int:
-        """The largest batch up to `limit` in which a probe pays that is hardly ever wrong."""
+        """Return the largest batch, up to `limit`, in which a probe pays off at HOPED_RATE."""
         lengths = product(range(limit, 0, -1), (1, LONG_PROBE))
         found = (num for num, most in lengths if any(self.choose([(HOPED_RATE, most)] * num)))
         self._most_rows = next(found, 0)
         return int(self._most_rows)
 
     def _next_probe(self, num_rows: int) -> int:
-        """The first step that may have a probe."""
+        """Return the first step that may have a probe."""
         waits = self._debt_s / (PROBE_SHARE * self.costs.without_drafts(num_rows))
         return self._last_probe + int(min(max(waits, PROBE_STEPS), MOST_PROBE_STEPS))
 
     def _new(self) -> Acceptance:
-        known = min(self.totals._judged, MOST_KNOWN)
-        return Acceptance(_right=self.totals.rate * known, _judged=known)
+        weight = min(self.totals._judged, MOST_PRIOR_WEIGHT)
+        return Acceptance(_right=self.totals.rate * weight, _judged=weight)
 
     def _chosen(
         self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None, seen: float
     ) -> tuple[list[int], list[int]]:
-        """The number of drafts of each wish, and which of the wishes are probes."""
+        """Return the number of drafts of each wish, and the places of the wishes that are probed."""
         rows = [(self._known[seq_id].rate, available) for seq_id, available in wishes]
         chosen = self.choose(rows, num_others, room, seen)
         if step < self._next_probe(len(rows) + num_others):
@@ -355,10 +355,10 @@ class DraftLengths:
         room: int | None = None,
         seen: float = 0.0,
     ) -> list[int]:
-        """The number of drafts of each row, a rate and the drafts available, for most tokens per second.
+        """Return the number of drafts of each row that gives the most tokens per second.
 
-        Each row computes one token in any case, the step `num_others` more, and drafts at most `room`; a
-        token attends to `seen` positions.
+        A row is an acceptance rate and the drafts available. Each row computes one token in any case, and the
+        step `num_others` more, with at most `room` drafts; a token attends to `seen` positions.
         """
         assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
@@ -381,7 +381,7 @@ class DraftLengths:
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
             turns = self._turns(cap)
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
-            drafted = accumulate([place < len(rows) for place in places], initial=0)  # rows that have any
+            drafted = accumulate([place < len(rows) for place in places], initial=0)  # rows with drafts
             speeds = [
                 each / self.costs.with_drafts(taking, base, count, turns)
                 for each, count, taking in zip(gained, drafted, seconds, strict=False)
@@ -393,13 +393,13 @@ class DraftLengths:
         return counts
 
     def begin(self, seq_id: int) -> None:
-        """Count the windows of a sequence from now on, also if its lengths are not chosen here."""
+        """Start the statistics of a sequence, even if its lengths are not chosen here."""
         self._known[seq_id] = self._new()
 
     def update(
         self, seq_id: int, num_drafts: int, num_accepted: int, longest: int | None = None
     ) -> Acceptance | None:
-        """Learn how a window fared; one of a sequence that was forgotten meanwhile teaches nothing."""
+        """Learn from a judged window; if its sequence is already forgotten, only the totals learn."""
         self.totals.update(num_drafts, num_accepted, longest)
         known = self._known.get(seq_id)
         if known is not None:

@@ -1,4 +1,4 @@
-"""A proposer that a user has written: its faults cost drafts and nothing else."""
+"""A guard around a user's proposer, whose errors cost drafts and nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class CarefulProposer:
-    """Asks another proposer; if that raises, or answers with something other than drafts, there are none."""
+    """Calls a user's proposer; if it raises, or returns anything but drafts, there are no drafts."""
 
     def __init__(self, proposer: Proposer, name: str) -> None:
         self._proposer, self._name = proposer, name
-        self._has_spoken = False
+        self._has_logged = False
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
         """The drafts of each wish."""
@@ -44,6 +44,6 @@ class CarefulProposer:
             self._log(error)
 
     def _log(self, error: Exception) -> None:
-        if not self._has_spoken:
-            self._has_spoken = True
-            logger.error("no drafts: speculative_method=%s failed; said once", self._name, exc_info=error)
+        if not self._has_logged:
+            self._has_logged = True
+            logger.error("no drafts: speculative_method=%s failed; logged once", self._name, exc_info=error)

@@ -4,12 +4,12 @@
     ╰──────╯                          ╰──────╯
               sat  on  the  mat                         the drafts: what followed it there
 
-The longest match decides, up to `max_ngram` tokens. Among equally long matches the newest wins, since a text
-that changes its mind (a renamed variable, the current item of a list) repeats its last version. Compared with
-the oldest match, answers of a small model got 5 to 7 % more tokens per step, and edits of a file 0.5 % less.
-Long matches matter for edits, since code has many lines that start alike: with at most 4 tokens they got 14 %
-less than with at most 16. A match that reaches the end of the text goes on into its own drafts, so text with
-a short period gets drafts of full length:
+The longest match wins, up to `max_ngram` tokens. Among equally long matches the newest wins, since a text
+that changes (a renamed variable, the current item of a list) repeats its last version. Compared with the
+oldest match, answers of a small model got 5 to 7 % more tokens per step, and edits of a file 0.5 % fewer.
+Edits need long matches, since many lines of code start alike: with matches of at most 4 tokens, they got 14 %
+fewer tokens per step than with at most 16. If what followed the match reaches the end of the text, the drafts
+repeat it, so a text with a short period gets all the drafts it can use:
 
     .. a b c a b      drafts:  c a b c a b c ..
 """
@@ -27,14 +27,14 @@ NOTHING: array[int] = array("I")
 
 
 class OwnTexts:
-    """An index of each sequence's text so far, brought up to date when it is asked for."""
+    """An index of each sequence's text so far, updated by every lookup."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._indexes: dict[int, TextIndex] = {}
 
     def index_of(self, wish: Wish) -> TextIndex:
-        """The index of all the wish's tokens."""
+        """Return the index of a wish's text, updated to its newest token."""
         index = self._indexes.get(wish.seq_id)
         if index is None or not index.continues_in(wish.tokens):
             index = self._indexes[wish.seq_id] = TextIndex(self._size)
@@ -47,7 +47,7 @@ class OwnTexts:
 
 
 def repeat_from(text: array[int], place: int, count: int) -> array[int]:
-    """The `count` tokens from `place` on, as if the text repeated itself from there for ever."""
+    """Return `count` tokens from `place` on; after the end of the text they repeat from `place`."""
     found = text[place : place + count]
     if len(found) == count:
         return found
@@ -55,7 +55,7 @@ def repeat_from(text: array[int], place: int, count: int) -> array[int]:
 
 
 class NgramProposer:
-    """Proposes what followed the newest of the longest earlier occurrences of the text's end."""
+    """Proposes the tokens after the newest of the longest earlier matches of the text's end."""
 
     def __init__(self, min_ngram: int = 2, max_ngram: int = 16) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -67,7 +67,7 @@ class NgramProposer:
         self._texts = OwnTexts(min_ngram)
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
-        """The drafts of each wish; empty where no end of at least `min_ngram` tokens has occurred before."""
+        """Return the drafts of each wish; empty without a match of at least `min_ngram` tokens."""
         return [self._drafts_of(wish) for wish in wishes]
 
     def _drafts_of(self, wish: Wish) -> array[int]:

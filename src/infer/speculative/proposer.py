@@ -9,7 +9,7 @@
 A step computes the last token and the drafts after it together. This costs little more than the last token
 alone, because a small batch waits for the weights, not for the arithmetic. At each position it draws the same
 token as without drafts (execution/host_sampling.py), so a proposer changes the speed of a text, never the
-text. A proposer may be wrong, or silent; it must be deterministic, so that a recorded run can be repeated.
+text. A proposer may be wrong or propose nothing. It must be deterministic, so that a run can be replayed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Wish(NamedTuple):
     seq_id: int
     tokens: array[int]  # prompt and output so far, to be read only
     num_prompt: int
-    salt: str  # texts of different salts must not meet, as in the prefix cache
-    num_drafts: int  # the most drafts that it can use
+    salt: str  # the prefix cache's salt; no draft may come from a text with another salt
+    num_drafts: int  # the most drafts that the sequence can use
 
 
 class Proposer(Protocol):
-    """Proposes drafts for sequences, whose text it may keep between calls under their `seq_id`."""
+    """Proposes drafts for sequences; it may keep their texts between calls, by `seq_id`."""
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
-        """The drafts of each wish, at most its `num_drafts`; an empty list where it has no guess."""
+        """Return at most `num_drafts` drafts for each wish, and an empty list where there is no guess."""
 
     def has_match(self, wish: Wish) -> bool:
-        """True if drafts are likely, so that it is worth waiting for ids of the sequence still on the device.
+        """True if drafts are likely, so that it is worth waiting for the newest ids, still on the device.
 
-        `tokens` lack those newest ids. The answer is cheap and may be wrong; a model that drafts says True.
+        `tokens` does not have these ids. The check is cheap and may be wrong; draft models return True.
         """
 
     def finish(self, wish: Wish) -> None:
-        """Forget a sequence that has ended or was aborted; `tokens` are its last."""
+        """Forget a sequence that has ended or was aborted; `tokens` is its final text."""

@@ -1,4 +1,4 @@
-"""Drafts from the sequence's own text and from recent answers to others, by how often each continuation came.
+"""Drafts from the sequence's own text and from recent answers: the most frequent continuation of its end.
 
 The end of the text is looked up in both. All places after the longest match (at most DEPTH tokens) vote:
 
@@ -12,18 +12,18 @@ The end of the text is looked up in both. All places after the longest match (at
 The most frequent token is taken at each fork, the newest of equally frequent ones, until the estimated
 probability falls below LEAST_PROBABILITY. A short match may be chance, so there are at most
 DRAFTS_PER_MATCHED drafts per matched token. The source with more expected accepted drafts (the sum of their
-probabilities) wins, and the own text where they are equal.
+probabilities) wins; in a tie, the own text does.
 
-A tree with counts in its nodes gives the same votes, but needs up to DEPTH nodes per token. Here the answers
-are kept as they are, one after the other, and text_index.py finds the newest places that vote. An answer that
-is evicted takes its votes with it.
+A suffix tree with counts in its nodes would give the same votes, but need up to DEPTH nodes per token. Here
+the answers are stored one after the other, and text_index.py finds the newest places, which vote. An answer
+that is evicted takes its votes with it.
 
     past answers of one salt      |  answer 1  |  answer 2  |  answer 3  |        | is SEPARATOR, not an id
                                     oldest: evicted first     newest
 
-Every salt has a text of its own, so that none can draft for another. The bounds hold for all salts together.
-Only answers are kept. Prompts are usually longer, and the prompt that an answer repeats is in the sequence's
-own text already: with past prompts, sequences took at most 1 % fewer steps.
+Each salt has its own text, so no salt drafts for another. The limits are totals over all salts. Prompts are
+not stored: they are usually longer than answers, and the prompt that an answer repeats is in the sequence's
+own text already. Storing them saved at most 1 % of the steps.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from infer.speculative.proposer import Wish
 from infer.speculative.text_index import TextIndex
 
 RUN: Final = 2  # tokens of the shortest match
-LONGEST_ANSWER: Final = 8192  # tokens kept of one answer: indexing more would hold up the engine
+LONGEST_ANSWER: Final = 8192  # tokens kept of one answer; indexing more at once would delay a step
 DEPTH: Final = 24  # tokens of the longest match
 DRAFTS_PER_MATCHED: Final = 1.5
 LEAST_PROBABILITY: Final = 0.1
-ROUNDING: Final = 1e-9  # rounding errors in sums of probabilities; equal sources must be seen as equal
+ROUNDING: Final = 1e-9  # rounding error of sums of probabilities, within which sources are equal
 SEPARATOR: Final = 0xFFFFFFFF
 
 
@@ -55,19 +55,19 @@ class PastAnswers:
         self.index = TextIndex(RUN)
 
     def add(self, answer: array[int]) -> None:
-        """Put an answer after the others."""
+        """Append an answer."""
         self.text.extend(answer)
         self.text.append(SEPARATOR)
         self.index.extend(self.text)
 
     def after(self, place: int, count: int) -> array[int]:
-        """At most `count` tokens from `place` on, none of them of a later answer."""
+        """Return at most `count` tokens from `place` on, up to the end of that answer."""
         found = self.text[place : place + count]
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
 
 class SuffixProposer:
-    """Proposes the most frequent continuation of the text's end, in its own text or in recent answers."""
+    """Proposes the most frequent continuation of a text's end, in the text itself or in recent answers."""
 
     def __init__(self, max_answers: int = 4096, max_tokens: int = 1 << 18) -> None:
         if max_answers < 0 or max_tokens < 0:
@@ -82,7 +82,7 @@ class SuffixProposer:
         self._num_tokens = 0  # tokens in all kept answers
 
     def propose(self, wishes: Sequence[Wish]) -> list[Sequence[int]]:
-        """The drafts of each wish; empty where its end is new, or what follows is anyone's guess."""
+        """Return the drafts of each wish; empty if its end is new or no continuation is probable."""
         return [self._drafts_of(wish) for wish in wishes]
 
     def _drafts_of(self, wish: Wish) -> array[int]:
@@ -112,7 +112,7 @@ class SuffixProposer:
         return past is not None and past.index.has(wish.tokens)
 
     def finish(self, wish: Wish) -> None:
-        """Forget the sequence's text, and keep its answer for others of the same salt."""
+        """Forget the sequence's text, and keep its answer for other sequences with its salt."""
         self._texts.forget(wish.seq_id)
         answer = wish.tokens[wish.num_prompt : wish.num_prompt + LONGEST_ANSWER]
         if not answer or len(answer) > self._max_tokens or not self._max_answers:
@@ -133,10 +133,10 @@ class SuffixProposer:
 
 
 def most_frequent(continuations: list[array[int]]) -> tuple[array[int], float]:
-    """The likeliest tokens by the votes of `continuations`, and how many of them are expected to be right.
+    """Return the tokens that most `continuations` vote for, and how many are expected to be right.
 
-    Where votes are equal the continuation that comes first decides. One that has ended still counts as a vote
-    against going on.
+    In a tie, the first continuation decides. A continuation that has ended still counts as a vote against
+    going on.
     """
     drafts, expected, probability = array("I"), 0.0, 1.0
     while continuations:

@@ -11,10 +11,10 @@ small model, and continues from them as well; the target judges all nodes in one
 
     drawn       dog at the text's end, ran at node 5, off at node 8: the text goes on with "dog ran off"
 
-The chance of a node is the product of the chances along its path. The best guess of a node is right at a rate
-r, and the next two with a half and then a quarter of the rest. `tree_of` takes the likeliest nodes at one
-rate. So there is one tree for each number of nodes, the same for every text, and an order need say little
-about it. The main line comes first, in the slots of a chain: if it is kept, nothing moves in the cache.
+The probability of a node is the product of the probabilities along its path: r for the best guess of a node,
+(1 - r) / 2 for the second and (1 - r) / 4 for the third. `tree_of` takes the likeliest nodes at a fixed r. So
+a number of drafts has one tree, the same for every text, and orders describe it in few numbers. The main line
+comes first, in the slots of a chain: if it is accepted, nothing moves in the cache.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Final
 from infer.config.speculation import MAX_DRAFTS
 from infer.execution.trees import DraftTree
 
-WIDTH: Final = 3  # children of a node, at most
-RATE: Final = 0.6  # rate of the best guesses that trees are made for
+WIDTH: Final = 3  # most children of a node
+RATE: Final = 0.6  # acceptance rate of best guesses for which trees are shaped
 
 
 def chance(ranks: tuple[int, ...], rate: float) -> float:
@@ -39,7 +39,7 @@ def chance(ranks: tuple[int, ...], rate: float) -> float:
 
 @cache
 def grown(num_drafts: int) -> tuple[tuple[int, ...], ...]:
-    """The paths of the likeliest drafts as ranks, the likeliest first: each comes after its parent."""
+    """Return the paths of the likeliest drafts as ranks, likeliest first; a parent precedes its children."""
     taken, open_ = list[tuple[int, ...]](), list[tuple[int, ...]]([(0,)])
     while len(taken) < num_drafts:
         best = max(open_, key=lambda path: (chance(path, RATE), -len(path)))
@@ -53,7 +53,7 @@ def grown(num_drafts: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tree_of(num_drafts: int) -> DraftTree:
-    """The tree of this many drafts, its main line first, then the others by depth."""
+    """Return the tree of `num_drafts` drafts: its main line first, then the other nodes by depth."""
     taken = grown(num_drafts)
     paths = [(), *sorted(taken, key=lambda path: (any(path), len(path), path))]
     backs = [place - paths.index(path[:-1]) for place, path in enumerate(paths) if path]
@@ -64,18 +64,18 @@ def tree_of(num_drafts: int) -> DraftTree:
 
 @cache
 def chain_of(num_drafts: int) -> DraftTree:
-    """A tree without branches."""
+    """Return a tree without branches."""
     return DraftTree((1,) * num_drafts, (0,) * num_drafts, tuple(range(1, num_drafts + 1)))
 
 
 def survival(before: float, rate: float, place: int) -> float:
-    """The probability that the draft that a tree grows by at a place is right; not more than the one before.
+    """Return the probability that the draft at a place of `grown` is right, at most `before`.
 
-    `rate`: how often best guesses are right.
+    `rate`: the acceptance rate of best guesses.
     """
     return min(before, chance(grown(MAX_DRAFTS)[place], rate))
 
 
 def turns_of(num_drafts: int) -> int:
-    """The passes of a small model that make this many drafts: the depth of their tree."""
+    """Return the passes in which a draft model makes `num_drafts` drafts: the depth of their tree."""
     return tree_of(num_drafts).depth

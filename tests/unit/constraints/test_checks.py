@@ -501,8 +501,8 @@ FREE = {"additionalProperties": {"type": "integer"}}
         ({"properties": {"a": {}, "b": {}}, "minProperties": 2}, "minProperties", "must be at most 1"),
         ({"properties": {"a": {}}, "minProperties": 2}, "minProperties", "is above 1, the number of"),
         ({"required": ["a", "b"], "maxProperties": 1}, "maxProperties", "is below the 2 that are required"),
-        ({"properties": {"a": False}, "required": ["a"]}, "required", "names a property that cannot be"),
-        ({"additionalProperties": False, "required": ["a"]}, "required", "names a property that cannot be"),
+        ({"properties": {"a": False}, "required": ["a"]}, "required", "names a forbidden property"),
+        ({"additionalProperties": False, "required": ["a"]}, "required", "names a forbidden property"),
     ],
 )
 def test_properties_that_cannot_be_counted_or_be_there_are_refused(
