@@ -1,30 +1,30 @@
-"""The device half of a GPU: state stays there, steps are launched and waited for later.
+"""The device half of a GPU: state stays on the device, steps are launched now and waited for later.
 
     run      transfers, differences of state, then one of
                sized     rows that decode and few given tokens, padded: a CUDA graph          (graphs.py)
-               windows   rows that verify drafts: each token is a row that decodes, in a graph as well
+               windows   rows that verify drafts: each token is a row that decodes, also in a graph
                ragged    anything else: the same kernels, launched one by one
              and a copy of the sampled ids to pinned memory, followed by an event;
-             an order that awaits masks is sampled when these are there                       (masks.py)
-             a step for which there is no memory is run in halves                             (halves.py)
-             a head that drafts sees what was computed and drawn, unless it need not    (head_model.py)
+             an order that awaits masks is sampled when the masks are there                   (masks.py)
+             a step that runs out of memory is run in halves                                  (halves.py)
+             a draft head sees what was computed and sampled, unless it may skip the step  (head_model.py)
     wait     for that event; ids become a `StepResult`                                        (readback.py)
 
 No step reads anything back, so the engine may plan and launch the next steps before it waits for this one:
 their tokens are on the device. If ids decide what runs next (forks, beams), the host samples the step, and
 the engine does not overlap steps. For drafts, the device draws the ids and the host judges them. The number
-of kept ids decides what the next step computes, so a verifying row does not continue from the device's state.
-Only its drafter does: the device judges as well, and the next turns begin before the host has read the step
-(engine/draft_model.py).
+of accepted ids decides what the next step computes, so the host says how a verifying row goes on. Only its
+drafter goes on from the device's state: the device judges, too, and the next turns of drafting begin before
+the host has read the step (engine/draft_model.py).
 
 warm_up.py prepares what the first step needs: compiled kernels, captured graphs.
 
 If several ranks share a model, rank 0 has the engine. It sends each order before it launches it, and the
 other ranks launch their parts (`compute_part`). Only rank 0 samples. The ids go to the other ranks on the
-device, in the same graph, so steps run ahead there as well. Padding is computed without exchanges. If layers
-are in stages, only the last stage has logits; the part of another stage ends with the hidden states that it
-passes on. A step with many tokens is computed in as many parts as there are stages, so that all of them work
-at the same time. A stage takes the ids of a part when its rows need them, in the next step.
+device, in the same graph, so the other ranks run ahead, too. Padding is computed without communication. If
+layers are in stages, only the last stage has logits; other stages end with the hidden states that they pass
+on. A step with many tokens is split into as many parts as there are stages, so that all stages work at the
+same time. A stage receives the ids of a part only when its rows need them, in the next step.
 
 On a CPU the same code runs on the kernels' references, which is how it is tested without a GPU.
 
@@ -96,27 +96,27 @@ from infer.models.model import Network
 
 logger = logging.getLogger(__name__)
 
-DRAFTING = "while drafts were made"  # the place, other than a step, where a device may fail
-MIN_PART = 64  # tokens of a part that stages compute: fewer take as long
+DRAFTING = "while drafts were made"  # the place, besides a step, where a device may fail
+MIN_PART = 64  # fewest tokens of a part of a step: fewer tokens take as long
 
 Sampler = Callable[[StepMasks], Pending]  # launches the second part of a step, after its forward
 
 
 class Followed(NamedTuple):
-    """The facts about a sampled step that its head gets."""
+    """The facts about a sampled step that a draft head gets."""
 
-    next_tokens_T: torch.Tensor  # the token after each
+    next_tokens_T: torch.Tensor  # the token after each token of the step
     places_C: torch.Tensor | slice  # places of the tokens at which ids were drawn
-    rows_C: torch.Tensor  # rows of state to which those belong; -1: padding
+    rows_C: torch.Tensor  # rows of state of these tokens; -1: padding
 
 
 class DecodedRows(NamedTuple):
-    """The rows of a step that decodes and nothing else."""
+    """The rows of a step in which all rows decode."""
 
     rows: np.ndarray
     size: StepSize
     ids_S: torch.Tensor  # memory of their sampled ids
-    has_logprobs: bool  # whether any of them asks for logprobs
+    has_logprobs: bool  # True: some rows ask for logprobs
 
 
 class EarlyWindow(NamedTuple):
@@ -124,8 +124,8 @@ class EarlyWindow(NamedTuple):
 
     rows: list[int]
     num_sampled: list[int]  # ids of each row
-    ids_KS: PendingTensor  # its drafts
-    decided: dict[int, int]
+    ids_KS: PendingTensor  # drafts that it verifies
+    decided: dict[int, int]  # number of kept ids by row, if chance decides
     ids: PendingIds
 
 
@@ -133,9 +133,9 @@ class AwaitedIds(NamedTuple):
     """The ids of a step that a later stage draws, and the rows that go on from them."""
 
     rows: np.ndarray
-    positions: np.ndarray  # positions where the ids will stand
-    places: np.ndarray  # places of theirs among the ids that come
-    num_ids: int  # ids that come, with padding
+    positions: np.ndarray  # positions of the ids in their sequences
+    places: np.ndarray  # places of the rows' ids among the ids that arrive
+    num_ids: int  # ids that arrive, including padding
 
 
 class GpuDevice:
@@ -169,16 +169,16 @@ class GpuDevice:
     ) -> None:
         """`window_tokens`: the most tokens of rows that verify drafts in a captured step.
 
-        `num_drafts`: the most drafts of a sequence, if it drafts. `drafter` drafts for it, with the same
-        block tables; a head follows its steps, too. `has_trees`: drafts may be trees. `adapters` are the
-        model's. `communicator` joins the ranks that share the model; `ranks` get each order from rank 0.
-        With a `pipe` the layers are in stages.
+        `num_drafts`: the most drafts of a sequence, if this device drafts. `drafter`: the device that drafts
+        for it, with the same block tables; a draft head also follows its steps. `has_trees`: drafts may be
+        trees. `communicator` joins the ranks that share the model; `ranks` get each order from rank 0. With
+        a `pipe`, the layers are in stages.
         """
         self._adapters, self._has_trees = adapters, has_trees
         self._ranks, self._communicator = ranks, communicator
         self._num_parts = 1 if pipe is None else min(pipe.num_stages, MAX_PARTS)
         self._awaited: deque[AwaitedIds] = deque()  # ids on their way from the last stage
-        self._begun: set[StepSize] = set()  # sizes of which ranks have launched a step
+        self._begun: set[StepSize] = set()  # sizes that ranks have launched before
         self._has_logits = pipe is None or pipe.stage == pipe.num_stages - 1
         self._samples = self._has_logits and (communicator is None or communicator.rank == 0)
         config, device, block_size = model.config, store.device, shape.block_size
@@ -186,12 +186,12 @@ class GpuDevice:
         self.max_tokens, self.backend = max_tokens, attention_backend
         self.profile = profile = device_profile(device).graphs
         max_blocks = -(-max_seq_len // block_size)
-        # a state goes through the tokens of a row one after the other: each cannot be a row that decodes
+        # a recurrent state takes the tokens of a row in order: they cannot be separate rows that decode
         self.window_tokens = window_tokens if config.delta is None else 0
         is_head = isinstance(model, HeadModel)
         self.drafter = drafter
         self.head = drafter if drafter is not None and isinstance(drafter.model, HeadModel) else None
-        self._layer_inputs = LayerInputs(())  # inputs of a step that its head has not seen
+        self._layer_inputs = LayerInputs(())  # inputs of a step that the draft head has not seen
         self.rows: DeviceRows = DeviceRows(
             shape.num_rows,
             max_blocks,
@@ -202,14 +202,14 @@ class GpuDevice:
             None if drafter is None else drafter.rows.tables_KRB,
         )
         self._sampler = HostSampler(model, self.rows.book, send)
-        # the first turn of a model that drafts computes two tokens of each row, others a window's
+        # the first turn of a draft model computes two tokens of each row
         max_rows = max_batch_size * (1 + (num_drafts > 0 and not is_head))
         max_rows = max(max_rows, WINDOW_TOKENS if num_drafts and has_trees else window_tokens)
         self.drafts_KS = torch.zeros((num_drafts, max_batch_size), dtype=torch.int64, device=device)
         self._scratch = SampleScratch(max_rows + profile.max_chunks, config.vocab_size, device)
         backends = attention_backend, decode_attention_backend
         chosen = choose_backend(backends, config, store, block_size)
-        # compilers begin here, and go on during what follows (`wait_for_compilers`)
+        # compilers start here, and run in the background until `wait_for_compilers`
         pool = ThreadPoolExecutor(1, "compile-attention")
         self._decode_backend = pool.submit(compile_backend, chosen, config, store, block_size, max_rows)
         pool.shutdown(wait=False)
@@ -243,11 +243,11 @@ class GpuDevice:
             steps_ahead=(steps_ahead + 2) * self._num_parts - 2,
             drafts_KS=self.drafts_KS,
         )
-        self._late: LateDrafts | None = None  # drafts of the next order
-        self._early: EarlyWindow | None = None  # a step that the next order may be
-        self._has_chance = False  # whether drafts are kept by chance
-        self.has_judged = False  # whether the drafter can go on from the last step without the host
-        self._decoded: DecodedRows | None = None  # rows of the last step, if all it did was to decode
+        self._late: LateDrafts | None = None  # drafts of the next order, not yet on the host
+        self._early: EarlyWindow | None = None  # a step that ran early, if the next order turns out to be it
+        self._has_chance = False  # True: chance decides which drafts are kept
+        self.has_judged = False  # True: the drafter can go on from the last step without the host
+        self._decoded: DecodedRows | None = None  # rows of the last step, if all of them decoded
         self.dense: DenseAttention | None = None
         sees_all = self._windows == (None,) and config.delta is None and config.has_plain_scores
         longest = PromptProblem(
@@ -267,7 +267,7 @@ class GpuDevice:
                 max_len=max_seq_len,
             )
         self._smaller = SmallerSteps(self.run_half, can_repeat=config.delta is None)
-        self.arena: object = None  # the owner of the memory of its steps, if there is one
+        self.arena: object = None  # the owner of the memory of steps, if there is one
         self._host_chunks: tuple[PrefillChunk, ...] = ()  # chunks for the reference of prefill attention
         self.graphs = StepGraphs(
             partial(self.compute_logits, model),
@@ -288,21 +288,21 @@ class GpuDevice:
         self.graphs.is_agreed = communicator is None
 
     def wait_for_compilers(self) -> None:
-        """Wait for the compilers; ConfigError if attention that was asked for cannot be compiled."""
+        """Wait for the compilers; raise ConfigError if the attention asked for cannot be compiled."""
         self.work.backend = self._decode_backend.result()
         self._wait_for_sampler()
 
     def expect(self, late: LateDrafts | None) -> None:
-        """Set the drafts of the next order, whatever it says; None: as it says."""
+        """Set the drafts of the next order, which lacks them; None: the order has its drafts."""
         self._late = late
 
     def use_judge(self, judge: Judge) -> None:
-        """Let drafts be judged in another way, whatever is drawn: for benchmarks."""
+        """Replace the rule that judges drafts by one that ignores the drawn ids, for benchmarks."""
         self._sampler.judge = self._readback.judge = judge
         self._has_chance = True
 
     def _decided(self, num_sampled: list[int]) -> dict[int, int]:
-        """The number of ids that each row with drafts keeps, where chance decides: the device is told."""
+        """Return the number of ids that each row with drafts keeps, if chance decides, for the device."""
         if not self._has_chance:
             return {}
         judge = self._readback.judge
@@ -317,11 +317,11 @@ class GpuDevice:
     # -- one step -----------------------------------------------------------------------------------
 
     def run(self, order: StepOrder) -> PendingStep:
-        """Begin a step; see the module's docstring for the order of things."""
+        """Launch a step, as the module's docstring describes."""
         if self._ranks is None:
             return self._run(order)
         with whole_group(self._ranks, order.step):
-            if self._late is not None:  # the others are told all drafts
+            if self._late is not None:  # the other ranks need all drafts in the order
                 self._late.read(order)
                 self._late = None
             self._ranks.send(RankMessage.ORDER, to_bytes(order))
@@ -338,16 +338,16 @@ class GpuDevice:
         parts = self._parts(order)
         for _, part in parts:
             step = self._run(part)
-            if order.flags & AWAITS_MASKS:  # rank 0 has them
+            if order.flags & AWAITS_MASKS:  # rank 0 has the masks
                 step.masks(0)
                 step.sample((), ())
         if len(parts) > 1:
             self._decoded = None  # rows of a part
 
     def _parts(self, order: StepOrder) -> list[tuple[int, StepOrder]]:
-        """The parts in which stages compute an order at the same time, equal on every rank.
+        """Split an order into parts, which stages compute at the same time; all ranks split alike.
 
-        A step with few tokens takes as long as half of it. Masks, drafts and ids of the host take it whole.
+        Half of a small step takes as long as all of it. Masks, drafts and ids of the host need a whole step.
         """
         is_plain = not order.flags & (AWAITS_MASKS | ON_HOST | READS_PROMPTS) and VERIFY not in order.kinds
         count = min(self._num_parts, order.num_tokens // MIN_PART)
@@ -357,16 +357,16 @@ class GpuDevice:
         return [(0, first._replace(transfers=order.transfers)), *rest]
 
     def agree(self) -> None:
-        """Keep the captured steps that all ranks have; all ranks come here together."""
+        """Keep the captured steps that all ranks have; every rank must call this."""
         if self._communicator is not None:
             self.graphs.agree(self._communicator.gather_bytes)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Compute padding, without the other ranks."""
+        """Let this rank compute padding without the other ranks."""
         return nullcontext() if self._communicator is None else self._communicator.alone()
 
     def _run(self, order: StepOrder, *, is_part: bool = False) -> PendingStep:
-        late, self._late = self._late, None  # these drafts are for no other order, whatever comes of this one
+        late, self._late = self._late, None  # these drafts are for this order only, even if it fails
         early, self._early = self._early, None
         self.graphs.is_replaying = self.has_judged = False
         try:
@@ -376,7 +376,7 @@ class GpuDevice:
                     self.head.store.transfer(order.moves())
             try:
                 sample = self._start(order, late, None if len(order.transfers) else early)
-            except torch.OutOfMemoryError as error:  # run in halves once everything that halves need is there
+            except torch.OutOfMemoryError as error:  # halves run later, when the masks are there
                 sample = _raising(error.with_traceback(None))
         except torch.AcceleratorError as error:
             raise DeviceLost.of(f"in step {order.step}", error) from error
@@ -385,7 +385,7 @@ class GpuDevice:
         return PendingStep(order.flags, launch, memory, in_graph=self.graphs.is_replaying)
 
     def path_of(self, order: StepOrder) -> str:
-        """The way in which this order is computed, in words for people."""
+        """Describe how this order is computed, for people."""
         size = None
         if not order.flags & (ON_HOST | READS_PROMPTS):
             size = self._window_of(order) if VERIFY in order.kinds else self._size_of(order)
@@ -397,7 +397,7 @@ class GpuDevice:
     def _launch_sampler(
         self, order: StepOrder, late: LateDrafts | None, sample: Sampler, masks: StepMasks
     ) -> Pending:
-        """Launch the second part of a step; where there is no memory, run the step in halves instead."""
+        """Launch the second part of a step; if memory runs out, run the step in halves instead."""
         if self._ranks is None:
             return self._launch_own(order, late, sample, masks)
         with whole_group(self._ranks, order.step):
@@ -405,7 +405,7 @@ class GpuDevice:
         return self._joined(order.step, pending)
 
     def _joined(self, step: int, pending: Pending) -> Pending:
-        """The result of a step, as rank 0 of several, once all ranks have computed it."""
+        """Return the result of a step for rank 0, which waits until all ranks have computed it."""
 
         def wait() -> StepResult:
             assert self._ranks is not None
@@ -426,12 +426,12 @@ class GpuDevice:
                     self.rows.masks.send(order.rows[np.asarray(masks.numbers, dtype=np.int64)])
                 return sample(masks)
             except torch.OutOfMemoryError as error:  # nothing of it has been sampled
-                if self._communicator is not None:  # the others are not told of halves
+                if self._communicator is not None:  # the other ranks do not know of halves
                     raise
                 if late is not None:
-                    late.read(order)  # the halves are told their drafts
-                self._readback.settle()  # the halves take the buffers of steps that have not been read
-                kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves take their memory, too
+                    late.read(order)  # the halves need their drafts
+                self._readback.settle()  # the halves reuse the buffers of steps that have not been read
+                kept = masks._replace(lines_KW=masks.lines_KW.copy())  # the halves reuse the masks' memory
                 result = self._smaller.run(order, kept, error)
                 self._decoded = None  # rows of a half, and the next order may repeat the whole
                 masks.lines_KW[:] = kept.lines_KW  # the engine still reads them
@@ -440,9 +440,9 @@ class GpuDevice:
             raise DeviceLost.of(f"in step {order.step}", error) from error
 
     def rare_orders(self) -> Iterator[tuple[StepOrder, StepMasks]]:
-        """Yield orders of padding for what few requests ask for.
+        """Yield orders of padding that use what few requests ask for.
 
-        Ranks have none, for they draw together, and a model that drafts is asked for nothing but drafts.
+        Several ranks get none, because they sample together, and neither do draft models, which only draft.
         """
         if self._ranks is None and self._communicator is None and not len(self.drafts_KS):
             num_tables, num_rows, _ = self.rows.tables_KRB.shape
@@ -459,13 +459,13 @@ class GpuDevice:
         return step.wait()
 
     def _mask_memory(self, count: int) -> np.ndarray:
-        """Pinned memory for masks; waits for the steps before, whose samplers fetch the same lines."""
+        """Return pinned memory for masks; wait for earlier steps, whose samplers fetch the same lines."""
         with losing_device("before masks were filled"):
             self._readback.arrive()
         return self.rows.masks.take(count)
 
     def _host_memory(self, count: int) -> np.ndarray:
-        """Memory for the masks of a step that the host samples, which may have one for each position."""
+        """Return memory for the masks of a step that the host samples, with up to one for each position."""
         return np.empty((count, self.rows.masks.num_words), dtype=np.int32)
 
     def _start(self, order: StepOrder, late: LateDrafts | None, early: EarlyWindow | None) -> Sampler:
@@ -481,7 +481,7 @@ class GpuDevice:
             if self._awaited:
                 self._go_on(order)
             self.rows.apply(order)
-            if not order.num_rows:  # beams coming back compute their next tokens together, once all are here
+            if not order.num_rows:  # returning beams compute their next tokens together, when all are back
                 return lambda masks: no_rows
             self._clear_masks(order)
             is_verified, runs_plain = VERIFY in order.kinds, not order.flags & (ON_HOST | READS_PROMPTS)
@@ -498,14 +498,14 @@ class GpuDevice:
             if size.num_tokens:
                 return self._start_mixed(order, size)
             has_logprobs = int(self.rows.num_logprobs[order.rows].max()) != NONE
-            rows = order.rows.copy()  # the next order may take the place of this one
+            rows = order.rows.copy()  # the next order may overwrite this one
             decoded = DecodedRows(rows, size, self._scratch.ids_S[: order.num_rows], has_logprobs)
             return self._start_decode(order, decoded, are_sent=False)
 
     def _await_ids(
         self, rows: np.ndarray, positions: np.ndarray, places: np.ndarray, num_ids: int
     ) -> Pending:
-        """Note that rows go on from ids that a later stage draws, which come when a row needs them."""
+        """Remember rows that go on from ids of a later stage, which are received when a row needs them."""
         assert self._communicator is not None
         self._awaited.append(AwaitedIds(rows, positions, places, num_ids))
         self._communicator.pass_ids(self._scratch.ids_S)
@@ -514,14 +514,14 @@ class GpuDevice:
     def _read_back(
         self, order: StepOrder, ids_S: torch.Tensor, num_rows: int, asked: Asked | None
     ) -> PendingIds:
-        """Begin to bring the ids of a step to the host, and to the stages that await them."""
+        """Start to copy the ids of a step to the host, and to the stages that await them."""
         if self._communicator is not None:
             self._communicator.pass_ids(self._scratch.ids_S)
         return self._readback.take(order.step, ids_S, num_rows, asked)
 
     @torch.inference_mode()
     def _go_on(self, order: StepOrder) -> None:
-        """Let the rows of an order go on from their ids, after the ids of earlier steps."""
+        """Receive the awaited ids that the rows of an order go on from, and all earlier ones."""
         takes_all = order.has_begun or order.known.size or VERIFY in order.kinds
         num_due = len(self._awaited) - self._num_parts + 1
         for number, each in enumerate(self._awaited, 1):
@@ -538,12 +538,12 @@ class GpuDevice:
                 advance_rows(rows_N, ids_S[places_N], positions_N, state.last_token_R, state.position_R)
 
     def _clear_masks(self, order: StepOrder) -> None:
-        """Let no row of a step without masks be sampled under one of an earlier step."""
+        """Clear the masks of earlier steps before a step without masks."""
         if not order.flags & AWAITS_MASKS and self.rows.masks.has_any:
             self.rows.masks.clear()
 
     def _size_of(self, order: StepOrder) -> StepSize | None:
-        """The size with room for a step; None: there is none, or it is better launched without."""
+        """Return the size with room for a step; None: there is none, or it is faster without a graph."""
         num_decoding = int(np.count_nonzero(order.kinds == DECODE))
         if order.num_rows - num_decoding > self.profile.max_chunks:
             return None
@@ -555,12 +555,12 @@ class GpuDevice:
         return None if size is None else size._replace(has_adapters=True)
 
     def _window_of(self, order: StepOrder) -> StepSize | None:
-        """The size with room for a step whose rows verify drafts; None: there is none."""
+        """Return the size with room for a step whose rows verify drafts; None: there is none."""
         size = self.graphs.window_size_for(order.num_tokens)
         return None if size is None else size._replace(has_adapters=bool(order.adapters.any()))
 
     def _asked(self, logits_SV: torch.Tensor, rows: np.ndarray, where: np.ndarray | None) -> Asked | None:
-        """The rows that ask for logprobs, sampled from the logits at their own places or at `where`."""
+        """Return the rows that ask for logprobs; their logits are at their own places or at `where`."""
         counts = self.rows.num_logprobs[rows]
         if not (len(rows) and self._samples) or counts.max() == NONE:
             return None
@@ -571,9 +571,9 @@ class GpuDevice:
     # -- steps of a size that is, or could be, a graph ------------------------------------------------
 
     def _ensure(self, size: StepSize) -> bool:
-        """Capture a size if that is still to be done, and meet the other ranks before its first step.
+        """Capture a size if it is not captured yet, and meet the other ranks before its first step.
 
-        Ranks may share a GPU. While a kernel of one waits for another, the driver may load none for that one.
+        On a shared GPU, the driver may load no kernels for a rank while another rank's kernel waits for it.
         """
         is_captured = self.graphs.ensure(size)
         if self._communicator is not None and size not in self._begun:
@@ -582,10 +582,10 @@ class GpuDevice:
         return is_captured
 
     def _start_decode(self, order: StepOrder, decoded: DecodedRows, *, are_sent: bool) -> Sampler:
-        """Launch rows that decode and nothing else, as in most steps."""
+        """Launch a step in which all rows decode, as in most steps."""
         rows, size, ids_S, has_logprobs = decoded
         ensure = self.graphs.ensure if self._communicator is None else self._ensure  # one call less
-        if ensure(size) or not are_sent:  # a capture leaves padding
+        if ensure(size) or not are_sent:  # a capture leaves padding in the inputs
             self.inputs.send_rows(rows, size.num_rows)
             if size.has_adapters:
                 self.inputs.send_adapters(order.adapters, size.num_rows)
@@ -648,17 +648,17 @@ class GpuDevice:
         return sample
 
     def _start_window(self, order: StepOrder, size: StepSize, late: LateDrafts | None) -> Sampler:
-        """Launch rows that verify drafts, each of their tokens as a row of its own that decodes."""
+        """Launch rows that verify drafts, each of their tokens as a separate row that decodes."""
         counts, stops = order.counts.astype(np.int64), order.stops
         ends = counts.cumsum()
         positions = np.arange(order.num_tokens) + (stops - ends).repeat(counts)
         rows = order.rows.repeat(counts)
         is_judged, nodes = order.num_sampled > 1, nodes_of(order) if len(order.backs) else None
         lens = positions + 1
-        if nodes is not None:  # keys and values lie by place, and tokens are rotated and drawn by depth
+        if nodes is not None:  # slots follow from places; rotation and noise follow from depths
             positions = order.starts.repeat(counts) + nodes.depths_T
         has_lanes = bool(order.flags & AWAITS_MASKS or self.rows.has_uses[order.rows[is_judged]].any())
-        if has_lanes and late is not None:  # drafts are counted
+        if has_lanes and late is not None:  # lanes need the drafts on the host
             late.read(order)
             late = None
         self._ensure(size)
@@ -673,7 +673,7 @@ class GpuDevice:
         decided = self._decided(lengths)
         mark_ends(lines_YS[-1], decided, counts, ends)
         lines_YS[1], lines_YS[1, : len(rows)] = 0, lens
-        lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # it goes on from its id
+        lines_YS[3, (ends - 1)[~is_judged]] = order.rows[~is_judged]  # these rows go on from their id
         if has_lanes:
             lines_YS[2, : len(rows)] = fill_lanes(self.rows, order)
         self.inputs.send_window(size.num_rows)
@@ -682,12 +682,12 @@ class GpuDevice:
         if size.has_adapters:
             self.inputs.send_adapters(order.adapters.repeat(counts), size.num_rows)
         self.graphs.forward(size)
-        # made when the ids are there, for drafts may be late
+        # called when the ids have arrived, because drafts may be late
         windows = partial(drawn_by, order, ends - 1, decided, backs)
 
         def sample(masks: StepMasks) -> Pending:
             if not self._has_logits:
-                goes_on, num_ids = ~is_judged, size.num_rows  # others wait to be judged
+                goes_on, num_ids = ~is_judged, size.num_rows  # rows with drafts wait to be judged
                 return self._await_ids(order.rows[goes_on], stops[goes_on], (ends - 1)[goes_on], num_ids)
             self.has_judged = True
             if order.flags & AWAITS_MASKS:
@@ -704,10 +704,10 @@ class GpuDevice:
 
     @torch.inference_mode()
     def verify_early(self, rows: np.ndarray, counts: np.ndarray, ids_KS: PendingTensor) -> None:
-        """Launch the next window of some rows, whose drafts are being made; the device knows where it begins.
+        """Launch the next windows of some rows, whose drafts are being made; the device knows their start.
 
-        If the next order is this step, it has run; any other order computes again what it needs. Rows whose
-        tokens are counted, or that ask for logprobs, wait for their order.
+        If the next order turns out to be this step, it has already run; any other order recomputes what it
+        needs. Rows with penalties or logprobs wait for their order.
         """
         assert self.drafter is not None
         lengths, width = counts + 1, self.drafter.drafts_KS.shape[1]
@@ -738,7 +738,7 @@ class GpuDevice:
     def _find_early(
         self, order: StepOrder, size: StepSize, late: LateDrafts | None, early: EarlyWindow | None
     ) -> Sampler | None:
-        """The second part of a step that has run already, if the order is that step."""
+        """Return the second part of the step that ran early, if the order is that step."""
         if early is None or late is None or late.ids_KS is not early.ids_KS or not late.are_all:
             return None
         is_same = early.rows == order.rows.tolist() and early.num_sampled == order.num_sampled.tolist()
@@ -755,7 +755,7 @@ class GpuDevice:
 
     @torch.inference_mode()
     def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
-        """The kernels of a step of this size up to its logits: everything is read from the device."""
+        """Launch the kernels of a step of this size up to its logits; all inputs are on the device."""
         inputs, num_rows = self.inputs, size.num_rows
         if size.has_windows:
             state = (self.drafter or self).rows
@@ -779,16 +779,16 @@ class GpuDevice:
 
     @property
     def _drafts_D(self) -> torch.Tensor:
-        """The drafts that windows have codes for."""
+        """The drafts that the codes in windows stand for."""
         return self.inputs.following_T if self.drafter is None else self.drafter.drafts_KS.flatten()
 
     def logits(self, model: Network, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """The logits [S, V]; hidden states, which nothing reads, where later stages have them."""
+        """Return the logits [S, V]; if a later stage has them, the hidden states, which nothing reads."""
         return model.logits(hidden_SD) if self._has_logits else hidden_SD
 
     @torch.inference_mode()
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
-        """The kernels after them: the rows of the step are sampled, and advanced on the device."""
+        """Launch the kernels after the logits: sample the rows of the step and advance their state."""
         inputs, num_rows = self.inputs, size.num_rows
         if size.num_tokens:
             num_samples = num_rows + self.profile.max_chunks
@@ -801,16 +801,16 @@ class GpuDevice:
             ids_S = self.sample_rows(logits_SV, sampled_S, positions_S + 1, advanced_S)
             if self.drafter is not None:
                 self._judge(self.drafter, rows_S, ids_S)
-        else:  # the sampled token's place is the one after its input's
+        else:  # a sampled token's position is one after its input's
             self.sample_rows(logits_SV, rows_S, positions_S + 1)
 
     def _judge(self, drafter: GpuDevice, rows_S: torch.Tensor, ids_S: torch.Tensor) -> None:
-        """Let the rows of what drafts go on from what windows keep, which is moved if windows are trees."""
+        """Advance the drafter's rows to the accepted ids, and move the accepted paths of trees."""
         inputs, state = self.inputs, drafter.rows
         tokens_S, positions_S, slots_S = inputs.table_XT[:3, : len(ids_S)]
         decided_S, tree_2S = inputs.window(len(ids_S))[-1], inputs.tree_2S[:, : len(ids_S)]
         sources_S = places_S = slots_S
-        if self._has_trees:  # padding is copied with the first token, which is never moved, to where it is
+        if self._has_trees:  # padding copies the first token, which never moves, onto itself
             places_S = torch.where(slots_S < 0, slots_S[:1], slots_S).clamp(min=0)
             sources_S = places_S.clone()
         judge_windows(
@@ -822,7 +822,7 @@ class GpuDevice:
 
     @torch.inference_mode()
     def follow_sized(self, size: StepSize) -> None:
-        """The kernels that let a head see a step of this size, which was sampled last."""
+        """Launch the kernels that let a draft head see the last sampled step, which has this size."""
         inputs, num_rows = self.inputs, size.num_rows
         if not size.num_tokens:
             self._follow(
@@ -836,7 +836,7 @@ class GpuDevice:
         )
 
     def _follow(self, followed: Callable[[], Followed]) -> None:
-        """Let the head see the step that was sampled last; without memory, it guesses worse from here on."""
+        """Let the draft head see the last sampled step; if memory runs out, it only guesses worse."""
         inputs, self._layer_inputs = self._layer_inputs, LayerInputs(())
         if self.head is None:
             return
@@ -847,18 +847,18 @@ class GpuDevice:
             num_tokens = len(next_tokens_T)
             step = FollowedStep(self.head.store, table_XT[1, :num_tokens], table_XT[2:, :num_tokens])
             network.follow(next_tokens_T, inputs.states(num_tokens), step, places_C, rows_C)
-        except torch.OutOfMemoryError:  # the rows have gone on, so that the step cannot be run again
+        except torch.OutOfMemoryError:  # the rows have advanced, so the step cannot be run again
             if is_gpu(self.device) and torch.cuda.is_current_stream_capturing():
                 raise
             logger.debug("the draft head missed a step: it ran out of memory")
 
     def follow_padding(self, num_tokens: int) -> None:
-        """Let the head see a step of padding, whose forward was launched last."""
+        """Let the draft head see a step of padding, whose forward was launched last."""
         zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         self._follow(lambda: Followed(zeros_T, zeros_T[:1], zeros_T[:1] - 1))
 
     def gather(self, rows_S: torch.Tensor) -> None:
-        """Tokens, positions, slots and lengths of rows that decode, from their state."""
+        """Gather the tokens, positions, slots and lengths of rows that decode from their state."""
         state, size, decode = self.rows, self._block_size, self.inputs.decode(len(rows_S))
         if len(rows_S):
             tokens_R, position_R = state.last_token_R, state.position_R
@@ -872,9 +872,9 @@ class GpuDevice:
         positions_S: torch.Tensor,
         advanced_S: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sample a token for each row at its position; the state of the rows, or of some, goes on from there.
+        """Sample a token for each row at its position, and advance the state of the rows.
 
-        `advanced_S`: these rows instead, -1: none.
+        `advanced_S`: the rows to advance instead; -1: none.
         """
         state, rows_S, positions_S = self.rows, rows_S.int(), positions_S.contiguous()
         ids_S = self._scratch.ids_S[: len(rows_S)]
@@ -898,13 +898,13 @@ class GpuDevice:
         has_windows: bool = False,
         has_adapters: bool = False,
     ) -> torch.Tensor:
-        """Hidden states of all tokens, or of those at `places_C`."""
+        """Return the hidden states of all tokens, or of the tokens at `places_C`."""
         step = self._context(num_tokens, rows_S, tiles, batches, has_windows=has_windows)
         step.logit_indices = places_C
         if self.head is not None:
             assert isinstance(self.head.model, HeadModel)
             layers = self.head.model.captured_layers
-            if model is not self.model:  # it has few layers, and computes padding
+            if model is not self.model:  # a view with few layers, which computes padding
                 layers = (0,) * len(layers)
             self._layer_inputs = step.layer_inputs = LayerInputs(layers)
         if self._adapters is not None:
@@ -922,7 +922,7 @@ class GpuDevice:
         *,
         has_windows: bool = False,
     ) -> DeviceStep:
-        """A step over the inputs that are there."""
+        """Return the context of a step over the current inputs."""
         table_XT = self.inputs.table_XT
         step = DeviceStep(
             self.store,
@@ -954,7 +954,7 @@ class GpuDevice:
         if not self._has_logits:
             return partial(self._sample_elsewhere, order)
         pooled: Pooled | None = None
-        if order.flags & READS_PROMPTS:  # they arrive before the ids, whose event is waited for
+        if order.flags & READS_PROMPTS:  # results arrive before the ids, whose event is waited for
             states_CD = hidden_CD[:, : self.model.config.hidden_size]
             pooled = pool_hidden(order, self.rows.book, last_rows, states_CD)
             pooled = pooled._replace(states_ED=self._readback.fetch(pooled.states_ED))
@@ -989,15 +989,15 @@ class GpuDevice:
         return sample
 
     def _sample_elsewhere(self, order: StepOrder, masks: StepMasks) -> Pending:
-        """The end of a ragged step whose logits another stage has."""
+        """End a ragged step whose logits another stage has."""
         if order.flags & ON_HOST or not order.num_sampled.any():
             return no_rows
-        ends, goes_on = order.num_sampled.cumsum(), order.num_sampled == 1  # others wait to be judged
+        ends, goes_on = order.num_sampled.cumsum(), order.num_sampled == 1  # drafts wait to be judged
         places, num_ids = ends[goes_on] - 1, int(ends[-1])
         return self._await_ids(order.rows[goes_on], order.stops[goes_on], places, num_ids)
 
     def _followed(self, order: StepOrder, prompts: Prompts, ids_S: torch.Tensor) -> Followed:
-        """The facts that a head gets about a ragged step, given all drawn ids, row by row."""
+        """Return the facts about a ragged step that a draft head gets, given all drawn ids, row by row."""
         places, drawn = prompts.places, drawn_places(order)
         following = np.zeros(prompts.end, dtype=np.int64)  # tokens that follow, padding included
         following[places] = following_tokens(order)
@@ -1010,7 +1010,7 @@ class GpuDevice:
     def _sample_none(
         self, order: StepOrder, prompts: Prompts, asked: list[PromptTable], pooled: Pooled | None
     ) -> Pending:
-        """The end of a ragged step without an id to sample: there may be something to wait for."""
+        """End a ragged step without an id to sample; there may be results of prompts to wait for."""
         self._follow(partial(self._followed, order, prompts, self._scratch.ids_S[:0]))
         if not (asked or pooled):  # the middle of a prompt
             return lambda: StepResult([()] * order.num_rows, [()] * order.num_rows, {})
@@ -1042,7 +1042,7 @@ class GpuDevice:
         return lambda: result
 
     def _hidden_of(self, order: StepOrder, prompts: Prompts, places: list[int] | None) -> torch.Tensor:
-        """Hidden states of a ragged step: of all tokens, or of those at `places`."""
+        """Compute the hidden states of a ragged step: of all tokens, or of the tokens at `places`."""
         inputs, slots = self.inputs, order.adapters
         inputs.send_rows(order.rows[prompts.decoding], prompts.first)
         if slots.any():
@@ -1069,14 +1069,14 @@ class GpuDevice:
 def _wait_for_parts(
     parts: list[tuple[int, StepOrder]], steps: Sequence[PendingStep], num_rows: int
 ) -> StepResult:
-    """The results of all parts of a step, put together."""
+    """Wait for all parts of a step and join their results."""
     following = iter(steps)
     return run_parts(parts, num_rows, NO_MASKS, lambda part, masks: next(following).wait())
 
 
 @contextmanager
 def losing_device(where: str) -> Iterator[None]:
-    """Raise `DeviceLost` where the device fails."""
+    """Raise `DeviceLost` if the device fails."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -1084,7 +1084,7 @@ def losing_device(where: str) -> Iterator[None]:
 
 
 def _raising(error: torch.OutOfMemoryError) -> Sampler:
-    """The second part of a step whose first part found no memory."""
+    """Return the second part of a step whose first part ran out of memory: it raises the error."""
 
     def sample(masks: StepMasks) -> Pending:
         raise error

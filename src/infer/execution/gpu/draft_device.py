@@ -1,10 +1,10 @@
-"""The device of what drafts: all turns of a model or a head are one captured step.
+"""The device of a draft model or a draft head, whose turns are one captured step.
 
-    inputs    rows, and how many drafts of each
+    inputs    rows, and the number of drafts of each
     turn 1    the last token of each row ──► d1      a model computes the token before it as well
-    turn 2    d1 ──► d2                              a head goes on from what it made of the token before
+    turn 2    d1 ──► d2                              a head goes on from its own output for the last token
      ...      the ids of a turn are the tokens of the next, without the host
-    drafts    drafts_KS [K, S], which the next window reads where they are
+    drafts    drafts_KS [K, S], which the next window reads in place
 
 The turns of a tree compute all nodes at a depth together (tree_turns.py). Rows go on from the state that the
 judged windows leave on the device, so turns may begin before the host has read the last window. Drafts are
@@ -55,9 +55,9 @@ class DraftDevice(GpuDevice):
         num_drafts: int,
         tree_of: Callable[[int], DraftTree] | None,
     ) -> None:
-        """`num_drafts`: the most drafts of a sequence; `tree_of`: the tree of that many, None: a chain."""
+        """`num_drafts`: the most drafts of a sequence; `tree_of`: the tree of a number; None: chains."""
         self._tree_of = tree_of
-        self._behind = int(isinstance(model, HeadModel))  # positions by which a row is behind its token
+        self._behind = int(isinstance(model, HeadModel))  # positions by which a head's row lags its token
         super().__init__(
             model, store, shape, max_batch_size=max_batch_size, max_tokens=max_tokens,
             max_seq_len=max_seq_len, use_cuda_graphs=use_cuda_graphs, attention_backend=attention_backend,
@@ -68,7 +68,7 @@ class DraftDevice(GpuDevice):
 
     @torch.inference_mode()
     def enter(self, order: StepOrder, previous: np.ndarray) -> None:
-        """Take over the rows of an order in which all decode, and the tokens before theirs; nothing runs."""
+        """Enter the rows of an order, all of which decode, and the tokens before theirs; nothing runs."""
         with losing_device(DRAFTING):
             self.rows.apply(order)
             rows_2K = send(torch.from_numpy(np.stack([order.rows, previous]).astype(np.int64)), self.device)
@@ -76,11 +76,11 @@ class DraftDevice(GpuDevice):
 
     @torch.inference_mode()
     def draft(self, rows: np.ndarray, counts: np.ndarray, are_trees: np.ndarray) -> PendingTensor:
-        """Launch the turns that make as many drafts of each row as it has count, in a chain or a tree.
+        """Launch the turns that make `counts` drafts of the rows, each in a chain or a tree.
 
-        Rows go on from their state, which stays. Returns the ids, a column for each row; they are also in
-        `drafts_KS` until the next call. Rows with different counts, or chains next to trees, take several
-        launches.
+        Rows go on from their state, which does not change. Return the ids, a column for each row; they are
+        also in `drafts_KS` until the next call. Rows with different counts, or chains next to trees, take
+        several launches.
         """
         with losing_device(DRAFTING):
             parts = list[tuple[torch.Tensor, torch.Tensor]]()
@@ -97,7 +97,7 @@ class DraftDevice(GpuDevice):
     def _draft(
         self, rows: np.ndarray, num_drafts: int, *, is_tree: bool, is_last_try: bool = False
     ) -> torch.Tensor:
-        """Launch the turns of some rows, or of one half of them after the other if memory is short.
+        """Launch the turns of some rows; if memory runs out, of one half after the other.
 
         The turns of a single row are tried twice.
         """
@@ -121,12 +121,12 @@ class DraftDevice(GpuDevice):
 
     @torch.inference_mode()
     def compute_logits(self, model: Network, size: StepSize) -> torch.Tensor:
-        """The kernels of all turns up to the logits of the last, or of a step of another kind."""
+        """Launch the kernels of all turns up to the last logits, or of a step that does not draft."""
         return self._compute_turns(model, size) if size.num_drafts else super().compute_logits(model, size)
 
     @torch.inference_mode()
     def sample_logits(self, size: StepSize, logits_SV: torch.Tensor) -> None:
-        """The kernels after them."""
+        """Launch the kernels after the logits."""
         if size.has_trees:
             self._end_tree_turn(logits_SV, self._tree_turns(size)[-1], size.num_rows)
         elif size.num_drafts:
@@ -135,9 +135,9 @@ class DraftDevice(GpuDevice):
             super().sample_logits(size, logits_SV)
 
     def _compute_turns(self, model: Network, size: StepSize) -> torch.Tensor:
-        """All turns of rows that draft, up to the logits of the last."""
+        """Compute all turns of rows that draft, up to the last logits."""
         rows_S = self.inputs.rows_S[: size.num_rows]
-        if self._has_trees:  # the tokens of a text see all before them
+        if self._has_trees:  # tokens of the text see all earlier tokens
             self.inputs.tree_2S[:, : 2 * len(rows_S)] = NO_TREE
         hidden_SD, states_SD = self._first_turn(model, rows_S)
         logits_SV = model.logits(hidden_SD)
@@ -157,10 +157,10 @@ class DraftDevice(GpuDevice):
         return logits_SV
 
     def _first_turn(self, model: Network, rows_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The first turn, from the state of rows: hidden states, and the ones for a head's next turn.
+        """Compute the first turn from the state of rows: hidden states, and states for a head's next turn.
 
-        A head has seen all tokens but the last. A model may lack the one before as well, where the last
-        window was kept as a whole, so it computes both.
+        A head has seen all tokens but the last. A model may also lack the token before the last, if all
+        drafts of the last window were accepted, so it computes both.
         """
         state, num_rows, size = self.rows, len(rows_S), self._block_size
         tables_RB, before_R = state.tables_KRB[0], state.position_R - 1
@@ -174,7 +174,7 @@ class DraftDevice(GpuDevice):
         return self.forward(model, 2 * num_rows, both_S, None, (), places_C, has_windows=True), None
 
     def _guess(self, model: HeadModel, rows_S: torch.Tensor, states_SD: torch.Tensor | None) -> Guess:
-        """A turn of a head over the inputs that are there."""
+        """Compute a turn of a head over the current inputs."""
         return model.guess(
             self.inputs.table_XT[0, : len(rows_S)], self._context(len(rows_S), rows_S), states_SD
         )
@@ -189,7 +189,7 @@ class DraftDevice(GpuDevice):
         next_turn(rows_S, ids_S, state.tables_KRB[0], inputs, drafts_S, block_size=size)
 
     def _tree_turns(self, size: StepSize) -> Sequence[TreeTurn]:
-        """The turns of trees; none for chains."""
+        """Return the turns of trees; chains have none."""
         tree_of = self._tree_of if size.has_trees else None
         return () if tree_of is None else tree_turns(tree_of(size.num_drafts), self.device)
 

@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: hundreds of kernel launches become one.
 
-Launching a kernel costs the CPU several microseconds and a small model's layer computes for hardly more; a
+Launching a kernel costs the CPU several microseconds, and a small model's layer computes hardly longer. A
 *graph* is the recorded list of all launches of a step, and replaying it is a single call. A recording freezes
 addresses, grid sizes and Python's branches. So a step is captured once per *size*, rounded up to one of a
 few. It reads all changing values from device memory (execution/gpu/rows.py), and the rest of the size is
@@ -15,8 +15,8 @@ padding, for which every kernel does nothing.
     170 rows, 800 prompt tokens   ──► size (192, 832), a short step of a busy server
 
 A step is two graphs: the *forward*, from rows to logits, and the *sampler*, from logits to ids. The host may
-fill token masks while the forward runs, and launches the sampler when they are ready. With a head that drafts
-there is a third, the *follower*, which is left out where nothing is to be drafted.
+fill token masks while the forward runs, and launches the sampler when they are ready. A draft head adds a
+third graph, the *follower*, which is skipped where nothing is to be drafted.
 
 A server captures all sizes before it is ready (`prepare`); otherwise a size is captured when it is first
 needed. All graphs share one memory pool, because only one runs at a time. The pool begins as one block of the
@@ -24,10 +24,10 @@ planned size, which the allocator splits and joins as tensors come and go. Alloc
 need a block for each size of tensor, and twice the memory. The largest step is captured first, so that the
 others find room in its memory.
 
-More tokens are worth a graph as long as it takes longer to launch a layer than to compute it (`most_tokens`):
-launching one costs the CPU half a millisecond, and a thousand tokens in a layer of a 0.6B model cost a large
-GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
-`prepare` captures them: a step that is launched kernel by kernel is over before a capture would be.
+Prompts are worth a graph as long as a layer takes longer to launch than to compute (`most_tokens`): launching
+a layer costs the CPU half a millisecond, and computing a thousand tokens in a layer of a 0.6B model costs a
+large GPU a tenth of that. Padding is computed like any other token, so these sizes are close together. Only
+`prepare` captures them: launching such a step kernel by kernel takes less time than capturing it.
 
 The *short steps* of a large model, in which a busy server computes its prompts (scheduling/scheduler.py), are
 captured too. All of them have the same number of tokens, rows included, and they follow each other closely.
@@ -35,8 +35,8 @@ Without graphs, streams would wait for the host, which launches a layer hardly f
 it.
 
 PyTorch's own capture context first returns all cached memory, on the device and in pinned host memory, and
-later steps wait a quarter of a second to get it back. Here memory is returned only if a capture has found too
-little.
+later steps wait a quarter of a second to get it back. Here memory is returned only if a capture runs out of
+it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DRAFT_SIZES = (1, 2, 4, 8, 16, 32)  # rows that are drafted for, and as many as there can be
+DRAFT_SIZES = (1, 2, 4, 8, 16, 32)  # captured numbers of rows that draft; the largest batch is one more
 
 
 class StepSize(NamedTuple):
@@ -68,9 +68,9 @@ class StepSize(NamedTuple):
     num_rows: int  # rows that decode; with `has_windows`, tokens of rows that verify drafts
     num_tokens: int  # tokens of prompts
     has_windows: bool = False
-    has_adapters: bool = False  # some rows have one; without, a step does not even look
-    num_drafts: int = 0  # drafts of turns, each of which goes on from the ids of the last
-    has_trees: bool = False  # these drafts are trees
+    has_adapters: bool = False  # True: some rows have adapters; False: the step does not even look
+    num_drafts: int = 0  # drafts of each row, made in turns that go on from each other's ids
+    has_trees: bool = False  # True: these drafts are trees
 
 
 class CapturedStep(NamedTuple):
@@ -78,22 +78,22 @@ class CapturedStep(NamedTuple):
 
     forward: torch.cuda.CUDAGraph
     sampler: torch.cuda.CUDAGraph
-    follower: torch.cuda.CUDAGraph | None  # None: no head follows its steps
-    logits_SV: torch.Tensor  # borrowed
+    follower: torch.cuda.CUDAGraph | None  # None: there is no draft head
+    logits_SV: torch.Tensor  # memory that belongs to the graphs (`borrow`)
 
 
 def decode_sizes(max_rows: int, profile: GraphProfile) -> list[int]:
-    """The numbers of rows that decode steps are captured for; the last one holds the largest batch."""
+    """Return the captured numbers of rows that decode; the last one holds the largest batch."""
     sizes = [size for size in profile.decode_rows if size < max_rows]
     sizes += range(profile.decode_rows[-1] + profile.row_step, max_rows, profile.row_step)
     return [*sizes, max_rows]
 
 
 def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> int:
-    """The most tokens of prompts for which a graph of this model is worth it.
+    """Return the most prompt tokens for which a graph of this model is worth it.
 
-    At most half of what a step may have: the memory for activations is twice the largest step's.
-    A head that drafts computes no prompts.
+    They are at most half of `max_tokens`, so that graphs fit into the planned memory for activations.
+    A draft head computes no prompts.
     """
     if not max_tokens:
         return 0
@@ -104,16 +104,16 @@ def most_tokens(config: ModelConfig, max_tokens: int, profile: GraphProfile) -> 
 
 
 def short_step(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """`num_tokens` of a short step if no other size would do for it; 0: it has no sizes of its own.
+    """Return `num_tokens` if short steps need sizes of their own, because no other size fits; otherwise 0.
 
-    On a small GPU it has none: that many streams would not fit, and graphs take memory from the cache.
+    Small GPUs get none: they have no room for that many streams, and graphs take memory from the cache.
     """
     is_wanted = most_tokens(config, max_tokens, profile) < num_tokens <= max_tokens // profile.short_parts
     return num_tokens if is_wanted else 0
 
 
 def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profile: GraphProfile) -> int:
-    """The prompt tokens of the largest captured step; a short one has `num_tokens` in all."""
+    """Return the prompt tokens of the largest captured step; a short step has `num_tokens` in all."""
     short = short_step(config, max_tokens, num_tokens, profile)
     return max(most_tokens(config, max_tokens, profile), short - profile.row_step)
 
@@ -121,13 +121,13 @@ def captured_tokens(config: ModelConfig, max_tokens: int, num_tokens: int, profi
 class StepGraphs:
     """One captured step per size.
 
-    `forward` enqueues the kernels of a step up to the logits, which it returns; `sample` the ones that sample
-    them, and `follow` the ones that let a head see the step. `blank` makes the inputs of a step padding.
-    `pool_bytes`: size of the block with which the pool begins. `short_step`: the tokens of a short step, rows
-    included; 0: none. `window_tokens`: the most tokens of rows that verify drafts; 0: none do.
+    `forward` launches the kernels of a step up to the logits and returns the logits; `sample` launches the
+    kernels that sample them, and `follow` lets a draft head see the step. `blank` fills the inputs of a step
+    with padding. `pool_bytes`: size of the pool's first block. `short_step`: the tokens of a short
+    step, rows included; 0: none. `window_tokens`: the most tokens of rows that verify drafts; 0: none.
     `has_adapters`: steps without prompts are also captured for rows with adapters. `num_drafts`: the most
-    drafts of a row, where rows do nothing but draft; 0: they do not. `drafts_trees`: most of these are trees;
-    turns of chains are captured when there are any. `profile` has the sizes.
+    drafts of a row on a device that only drafts; 0: on others. `drafts_trees`: drafts are usually trees, and
+    turns of chains are captured when they are first needed. `profile` has the sizes.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class StepGraphs:
             *self._short_sizes,
             *(StepSize(tokens, 0, has_windows=True) for tokens in self._window_tokens),
         ]
-        if num_drafts:  # its rows never decode by themselves, nor next to a prompt
+        if num_drafts:  # rows of a device that drafts never decode, alone or next to a prompt
             sizes = [s for s in sizes if s.num_tokens and s.num_rows in (0, self._mixed_rows[0])]
             for (fewer, rows), count in product(pairwise([0, *self._draft_rows]), range(1, num_drafts + 1)):
                 if not drafts_trees or (fewer + 1) * (count + 1) <= WINDOW_TOKENS:  # a step has room for them
@@ -183,13 +183,13 @@ class StepGraphs:
         self.sizes = sorted(sizes, key=sum, reverse=True)
         self._graphs: dict[StepSize, CapturedStep] = {}
         self._uncaptured: set[StepSize] = set()
-        self.is_agreed = True  # all ranks have captured the same sizes; False: nothing is known of the others
-        self.is_replaying = False  # whether the last forward was a captured graph's
-        self._pool: Any = None  # a handle
-        self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; whether it is taken
+        self.is_agreed = True  # True: all ranks have captured the same sizes; False: this is not known
+        self.is_replaying = False  # True: the last forward was a captured graph
+        self._pool: Any = None  # handle of the memory pool
+        self._pool_bytes, self._has_block = pool_bytes, False  # bytes of its first block; is it allocated?
 
     def size_for(self, num_rows: int, num_tokens: int) -> StepSize | None:
-        """The smallest size with room for these; None: more tokens of prompts than any graph has."""
+        """Return the smallest size with room for rows and prompt tokens; None: no graph has that many."""
         if not num_tokens:
             return StepSize(_at_least(self.decode_rows, num_rows), 0)
         if not self._mixed_tokens or num_tokens > self._mixed_tokens[-1]:
@@ -197,34 +197,34 @@ class StepGraphs:
         return StepSize(_at_least(self._mixed_rows, num_rows), _at_least(self._mixed_tokens, num_tokens))
 
     def window_size_for(self, num_tokens: int) -> StepSize | None:
-        """The smallest size with room for the tokens of rows that verify drafts; None: they are too many."""
+        """Return the smallest size with room for the tokens of rows that verify drafts; None: too many."""
         if not self._window_tokens or num_tokens > self._window_tokens[-1]:
             return None
         return StepSize(_at_least(self._window_tokens, num_tokens), 0, has_windows=True)
 
     def padded_window(self, num_tokens: int) -> int:
-        """The number of tokens that a window is padded to."""
+        """Return the number of tokens that the windows of a step are padded to."""
         size = self.window_size_for(num_tokens)
         return num_tokens if size is None else size.num_rows
 
     def draft_size_for(self, num_rows: int, num_drafts: int, *, is_tree: bool = False) -> StepSize:
-        """The smallest size with room for rows that draft."""
+        """Return the smallest size with room for rows that draft."""
         rows = _at_least(self._draft_rows, num_rows)
         return StepSize(rows, 0, num_drafts=num_drafts, has_trees=is_tree)
 
     def is_captured(self, size: StepSize) -> bool:
-        """True if a step of this size is a graph by now."""
+        """True if a step of this size has been captured."""
         return size in self._graphs
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows that a step with `num_rows` decoding rows is padded to, captured or not.
+        """Return the number of rows that `num_rows` decoding rows are padded to, captured or not.
 
-        Kernels of these rows are compiled for few numbers, and ahead of time.
+        Their kernels are compiled ahead of time, for few numbers of rows.
         """
         return _at_least(self.decode_rows, num_rows) if num_rows else 0
 
     def _large_size(self, num_rows: int, num_tokens: int) -> StepSize | None:
-        """The size for many tokens of prompts; None unless its graph has been captured."""
+        """Return the size for many prompt tokens; None unless its graph has been captured."""
         sizes = self._many_tokens if num_rows else self._prompt_tokens
         if sizes and num_tokens <= sizes[-1]:
             rows = _at_least(self._many_rows, num_rows) if num_rows else 0
@@ -239,7 +239,7 @@ class StepGraphs:
         return size if is_known or not self._captures else None
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Keep the graphs that all ranks have: ranks that cut a step in different ways never meet.
+        """Keep the graphs that all ranks have: ranks that run a step in different ways never meet.
 
         `gather` returns the bytes of every rank.
         """
@@ -250,22 +250,22 @@ class StepGraphs:
         self.is_agreed = True
 
     def ensure(self, size: StepSize) -> bool:
-        """Capture a size if that is still to be done; True: it was, and the inputs are all padding now."""
+        """Capture a size unless this was tried before; True: it was tried now, so the inputs are padding."""
         if not self._captures or size in self._graphs or size in self._uncaptured:
             return False
         try:
             self._capture(size)
         except Exception as error:  # out of memory, or a kernel that does not compile: the step may still run
             if isinstance(error, torch.AcceleratorError):
-                torch.cuda.synchronize()  # raises if the device is lost; one that refused a capture is not
+                torch.cuda.synchronize()  # raises if the device is lost, and not if it only refused a capture
             logger.exception("steps of %s run kernel by kernel: they cannot be captured into a graph", size)
             self._uncaptured.add(size)
         return True
 
     def forward(self, size: StepSize) -> None:
-        """Launch a step of this size over the inputs that are there, up to its logits; `ensure` comes before.
+        """Launch a step of this size over the current inputs, up to its logits; call `ensure` before.
 
-        `sample` comes after it, with no other step between the two.
+        Call `sample` after it, with no other step between the two.
         """
         captured = self._graphs.get(size)
         self.is_replaying = captured is not None
@@ -278,7 +278,7 @@ class StepGraphs:
     def sample(self, size: StepSize) -> torch.Tensor:
         """Launch the sampler of the step whose forward was launched last.
 
-        Returns the logits that are sampled: to be read in the same stream, before the next step.
+        Return the sampled logits, which must be read in the same stream before the next step.
         """
         captured = self._graphs.get(size)
         if captured is None:
@@ -290,7 +290,7 @@ class StepGraphs:
         return captured.logits_SV
 
     def follow(self, size: StepSize) -> None:
-        """Let the head, if there is one, see the step that was sampled last."""
+        """Let the draft head, if there is one, see the last sampled step."""
         captured = self._graphs.get(size)
         if captured is None:
             if self._follow is not None:
@@ -299,11 +299,11 @@ class StepGraphs:
             captured.follower.replay()
 
     def prepare(self) -> bool:
-        """Capture one more size, the first that is missing; False: there is none."""
+        """Capture the next size; False: none is left."""
         return any(self.ensure(size) for size in self.sizes)
 
     def _capture(self, size: StepSize) -> None:
-        """Run a step of padding, which compiles its kernels and changes nothing; then record the same."""
+        """Run a step of padding, which compiles its kernels and changes nothing; then record it."""
         self._blank()
         self.warm_up(size)
         try:
@@ -327,11 +327,11 @@ class StepGraphs:
             return CapturedStep(forward, sampler, follower, borrow(logits_SV))
 
     def _take_block(self) -> None:
-        """Let the pool begin as one block; without room for it, it grows piece by piece."""
+        """Allocate the pool's first block; without room for it, the pool grows piece by piece."""
         if self._has_block or not self._pool_bytes:
             return
-        num_bytes, self._pool_bytes = self._pool_bytes, 0  # tried only once where there is no room
-        torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # free again at once, and the pool's
+        num_bytes, self._pool_bytes = self._pool_bytes, 0  # not tried again if there is no room
+        torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # freed at once, and kept by the pool
         self._pool_bytes, self._has_block = num_bytes, True
 
     @contextmanager
@@ -343,7 +343,7 @@ class StepGraphs:
         try:
             yield graph
         except BaseException:
-            with suppress(Exception):  # the reason of a failed capture is worth more than this one
+            with suppress(Exception):  # the first error is worth more than this one
                 graph.capture_end()
             if not self._graphs:  # a pool ends with the last graph in it
                 self._pool, self._has_block = None, False
@@ -352,7 +352,7 @@ class StepGraphs:
 
 
 def borrow(x: torch.Tensor) -> torch.Tensor:
-    """A tensor over another's memory on a GPU that does not hold it: other graphs may use it in turn."""
+    """Return a view of GPU memory that does not keep it allocated: other graphs may use it in turn."""
     itemsize = x.element_size()
     memory = SimpleNamespace(
         __cuda_array_interface__={
@@ -368,13 +368,13 @@ def borrow(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """The one stream for all captures: the matrix library keeps memory for every stream that it has seen."""
+    """Return the one stream of all captures: cuBLAS keeps memory for every stream that it has seen."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage: freeing them would be recorded, which CUDA refuses."""
+    """Keep the garbage collector from freeing old graphs during a capture, which CUDA would refuse."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -8,7 +8,7 @@ steps gets a *lane*, its own row of sampling state after the sequences' rows:
     uses counted                       | row's  + x    + x y  + x y z
     mask                               | one for each, of the constraint after these tokens
 
-Lanes are copies, made for one step. What is drawn there advances no row; the host says how the row goes on.
+Lanes are copies, made for one step. Ids drawn there advance no row; the host says how the row goes on.
 
 Shapes:  R rows of state, T tokens of the step, P pairs of a token and a draft that it counts.
 """
@@ -24,7 +24,7 @@ from infer.execution.order import StepOrder
 
 
 def fill_lanes(state: DeviceRows, order: StepOrder) -> np.ndarray:
-    """Give each token of an order in which no row decodes a lane; returns the lanes."""
+    """Give a lane to each token of an order in which no row decodes; return the lanes."""
     counts = order.counts.astype(np.int64)
     num_tokens, sampling = int(counts.sum()), state.sampling
     places, rows = np.arange(num_tokens), order.rows.repeat(counts).astype(np.int64)
@@ -50,6 +50,6 @@ def fill_lanes(state: DeviceRows, order: StepOrder) -> np.ndarray:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """For each element of runs with these lengths, end to end, the place where its run begins."""
+    """Return where the run of each element begins, for runs of these lengths laid end to end."""
     starts: np.ndarray = (counts.cumsum() - counts).repeat(counts)
     return starts

@@ -1,4 +1,4 @@
-"""Drafts that the host has not read: they go from what drafts to the step that verifies on the device.
+"""Drafts that the host has not read: they go from the drafter to the verifying step on the device.
 
     drafts     turn 0: A B C      turn 1: A B C      turn 2: A B C       as a graph leaves them
     verify     a9 0 3 6 | b4 1 | c7 2 5 8                                tokens and the numbers of drafts
@@ -21,14 +21,14 @@ class LateDrafts:
     """The drafts of an order, all of which were made in the same turns."""
 
     def __init__(self, ids_KS: PendingTensor, width: int, columns: Sequence[int]) -> None:
-        """`ids_KS` are on their way to the host; each turn has room for `width` rows, here and there.
+        """`ids_KS` are on their way to the host; each turn has `width` columns, on the host and the device.
 
-        `columns`: the one of each row of the order that has drafts.
+        `columns`: the column of each row of the order that has drafts.
         """
         self.ids_KS, self._width, self._columns = ids_KS, width, np.array(columns, dtype=np.int64)
 
     def codes(self, order: StepOrder) -> np.ndarray:
-        """The tokens of an order in which no row decodes, drafts as codes (kernels' windows.py)."""
+        """Return the tokens of an order in which no row decodes, drafts as codes (kernels' windows.py)."""
         tokens = order.tokens.astype(np.int64)
         places, turns, columns = self._places(order)
         tokens[places] = FIRST_CODE - (turns * self._width + columns)
@@ -40,17 +40,17 @@ class LateDrafts:
         return bool((self._columns == np.arange(len(self._columns))).all())
 
     def read(self, order: StepOrder) -> None:
-        """Wait for them and write them into the order."""
+        """Wait for the drafts and write them into the order."""
         places, turns, columns = self._places(order)
         order.tokens[places] = self.ids_KS.wait().numpy()[turns, columns]
 
     def collect(self, counts: Sequence[int]) -> list[list[int]]:
-        """Wait for them; returns this many of each row."""
+        """Wait for the drafts; return `counts` of them, row by row."""
         ids: list[list[int]] = self.ids_KS.wait().numpy().T[self._columns].tolist()
         return [drafts[:count] for drafts, count in zip(ids, counts, strict=True)]
 
     def _places(self, order: StepOrder) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The place of each draft among the order's tokens, its turn and its column."""
+        """Return the place of each draft among the order's tokens, its turn and its column."""
         is_judged = order.num_sampled > 1
         counts = order.num_sampled[is_judged].astype(np.int64) - 1
         firsts = (order.counts.cumsum() - order.counts)[is_judged] + 1

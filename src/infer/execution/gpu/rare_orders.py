@@ -1,12 +1,12 @@
-"""Orders of padding for what few requests ask for: logprobs, penalties, masks, forks, embeddings.
+"""Orders of padding that use what few requests ask for: logprobs, penalties, masks, forks, embeddings.
 
-CUDA loads a kernel from its library when it is first launched, and that takes memory of the driver's own. A
-server whose neighbour holds all the rest would fail then, in the middle of a step. So the warm-up runs these
-orders: together they launch what steps of the usual kind do not.
+CUDA loads a kernel from its library when it is first launched, and the driver needs device memory for that.
+If another process holds all the rest by then, the server fails in the middle of a step. So the warm-up runs
+these orders: together they launch the kernels that usual steps do not.
 
 Each order is a prompt of a few tokens in the first row of state. Its tokens have no slots and its states no
-block, so the cache stays as it is, also the prefixes of requests that came before the warm-up was done. A row
-that begins later replaces all that the order has left in the row's state.
+block, so the cache does not change, not even if requests came before the warm-up was done. A sequence that
+gets the row later replaces everything that the order has left in the row's state.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _order(
     num_tables: int, changes: Sequence[tuple[int, int, int]], flags: int, line: SampleLine, *,
     num_logprobs: int = NONE, pooling: int = 0,
 ) -> StepOrder:  # fmt: skip
-    """Return the order of one row that begins; it draws two ids if the host draws, an embedding none."""
+    """Return an order with one new row, which draws two ids if the host draws, and none for an embedding."""
     one = int(np.float32(1.0).view(np.uint32))
     extras = [0] * (NUM_TOKENS + 2) + [one] if line.has_uses else []  # tokens, a banned id, a bias
     facts = RowFacts(

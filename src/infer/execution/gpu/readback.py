@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
     places: list[int]  # places among the ids
     counts: list[int]  # alternatives asked for
-    logits_SV: torch.Tensor  # logits of the step: the next one may write to their memory
+    logits_SV: torch.Tensor  # logits of the step, which the next step may overwrite
 
 
 class PendingTensor(NamedTuple):
@@ -50,7 +50,7 @@ class PendingTensor(NamedTuple):
     event: torch.cuda.Event | None  # recorded after the copy; None: the tensor is there
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it is there."""
+        """Wait for the tensor and return it."""
         if self.event is not None:
             self.event.synchronize()
         return self.tensor
@@ -60,9 +60,9 @@ class Drawn(NamedTuple):
     """The ids of a row among the ids of its step."""
 
     number: int  # number of the row in the order
-    place: int  # place of the first
-    drafts: Sequence[int] = ()  # drafts that they were drawn next to; there is one id more
-    num_kept: int | None = None  # ids that are kept, where that is decided; None: as judged
+    place: int  # place of the first id
+    drafts: Sequence[int] = ()  # drafts that the ids are compared with; there is one id more
+    num_kept: int | None = None  # number of kept ids, if decided beforehand; None: as judged
     backs: Sequence[int] | None = None  # distances of tokens from their parents, if the drafts have branches
 
 
@@ -72,9 +72,9 @@ def drawn_by(
     decided: Mapping[int, int] = MappingProxyType({}),
     backs: Mapping[int, list[int]] = MappingProxyType({}),
 ) -> list[Drawn]:
-    """The ids of all rows that draw any, the last one of each at its place, and the drafts next to them.
+    """Return the ids of all rows that draw any, given the place of each row's last one, and their drafts.
 
-    `decided`: how many ids some rows keep; `backs`: distances in rows whose drafts have branches.
+    `decided`: the number of ids that some rows keep; `backs`: distances in rows whose drafts have branches.
     """
     columns = last_places.tolist(), order.num_sampled.tolist(), order.counts.cumsum().tolist()
     tokens: list[int] = []
@@ -106,7 +106,7 @@ class PendingIds:
         prompts: list[PromptTable] | None = None,
         pooled: Pooled | None = None,
     ) -> PendingIds:
-        """Let only some rows have ids, and rows that verify drafts several; asked when the ids are there.
+        """Set which ids each row has, one or several or none; `drawn` is called when the ids have arrived.
 
         Logprobs of prompts and pooled states must arrive before the ids do.
         """
@@ -114,7 +114,7 @@ class PendingIds:
         return self
 
     def attach(self, asked: Asked, table: PendingTensor) -> None:
-        """Let the result have logprobs, from a table on its way."""
+        """Add logprobs to the result, from a table on its way."""
         self._asked = asked.places, asked.counts, table  # the logits need not be kept
 
     def arrive(self) -> torch.Tensor:
@@ -122,11 +122,11 @@ class PendingIds:
         return self._ids.wait()
 
     def settle(self) -> None:
-        """Wait for the ids and keep them: the buffer may be written again."""
+        """Wait for the ids and copy them, so that their buffer may be written again."""
         self._ids = PendingTensor(self.arrive().clone(), None)
 
     def wait(self) -> StepResult:
-        """Wait for the ids; raises `DeviceLost` where the device failed."""
+        """Wait for the ids; raise `DeviceLost` if the device has failed."""
         try:
             arrived: list[int] = self.arrive().tolist()
             rows = self._logprobs(arrived)
@@ -147,7 +147,7 @@ class PendingIds:
         return StepResult(ids, logprobs, read_prompts(self._prompts), is_whole, pooled)
 
     def _logprobs(self, ids: list[int]) -> list[tuple[RowLogprobs | None, ...]]:
-        """The logprobs of each id whose row asked and has a token."""
+        """Return the logprobs of each id whose row asked for them and has a token."""
         rows: list[tuple[RowLogprobs | None, ...]] = [(None,)] * len(ids)
         if self._asked is not None:
             places, counts, table = self._asked
@@ -163,7 +163,7 @@ class Readback:
     def __init__(
         self, max_rows: int, device: torch.device, *, steps_ahead: int, drafts_KS: torch.Tensor | None = None
     ) -> None:
-        """`drafts_KS`: drafts that are to be read, of one window while the next window's are made."""
+        """`drafts_KS`: drafts to be read, while the drafts of the next window are made."""
         self._device, self._is_cuda = device, is_gpu(device)
         self.judge: Judge = num_kept
         num_buffers = steps_ahead + 2  # the steps ahead, the one that is read, and a spare
@@ -181,10 +181,10 @@ class Readback:
         self._aside: torch.cuda.Stream | None = None  # stream of logprobs, made for the first of them
         self._places: list[int] = []  # places of the rows that asked for logprobs last
         self._places_K = torch.empty(0, dtype=torch.int64, device=device)
-        self._last: deque[PendingIds] = deque(maxlen=num_buffers)  # steps whose buffers are still theirs
+        self._last: deque[PendingIds] = deque(maxlen=num_buffers)  # steps whose ids are still in buffers
 
     def take(self, step: int, ids_S: torch.Tensor, num_rows: int, asked: Asked | None = None) -> PendingIds:
-        """Begin to copy the ids of a step to the host, and logprobs for the rows that ask."""
+        """Start to copy the ids of a step to the host, and logprobs for the rows that ask."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         buffer, event, num_ids = self._parts[number], self._events[number], ids_S.shape[0]
@@ -201,7 +201,7 @@ class Readback:
         return pending
 
     def settle(self) -> None:
-        """Let every step so far keep its ids: more buffers are about to be taken than there are."""
+        """Copy the ids of all steps so far, because more buffers will be taken than there are."""
         while self._last:
             self._last.popleft().settle()
 
@@ -211,11 +211,11 @@ class Readback:
             self._last[-1].arrive()
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a tensor to pinned memory of its own; an event after it says when it is there."""
+        """Start to copy a tensor to new pinned memory; an event recorded after it says when it is there."""
         return fetch(tensor) if self._is_cuda else tensor
 
     def fetch_drafts(self, drafts_KS: torch.Tensor) -> PendingTensor:
-        """Begin to copy all drafts; the result is good until drafts have been fetched twice more."""
+        """Start to copy all drafts; the result is valid until drafts have been fetched twice more."""
         self._drafts.rotate()
         copy_KS, event = self._drafts[0]
         copy_KS.copy_(drafts_KS, non_blocking=True)
@@ -224,11 +224,11 @@ class Readback:
         return PendingTensor(copy_KS, event)
 
     def _take_logprobs(self, asked: Asked, ids_S: torch.Tensor) -> PendingTensor:
-        """Begin to take logprobs; without memory try only this again: the sampled step cannot be repeated."""
+        """Start to compute logprobs; if memory runs out, retry only this: the step cannot be repeated."""
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError:
-            pass  # the tensors of the attempt go with the error
+            pass  # the tensors of the attempt are freed with the error
         try:
             return self._make_table(asked, ids_S)
         except torch.OutOfMemoryError as error:

@@ -42,13 +42,13 @@ class DeviceRows:
     ) -> None:
         """`num_lanes`: rows of sampling state after the sequences' rows (lanes.py).
 
-        `tables_KRB`: tables that a model shares with what drafts for it.
+        `tables_KRB`: block tables that a model shares with its drafter.
         """
         self.device = device
         if tables_KRB is None:
             tables_KRB = torch.zeros((num_tables, max_rows, max_blocks), dtype=torch.int32, device=device)
         self.tables_KRB = tables_KRB
-        self._all_tables = self.tables_KRB.flatten(0, 1)  # their rows, numbered through, as in an order
+        self._all_tables = self.tables_KRB.flatten(0, 1)  # rows of all tables, numbered as in an order
         self.last_token_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.position_R = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.previous_R = torch.zeros(max_rows, dtype=torch.int64, device=device)  # the token before the last
@@ -60,9 +60,9 @@ class DeviceRows:
         self.has_uses, self.has_biases = np.zeros((2, max_rows), dtype=bool)
 
     def apply(self, order: StepOrder) -> None:
-        """Send the changes that an order brings, in the order of the stream: after every step so far.
+        """Send the changes that an order brings; on the stream they come after every step so far.
 
-        If there is no memory for that, the same order is applied again: it overwrites what has come.
+        If memory runs out, the order is applied again, and overwrites what has arrived.
         """
         parcels = list[tuple[np.ndarray, Callable[[torch.Tensor], None]]]()
         if order.has_begun:
@@ -78,12 +78,12 @@ class DeviceRows:
             unpack(tensor)
 
     def apply_tables(self, order: StepOrder) -> None:
-        """Send only the blocks that tables have got: the rows are the last step's, a token on."""
+        """Send only the new blocks of tables, for the rows of the last step, which go on by one token."""
         if len(order.table_changes):
             self._put_blocks(send(torch.from_numpy(order.table_changes), self.device))
 
     def send_padding(self) -> None:
-        """Send changes that change nothing: the kernels that unpack them are then compiled and loaded."""
+        """Send changes without effect, so that the kernels that unpack changes are compiled and loaded."""
         entries_KF = torch.full((1, NUM_FIELDS), PADDING, dtype=torch.int64)
         enter_rows(self.sampling, send(entries_KF, self.device))
         self._put_blocks(send(torch.full((1, 3), PADDING, dtype=torch.int32), self.device))
@@ -91,7 +91,7 @@ class DeviceRows:
         self.masks.send(np.empty(0, dtype=np.int64))
 
     def _begin(self, entry: RowEntry) -> None:
-        """Take over the facts of a row that begins which are not in its line."""
+        """Store the facts of a new row that are not in its line."""
         row, facts = entry.line.row, entry.facts
         self.masks.forget(row)
         self.num_logprobs[row] = facts.num_logprobs
@@ -112,7 +112,7 @@ class DeviceRows:
 
 
 def padded_tokens(known_3U: np.ndarray) -> np.ndarray:
-    """Rows, tokens and positions, padded to an even number: each line begins at a multiple of 16 bytes."""
+    """Pad rows, tokens and positions to an even number: each line then begins at a multiple of 16 bytes."""
     num_tokens = known_3U.shape[1]
     padded_3K = np.full((3, num_tokens + num_tokens % 2), PADDING, dtype=np.int64)
     padded_3K[:, :num_tokens] = known_3U

@@ -1,11 +1,11 @@
 """Copies to the device for which the host does not wait.
 
-The host sends everything through pinned memory of its own, which torch's allocator keeps until the copy has
-run, however many steps come before it.
+Everything is sent through fresh pinned memory, which torch's allocator keeps until the copy has run, however
+many steps come before it.
 
-The driver needs memory of the device to pin a block of the host's. Where another process has taken all of it,
-a copy goes through pageable memory, and the host waits for it. `reserve_pinned` makes that rare: blocks that
-were pinned once stay in the allocator's cache.
+The driver needs device memory to pin host memory. If another process has taken all device memory, a copy goes
+through pageable memory, and the host waits for it. `reserve_pinned` makes that rare: blocks that were pinned
+once stay in the allocator's cache.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NUM_RESERVED = 8  # blocks of each size
 
 
 def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copies of small arrays on the device that travel as one, because most of the cost is per copy.
+    """Copy small arrays to the device in one transfer, because most of the cost is per copy.
 
-    Each begins at a multiple of 16 bytes, as a tensor of its own does: kernels are compiled for that, and
-    would have to be compiled again without it.
+    Each begins at a multiple of 16 bytes, like a separate tensor: kernels are compiled for this alignment,
+    and would have to be compiled again without it.
     """
     if len(arrays) == 1:
         return [send(torch.from_numpy(arrays[0]), device)]
@@ -36,7 +36,7 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[to
     packed = bytearray().join([part.tobytes().ljust(size) for part, size in zip(arrays, sizes, strict=True)])
     sent = send(torch.frombuffer(packed, dtype=torch.int64), device)
     views = {np.dtype(np.int64): sent, np.dtype(np.int32): sent.view(torch.int32)}
-    return [  # one call each, where slicing, retyping and shaping would be three
+    return [  # one call each; slicing, casting and reshaping would be three
         views[part.dtype].as_strided(
             part.shape, [stride // part.itemsize for stride in part.strides], start // part.itemsize
         )
@@ -45,20 +45,20 @@ def send_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[to
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the host does not wait for it, and may forget `values` at once."""
+    """Return a copy on the device, without waiting for it; `values` may be freed at once."""
     if not is_gpu(device):
         return values
-    return _pinned(values).to(device, non_blocking=True)  # the allocator keeps it until it has arrived
+    return _pinned(values).to(device, non_blocking=True)  # the allocator keeps pinned memory until then
 
 
 def send_into(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` straight into `target`, which must be contiguous; the host does not wait for it."""
-    assert target.is_contiguous(), "what has gaps is filled by way of a copy without them: send"
+    """Copy `values` straight into `target`, which must be contiguous, without waiting for it."""
+    assert target.is_contiguous(), "a target with gaps must be filled from a copy on the device: send"
     target.copy_(_pinned(values) if is_gpu(target.device) else values, non_blocking=True)
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor of a GPU to host memory of its own; an event after it says when it is there."""
+    """Start to copy a tensor from a GPU to new host memory; an event after it says when it is there."""
     try:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     except torch.AcceleratorError as error:
@@ -68,7 +68,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reserve_pinned() -> None:
-    """Pin blocks for the steps to come, as many as there is memory for, and leave them to the allocator."""
+    """Pin blocks for later steps, as many as there is memory for, and leave them to the allocator."""
     held: list[torch.Tensor] = []
     try:
         for size in RESERVED_SIZES * NUM_RESERVED:
@@ -78,7 +78,7 @@ def reserve_pinned() -> None:
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return a copy in pinned memory, or the values themselves where nothing more can be pinned."""
+    """Return a copy in pinned memory, or the values themselves if no more memory can be pinned."""
     try:
         return values.pin_memory()
     except torch.AcceleratorError as error:
@@ -87,6 +87,6 @@ def _pinned(values: torch.Tensor) -> torch.Tensor:
 
 
 def _check_is_no_memory(error: torch.AcceleratorError) -> None:
-    """Raise every error but the one that says that there is no memory, after which the device goes on."""
+    """Raise any error except "out of memory", after which the device still works."""
     if "out of memory" not in str(error):
         raise error

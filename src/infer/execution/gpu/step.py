@@ -10,12 +10,12 @@ sequences grow.
 
 A step with both has two independent kernels, and each leaves most of the GPU idle: a chunk of 128 tokens is a
 handful of programs, and decoding rows wait for memory. In a graph they are two branches and run in parallel,
-but only if the library computes the linear after them, or if the last layer selects rows next
-(models/model.py). Either is launched the ordinary way, after both branches, so the rules of programmatic
+but only if the next kernel is a library's linear, or the selection of rows in the last layer
+(models/model.py). Both are launched the ordinary way, after both branches, so the rules of programmatic
 dependent launch (kernels/runtime/dispatch.py) need not consider branches.
 
     backend     rows that decode           chunks of prompts
-    auto        CUDA C++, or Triton        Triton; those in `dense` cuDNN (kernels/attention/dense.py)
+    auto        CUDA C++, or Triton        Triton; cuDNN for chunks in `dense` (kernels/attention/dense.py)
     triton      Triton                     Triton
     cuda        CUDA C++
     flash                                  PyTorch's FlashAttention if every chunk is fresh, otherwise Triton
@@ -79,9 +79,9 @@ class DeviceStep(StepContext):
         has_shared_rows: bool = False,
         tree_2S: torch.Tensor | None = None,
     ) -> None:
-        """`has_shared_rows`: several tokens are of one row of the tables, and see each other.
+        """`has_shared_rows`: several tokens may share a row of the tables, and see each other.
 
-        `tree_2S`: what they see of each other, where drafts may be trees (kernels/attention/decode.py).
+        `tree_2S`: which of them each token sees, if drafts may be trees (kernels/attention/decode.py).
         """
         self._store, self._work = store, work
         self._tables = tables_KRB.unbind()  # tables [R, B], one per block table of the layout
@@ -91,7 +91,7 @@ class DeviceStep(StepContext):
         self._chunks, self._dense = chunks, dense
         self._runs_S4: torch.Tensor | None = None  # rows that decode, for layers with a state
         self._backend, self._has_shared_rows, self._tree_2S = backend, has_shared_rows, tree_2S
-        self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of prompts
+        self._tokens: PrefillChunks | None = None  # rows that decode, for the kernel of chunks
         if backend == "invariant" and len(rows_S) and use_triton(lens_S):
             self._tokens = PrefillChunks.from_rows(rows_S, lens_S)
             self._rows_S = rows_S[:0]
@@ -101,21 +101,21 @@ class DeviceStep(StepContext):
         self._num_rows = self._rows_S.shape[0]
 
     def slots(self, layer: int) -> CacheSlots:
-        """The cache of one layer, and the slots of this step's tokens in it."""
+        """Return the cache of one layer, and the slots of this step's tokens in it."""
         keeps = self._dense is not None  # cuDNN's attention reads no cache
         return self._store.slots(layer, self._slots, keeps=keeps)
 
     def attend_projected(
         self, layer: AttentionLayer, qkv_TX: torch.Tensor, transform: HeadTransform
     ) -> torch.Tensor | None:
-        """One kernel from the projection to the output, where every token is a row that decodes."""
+        """Run one kernel from the projection to the output, if every token is a row that decodes."""
         num_rows, store, number = self._num_rows, self._store, layer.number
         decodes_only = self._chunks is None and self._dense is None and 0 < num_rows == qkv_TX.shape[0]
         if not decodes_only or self._backend == "invariant" or not use_triton(qkv_TX):
             return None
         if self._work.backend == REFERENCE or store.fixed[number] is not None:
             return None
-        if layer.is_shared or self._has_shared_rows:  # it never reads what the step writes to the cache
+        if layer.is_shared or self._has_shared_rows:  # the kernel reads nothing that the step writes
             return None
         if not self._work.choose(num_rows, has_codes=False, decodes_only=True).is_projected:
             return None
@@ -123,7 +123,7 @@ class DeviceStep(StepContext):
         return attend_projected(qkv_TX, transform, kv, self._rows_S, self._lens_S, self._work)
 
     def _kv(self, layer: AttentionLayer) -> PagedKV:
-        """The cache of one layer, as its tokens see it."""
+        """Return the cache of one layer, as its tokens see it."""
         store, (number, scale, window, softcap, sinks_N, _) = self._store, layer
         tables_RB = self._tables[store.tables[number]]
         keys, values, scales = store.keys[number], store.values[number], store.scales[number]
@@ -132,7 +132,7 @@ class DeviceStep(StepContext):
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to what the cache holds; this step's own keys and values are there already."""
+        """Attend to the cache, which already holds this step's own keys and values."""
         if self._dense is not None and self._chunks is None and not self._num_rows:
             return self._dense[0].attend(q_TNH, k_TGH, v_TGH, self._dense[1])
         kv, num_rows = self._kv(layer), self._num_rows
@@ -165,7 +165,7 @@ class DeviceStep(StepContext):
     def recur(
         self, layer: int, rule: DeltaRule, qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor
     ) -> torch.Tensor:
-        """Let the states of all rows go on; see layers/attention.py."""
+        """Advance the recurrent states of all rows; see layers/attention.py."""
         cache, tables_RB = self._store.states[layer], self._tables[self._store.tables[layer]]
         assert cache is not None, f"layer {layer} has no states"
         rows_S, lens_S = self._decoding
@@ -177,7 +177,7 @@ class DeviceStep(StepContext):
         )
 
     def _branch(self, q_TNH: torch.Tensor) -> torch.cuda.Stream | None:
-        """The stream for chunks of prompts, in parallel to the rows that decode; None: after them."""
+        """Return a stream for chunks of prompts in parallel to rows that decode; None: after the rows."""
         has_both = self._num_rows > 0 and self._chunks is not None
         if not has_both or len(q_TNH) <= self._work.profile.branch_from or not is_gpu(q_TNH.device):
             return None
@@ -185,26 +185,26 @@ class DeviceStep(StepContext):
 
 
 class FollowedStep(StepContext):
-    """A step of a model as its head follows it: keys and values are cached, and nobody attends to them."""
+    """A step that a draft head only follows: keys and values are cached, and nothing attends to them."""
 
     def __init__(self, store: KVStore, positions_T: torch.Tensor, slots_KT: torch.Tensor) -> None:
         self._store, self.positions, self._slots_KT = store, positions_T, slots_KT
 
     def slots(self, layer: int) -> CacheSlots:
-        """The cache of one layer, and the slots of the step's tokens in it."""
+        """Return the cache of one layer, and the slots of the step's tokens in it."""
         return self._store.slots(layer, self._slots_KT)
 
     def attend(
         self, layer: AttentionLayer, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor
     ) -> torch.Tensor:
-        """Return a tensor that nobody reads, in the shape that attention has."""
+        """Return a tensor of attention's shape, which nothing reads."""
         return q_TNH
 
 
 def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStore, block_size: int) -> str:
-    """The backend of rows that decode, from those asked for prompts and for them; an error if impossible.
+    """Choose the backend of rows that decode; `backends`: the knobs for prompts and for rows that decode.
 
-    `auto` does without CUDA C++ if the model, the cache or the GPU does not suit it.
+    `auto` means Triton if CUDA C++ does not support the model, the cache or the GPU; `cuda` then raises.
     """
     prompts, asked = backends
     if prompts == "flash":
@@ -223,7 +223,7 @@ def choose_backend(backends: tuple[str, str], config: ModelConfig, store: KVStor
 
 
 def _check_plain_scores(asked: str, config: ModelConfig) -> None:
-    """ConfigError if a kernel was asked for that knows no caps of scores, sinks or heads of several sizes."""
+    """Raise ConfigError if the scores have caps or sinks, or heads have several sizes."""
     if not config.has_plain_scores:
         raise ConfigError(
             f"{asked} cannot be used with {config.family}, whose scores have a soft cap or sinks, or whose "
@@ -232,9 +232,9 @@ def _check_plain_scores(asked: str, config: ModelConfig) -> None:
 
 
 def compile_backend(chosen: str, config: ModelConfig, store: KVStore, block_size: int, max_rows: int) -> str:
-    """Compile the chosen backend, and return it; `auto` does without CUDA C++ if there is no compiler.
+    """Compile the chosen backend, and return it; without a compiler, `auto` means Triton.
 
-    `max_rows`: rows of a step that decodes or verifies drafts, whose tokens are rows.
+    `max_rows`: the most rows of a step that decodes or verifies drafts, whose tokens count as rows.
     """
     if chosen not in ("auto", "cuda"):
         return chosen
@@ -258,7 +258,7 @@ def _cached_heads(config: ModelConfig, store: KVStore, block_size: int) -> Cache
 
 
 def _or_triton(asked: str, work: Callable[[], None]) -> str:
-    """The backend that was asked for if `work` succeeds; Triton if it fails and `auto` leaves the choice."""
+    """Return the backend asked for if `work` succeeds, or Triton if it fails and the backend is `auto`."""
     try:
         work()
     except ConfigError as error:

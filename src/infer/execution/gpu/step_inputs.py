@@ -1,18 +1,18 @@
 """The inputs of a step on a GPU, at addresses that never change.
 
     tokens, positions, slots    [rows that decode ........ | tokens of other rows ...... ]    slots: per table
-    following                                                tokens after these, for a head  (head_model.py)
+    following                                               tokens after them, for draft heads (head_model.py)
     rows                        rows of state, one per row that decodes; -1: padding
-    tiles                       the work of prefill attention, and after it whole chunks, which layers with a
-                                state go through; no tokens: padding
-    tree                        where the tree of each token of a window begins, and what of it the token sees
-                                (trees.py); only windows of devices with trees read it
+    tiles                       the tiles of prefill attention, then whole chunks for layers with a recurrent
+                                state; no tokens: padding
+    tree                        where the tree of each token of a window begins, and the nodes that the token
+                                sees (trees.py); only windows of devices with trees read it
     adapters                    slot of each token's adapter, 0: none; only steps with adapters read it
     samples                     place among the tokens, row of state, position of the id to come
-    window                      all of a step whose rows verify drafts; each token is a row of its own:
-                                row of its table, length it attends to, row it is sampled as, row that goes
-                                on from its id, its column of tokens, positions, slots, and if a row that is
-                                judged goes on there (kernels/elementwise/windows.py)
+    window                      everything about a step whose rows verify drafts; each token is a row:
+                                row of its table, length it attends to, row of its sampling state, row that
+                                goes on from its id, its token, position and slots, and whether a judged row
+                                goes on there (kernels/elementwise/windows.py)
 
 The device makes the decode part from the rows' state. The host fills in the rest from the order, with one
 copy for tokens and one for samples, and pads it to the captured size.
@@ -72,7 +72,7 @@ class Prompts:
     def tiles(
         self, chunks: Sequence[PrefillChunk], tile_len: int, device: torch.device, *, has_states: bool
     ) -> PrefillChunks:
-        """The work of prefill attention for some of their chunks; no state goes through drafts for good."""
+        """Return the tiles of prefill attention for some chunks; drafts change no state permanently."""
         tiles_W4 = build_prefill_chunks(chunks, tokens_per_tile=tile_len)
         whole_C4 = np.array(chunks, dtype=np.int32)
         if not (has_states and self.num_drafts.any()):
@@ -110,7 +110,7 @@ class DeviceInputs:
         max_chunks: int,
     ) -> None:
         self.device, self.tile_len = device, tile_len
-        self._max_chunks = max_chunks  # rows that do not decode, in a step that is captured
+        self._max_chunks = max_chunks  # most rows of a captured step that do not decode
         num_tokens = max_rows + max(max_tokens, max_graph_tokens)
         self.table_XT = torch.zeros((2 + num_tables, num_tokens), dtype=torch.int64, device=device)
         self.following_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -122,29 +122,29 @@ class DeviceInputs:
         self.tree_2S = torch.full((2, max_rows), NO_TREE, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._window = torch.zeros((7 + num_tables) * max_rows, dtype=torch.int64, device=device)
-        # by turns: two at most are sent before a step after them has been read
+        # used in turn: at most two are sent before a later step has been read
         self._host_windows = deque(
             torch.empty(len(self._window), dtype=torch.int64, pin_memory=is_gpu(device)) for _ in range(4)
         )
         tokens_T, positions_T, *slots = self.table_XT.unbind()
         self._decode = [StepInputs(tokens_T, positions_T, slots_T, self.lens_S) for slots_T in slots]
-        self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, with their padding
-        self.has_rows = False  # True: the device still has them
+        self._rows_sent = np.empty(0, dtype=np.int32)  # rows of the last step, including padding
+        self.has_rows = False  # True: the device still has these rows
 
     def num_tiles(self, num_tokens: int) -> int:
-        """The most tiles that rows with this many tokens make."""
+        """Return the most tiles of rows with `num_tokens` in all."""
         return num_tokens // self.tile_len + self._max_chunks
 
     def decode(self, num_rows: int) -> list[StepInputs]:
-        """Tokens, positions, slots and lengths of the rows that decode; for each block table its slots."""
+        """Return tokens, positions, slots and lengths of the rows that decode, for each block table."""
         return [inputs.first(num_rows) for inputs in self._decode]
 
     def turn(self, start: int, stop: int) -> StepInputs:
-        """The inputs of rows that draft, from one place to another; the first table keeps them."""
+        """Return the inputs of rows that draft, from one place to another, for the first block table."""
         return StepInputs(*(each[start:stop] for each in self._decode[0]))
 
     def blank(self) -> None:
-        """Make everything padding."""
+        """Fill everything with padding."""
         self.table_XT[:2] = 0
         self.table_XT[2:] = -1
         self.following_T.zero_()
@@ -158,12 +158,12 @@ class DeviceInputs:
         self.has_rows = False
 
     def window(self, num_tokens: int) -> torch.Tensor:
-        """The lines of a step whose rows verify drafts, for this many tokens and padding."""
+        """Return the lines of a step whose rows verify drafts, for `num_tokens` including padding."""
         num_lines = 5 + len(self.table_XT)
         return self._window[: num_lines * num_tokens].view(num_lines, num_tokens)
 
     def blank_window(self, num_tokens: int) -> np.ndarray:
-        """Memory for the lines of a step whose rows verify drafts, all padding; `send_window` takes it."""
+        """Return memory for the lines of a step whose rows verify drafts, all padding, for `send_window`."""
         self._host_windows.rotate()
         num_lines = 5 + len(self.table_XT)
         lines_YS = self._host_windows[0].numpy()[: num_lines * num_tokens].reshape(num_lines, num_tokens)
@@ -171,18 +171,18 @@ class DeviceInputs:
         return lines_YS
 
     def send_window(self, num_tokens: int) -> None:
-        """Send the lines that were filled last, padded to a size that is captured."""
+        """Send the lines that were filled last, padded to a captured size."""
         target_YS = self.window(num_tokens)
         target_YS.copy_(self._host_windows[0][: target_YS.numel()].view(target_YS.shape), non_blocking=True)
         self.has_rows = False
 
     def unpack_window(self, num_tokens: int, drafts_D: torch.Tensor, state: DraftedRows) -> None:
-        """Put the lines of a window where a step reads them, on the device; codes there get a meaning."""
+        """Copy the lines of a window to where a step reads them, on the device, and resolve their codes."""
         rows_S, lens_S = self.rows_S[:num_tokens], self.lens_S[:num_tokens]
         unpack_window(self.window(num_tokens), drafts_D, state, rows_S, lens_S, self.table_XT[:, :num_tokens])
 
     def send_rows(self, rows: np.ndarray, size: int) -> None:
-        """Send the rows that decode, padded to `size`, unless they are the last step's."""
+        """Send the rows that decode, padded to `size`, unless the last step had the same rows."""
         padded = np.full(size, -1, dtype=np.int32)
         padded[: len(rows)] = rows
         if not (self.has_rows and np.array_equal(padded, self._rows_sent)):
@@ -190,13 +190,13 @@ class DeviceInputs:
             self._rows_sent, self.has_rows = padded, True
 
     def send_adapters(self, slots: np.ndarray, size: int) -> None:
-        """Send the adapter slots of a step's tokens; those after them, up to `size`, have none."""
+        """Send the adapter slots of a step's tokens; tokens after them, up to `size`, have none."""
         padded = np.zeros(size, dtype=np.int32)
         padded[: len(slots)] = slots
         send_into(self.adapters_T[:size], torch.from_numpy(padded))
 
     def send_tree(self, nodes: TreeNodes | None, size: int) -> None:
-        """Send what the tokens of a window see of it, padded to `size`; None: all tokens before them."""
+        """Send which nodes the tokens of a window see, padded to `size`; None: all tokens before them."""
         padded = np.full((2, size), NO_TREE, dtype=np.int64)
         if nodes is not None:
             padded[:, : len(nodes.seen_T)] = nodes.starts_T, nodes.seen_T
@@ -219,13 +219,13 @@ class DeviceInputs:
         send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
 
     def send_following(self, following: np.ndarray, first: int, size: int) -> None:
-        """Send the tokens that follow given ones, padded to `size`; the first stands at the place `first`."""
+        """Send the tokens that follow given tokens, padded to `size`, to the places from `first` on."""
         padded = np.zeros(size, dtype=np.int64)
         padded[: len(following)] = following
         send_into(self.following_T[first : first + size], torch.from_numpy(padded))
 
     def tiles(self, num_tokens: int, chunks: Sequence[PrefillChunk]) -> PrefillChunks:
-        """The work of prefill attention in a step with room for this many given tokens."""
+        """Return the tiles of prefill attention in a step with room for `num_tokens` given tokens."""
         num_tiles = self.num_tiles(num_tokens)
         whole_C4 = self.tiles_W4[num_tiles : num_tiles + self._max_chunks]
         return PrefillChunks.from_arrays(self.tiles_W4[:num_tiles], chunks, whole_C4)
@@ -233,7 +233,7 @@ class DeviceInputs:
     def send_samples(
         self, where: np.ndarray, places: np.ndarray, rows: np.ndarray, positions: np.ndarray, size: int
     ) -> None:
-        """Send the place, row and position of each token to sample, to `where` it is; the rest is padding."""
+        """Send the place, row and position of each token to sample to columns `where`; others are padding."""
         samples_3C = np.full((3, size), -1, dtype=np.int64)
         samples_3C[0] = 0
         samples_3C[:, where] = places, rows, positions
@@ -241,7 +241,7 @@ class DeviceInputs:
 
 
 def mark_ends(line_S: np.ndarray, decided: dict[int, int], counts: np.ndarray, ends: np.ndarray) -> None:
-    """Write 1 where a row goes on, and 0 at its other places, for rows whose number of ids is decided."""
+    """Mark rows whose number of ids is decided: 1 where the row goes on, 0 at its other places."""
     for number, num_kept in decided.items():
         first, end = int(ends[number] - counts[number]), int(ends[number])
         line_S[first:end] = 0

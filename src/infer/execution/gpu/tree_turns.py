@@ -1,7 +1,7 @@
-"""The turns of a tree of drafts, as tensors for a graph of them all (kernels/elementwise/tree_nodes.py).
+"""The turns of a tree of drafts, as tensors for one graph of all turns (kernels/elementwise/tree_nodes.py).
 
-The number of drafts decides the shape of a tree (speculative/tree.py), so all that a turn needs to know of it
-is known beforehand.
+The number of drafts decides the shape of a tree (speculative/tree.py), so everything that a turn needs to
+know about the shape is computed beforehand.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infer.kernels.sampling.sample_state import SampleState
 
 
 class TreeTurn(NamedTuple):
-    """The nodes at a depth, which come from the ids that the turn before them draws."""
+    """The nodes at one depth, which come from the ids that this turn draws at their parents."""
 
     links_3C: torch.Tensor  # int64: node, place among the ids, and a bit for each node that it sees
-    num_next: int  # nodes with children, which are the first; the next turn computes them
-    num_best: int  # ids drawn next to each token
+    num_next: int  # nodes with children, which come first; the next turn computes them
+    num_best: int  # ids drawn at each parent
     depth: int
 
 
@@ -52,9 +52,9 @@ def best_ids(
     scratch: SampleScratch,
     count: int,
 ) -> torch.Tensor:
-    """Return [count, M]: the ids that rows draw, each if those before it could not be drawn.
+    """Return [count, M]: the id that each row draws, the id that it draws without the first, and so on.
 
-    The logits are used up.
+    The logits are overwritten.
     """
     best_WM = torch.empty((count, len(rows_M)), dtype=torch.int64, device=logits_MV.device)
     for rank, ids_M in enumerate(best_WM):

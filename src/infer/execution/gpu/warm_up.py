@@ -58,8 +58,8 @@ class WarmUp:
     def prepare(self) -> bool:
         """Prepare one piece of what steps need to run without waiting; False: all is done.
 
-        A server calls it until all is done before it says that it is ready. In a program that generates once,
-        each step makes what it needs itself.
+        A server calls it until all is done, and only then is ready. In a program that generates only once,
+        each step prepares what it needs itself.
         """
         start = time.perf_counter()
         with self.device.alone():
@@ -69,7 +69,7 @@ class WarmUp:
         return phase is not None
 
     def _prepare(self) -> Iterator[str]:
-        """Make everything that a step can need; yields the name of the phase after each piece."""
+        """Prepare everything that a step can need; yield the name of the phase after each piece."""
         device = self.device
         if self._pads:
             self.compile()
@@ -92,9 +92,9 @@ class WarmUp:
         logger.info("steps prepared %s", seconds)
 
     def _capture_during_plans(self) -> None:
-        """Capture all sizes in a thread, while this one makes cuDNN's plans: PyTorch keeps them by thread.
+        """Capture all sizes in a thread. This one makes cuDNN's plans, which PyTorch keeps by thread.
 
-        A plan is made without Python's lock; a capture holds it nearly all the time.
+        Making a plan releases the GIL; a capture holds it nearly all the time.
         """
         dense = self.device.dense
         with ThreadPoolExecutor(1, "capture-steps") as pool:
@@ -112,7 +112,7 @@ class WarmUp:
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int) -> float:
-        """The seconds of a step with this many prompt tokens and a few decoding rows, the best of three."""
+        """Measure a step of `num_tokens` of prompts and a few decoding rows; return the least of 3 times."""
         device, graphs = self.device, self.device.graphs
         num_rows = graphs.decode_rows[min(7, len(graphs.decode_rows) - 1)]
         size, seconds = graphs.size_for(num_rows, num_tokens), []
@@ -135,9 +135,9 @@ class WarmUp:
             torch.cuda.synchronize(self.device.device)
 
     def _ragged_sizes(self) -> list[tuple[int, int]]:
-        """Steps that are not captured, of all sizes: tokens of prompts, and rows that decode with them.
+        """Return sizes of steps that are not captured: tokens of prompts, and rows that decode with them.
 
-        Libraries choose and load kernels by that number. Every other of each kind is not a multiple of 16.
+        Libraries choose and load kernels by the sum. Half of the sizes of each kind are multiples of 16.
         """
         most, num_rows = self.device.max_tokens, self.device.graphs.decode_rows[-1]
         sizes = [*range(self.device.profile.ragged_tokens, 4096, 256), *range(4096, most, 512), most - 8]
@@ -145,7 +145,7 @@ class WarmUp:
         return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
 
     def _output_sizes(self) -> list[int]:
-        """Numbers of rows that a ragged step samples: all that are few, and some of each kind of many."""
+        """Return numbers of rows that a ragged step samples: all small ones, and large ones of each kind."""
         most = len(self.device.inputs.rows_S) + 1
         return sorted({*range(1, min(18, most)), *range(24, most, 8), *range(31, most, 16)})
 
@@ -161,10 +161,10 @@ class WarmUp:
                 compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
 
     def _compile_ahead(self) -> bool:
-        """Go through all steps that are captured without running them: their kernels are compiled at once.
+        """Trace all captured steps without running them, which compiles their kernels in parallel.
 
-        False: a step could not be gone through, because it takes indices from what no kernel has computed.
-        That step is compiled when it first runs.
+        False: a step could not be traced, because it takes indices from what no kernel has computed. Its
+        kernels are compiled when it first runs.
         """
         device = self.device
         try:
@@ -190,17 +190,17 @@ class WarmUp:
             self.device.follow_sized(size)
 
     def _try(self, run: Callable[[], object]) -> None:
-        """Run some work on padding; it is not an error if it cannot run."""
+        """Run some work on padding; if it fails, only log that."""
         try:
             run()
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # out of memory, say: a prompt may still find room
+        except Exception as error:  # probably out of memory: a prompt may still find room
             reason = str(error).partition("\n")[0]
             logger.warning("cannot run a step of padding ahead of time step=%s error=%s", run, reason)
 
     def _run_ragged(self, model: Model, num_tokens: int, num_rows: int, num_dense: int = 0) -> None:
-        """Run the layers of a step of padding, the last `num_dense` tokens as a fresh prompt of its own."""
+        """Run the layers of a step of padding, the last `num_dense` tokens as a separate fresh prompt."""
         if num_tokens <= 0:
             return
         device = self.device
@@ -223,18 +223,18 @@ class WarmUp:
 
     @torch.inference_mode()
     def compute_padding(self) -> None:
-        """Compute the layers of the largest step there can be, all of it padding."""
+        """Compute the layers of the largest possible step, all of it padding."""
         device = self.device
         num_rows = min(device.graphs.decode_rows[-1], device.max_tokens - 1)
         with device.alone():
             self._run_ragged(self._ends, device.max_tokens - num_rows, num_rows)
             longest = device.dense.prepare_longest() if device.dense is not None else 0
-            if longest:  # less one: what is not a whole shape is copied, which takes the most
+            if longest:  # one less: a prompt that does not fill its shape is copied, which takes most memory
                 self._run_ragged(self._ends, device.max_tokens, 0, longest - 1)
 
     @torch.inference_mode()
     def sample_padding(self, counts: Sequence[int] = ()) -> None:
-        """Sample as many rows of padding as a step can have, or each of these numbers of them."""
+        """Sample the most rows of padding that a step can have, or each number of rows in `counts`."""
         device = self.device
         device.inputs.blank()
         rows_S, width = device.inputs.rows_S, device.model.config.hidden_size
@@ -253,7 +253,7 @@ def _whole(device: GpuDevice) -> Model:
 
 
 def _kinds(model: Model) -> list[tuple[object, ...]]:
-    """The traits of each layer that decide its kernels: window, width, parts, how weights are kept."""
+    """Return the traits of each layer that decide its kernels: window, width, parts, storage of weights."""
 
     def kept(stored: Any) -> tuple[object, ...]:
         if stored is None:
