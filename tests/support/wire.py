@@ -39,7 +39,7 @@ class Wire:
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        self.app = FastAPI()
+        self.app = FastAPI(redirect_slashes=False)
         self.app.state.server = state
         for module in (completions, chat, messages, responses, models, tokens, embeddings, scoring):
             self.app.include_router(module.router)

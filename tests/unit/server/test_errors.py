@@ -352,6 +352,7 @@ def test_an_unknown_route_and_method_answer_in_the_same_form(wire: Wire) -> None
         ("/v1/complete", "; did you mean '/v1/messages'?"),
         ("/v1/v1/responses", "; did you mean '/v1/responses'?"),
         ("/v1/v1/messages", "; did you mean '/v1/messages'?"),  # Anthropic's client adds the /v1 itself
+        ("/v1/completions/", "; did you mean '/v1/completions'?"),  # and not a longer route
         ("/v1/audio/speech", "; GET /openapi.json lists the routes"),
     ],
 )

@@ -300,7 +300,7 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
     message = str(error.detail)
     path, headers = http.scope["path"][:100], dict(error.headers or {})
     if error.status_code == 404:
-        hint = closest(path, sorted(ROUTES), aliases=FOREIGN_ROUTES)
+        hint = closest(path.rstrip("/"), sorted(ROUTES), aliases=FOREIGN_ROUTES)
         message = f"there is no route {http.method} {path}{hint or '; GET /openapi.json lists the routes'}"
     elif error.status_code == 405:
         headers["Allow"] = ", ".join(way for way in ("GET", "HEAD", "POST", "DELETE") if _takes(http, way))
