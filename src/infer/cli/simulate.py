@@ -27,7 +27,8 @@ HELP = "compare scheduling policies and cache sizes under a load, without a mode
 DESCRIPTION = (
     "Run the real scheduler and cache bookkeeping under a load, on a virtual clock, for every policy\n"
     "and every number of blocks, and compare: throughput, times to first token (TTFT) and between\n"
-    "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use."
+    "tokens (ITL), the longest wait and the longest gap, preemptions, cache hits and cache use.\n"
+    "A step has up to 2048 tokens, any number of them of prompts: give the limits of your server."
 )
 USAGE = "(--trace FILE | --workload NAME) [options]"
 EXAMPLES = """\

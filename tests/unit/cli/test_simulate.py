@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from infer.config.defaults import SIMULATED_STEPS
+from infer.config.profiles.cpu import CPU
+
 Infer = Callable[..., Any]
 
 PAGE = Path(__file__).parents[3] / "docs" / "features" / "simulator.md"
@@ -35,6 +38,15 @@ def test_the_table_has_a_row_for_every_policy_and_size(infer: Infer, trace: Path
     ]
     assert " late " not in outcome.out  # no request has a deadline
     assert "…" not in outcome.out
+
+
+def test_help_and_page_say_how_large_a_simulated_step_is(infer: Infer) -> None:
+    usual, here = CPU.steps.usual, SIMULATED_STEPS
+    assert f"has up to {here.batched_tokens} tokens, any number of them" in infer("simulate", "--help").out
+    page = " ".join(PAGE.read_text("utf-8").split())
+    assert f"has up to {here.batched_tokens:,} tokens and {here.batch_size} sequences" in page
+    limits = "--max-num-batched-tokens {} --prefill-tokens-while-decoding {}"
+    assert here.mixed_tokens is None and limits.format(usual.batched_tokens, usual.mixed_tokens) in page
 
 
 def test_json_holds_every_figure(infer: Infer, trace: Path) -> None:
