@@ -43,8 +43,8 @@ from infer.server.processes.messages import (
     GetUses,
     Gone,
     LoadOnDemand,
-    Message,
     ModelUse,
+    ProcessMessage,
     Question,
     Scrape,
     Spawned,
@@ -424,7 +424,7 @@ class FewWorkers:
         assert labels == ["0", "1"]
         raise self.failure
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: ProcessMessage) -> None:
         assert isinstance(message, Gone)
         self.forgotten += message.engines
 

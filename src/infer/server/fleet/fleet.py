@@ -60,15 +60,8 @@ from infer.loader.text_headers import TextHeaders
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
-from infer.server.processes.messages import (
-    ForgetPrefixes,
-    GetUses,
-    Gone,
-    ModelUse,
-    Question,
-    Scrape,
-    SetNames,
-)
+from infer.server.processes import messages
+from infer.server.processes.messages import ModelUse, Question
 from infer.server.processes.workers import Workers
 from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
@@ -356,7 +349,7 @@ class Fleet:
     async def _uses(self) -> dict[str, ModelUse]:
         """The use of every loaded model, in all API processes together."""
         uses = {name: model.use for name, model in self.state.models.items()}
-        for others in await self._workers.call(GetUses()):
+        for others in await self._workers.call(messages.GetUses()):
             for name in uses.keys() & others.keys():
                 uses[name] = uses[name].plus(others[name])
         return uses
@@ -466,7 +459,7 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The page at /metrics: the counts of all API processes together."""
-        total = self.metrics.sum_with(await self._workers.ask_all(Scrape()))
+        total = self.metrics.sum_with(await self._workers.ask_all(messages.Scrape()))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
         total.asleep = self.state.asleep
         return total.text()
@@ -483,7 +476,7 @@ class Fleet:
             for client in model.clients:
                 num_forgotten += await client.reset_prefix_cache()
                 model.router.forget(client)
-            self._workers.tell(ForgetPrefixes(model.name))
+            self._workers.tell(messages.ForgetPrefixes(model.name))
         return num_forgotten
 
     async def close(self) -> None:
@@ -548,7 +541,7 @@ class Fleet:
                 else self._start_processes(config, shared, self._order_records(name, config))
             )
         except BaseException:
-            self._workers.tell(Gone(list(shared)))
+            self._workers.tell(messages.Gone(list(shared)))
             raise
         model = ServedModel(
             name=name or encoder.name,
@@ -594,9 +587,9 @@ class Fleet:
             logger.warning("%s", model.encoder.template_warning)
         await self._workers.serve(model, config, labels)
 
-    def _names(self) -> SetNames:
+    def _names(self) -> messages.SetNames:
         state = self.state
-        return SetNames(state.aliases, state.adapters, state.default_model, list(state.loadable))
+        return messages.SetNames(state.aliases, state.adapters, state.default_model, list(state.loadable))
 
     def _tell_names(self) -> None:
         self._workers.tell(self._names())
@@ -694,7 +687,7 @@ class Fleet:
         try:
             await asyncio.gather(*(client.close(reason) for client in model.clients))
         finally:
-            self._workers.tell(Gone(list(model.engines)))
+            self._workers.tell(messages.Gone(list(model.engines)))
 
     # -- watching ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Questions and answers between two processes of a server, over a socket pair.
 
-    Asked     number, message                the types of messages.py; number 0: no answer is wanted
-    Answered  number, result or failure      the result has the type that the question names
+    NumberedMessage  number, message            the types of messages.py; number 0: no answer is wanted
+    NumberedAnswer   number, result or failure  the result has the type that the question names
 
 Messages are handled in the order in which they were sent, except that a slow answer does not hold up the
 messages after it.
@@ -21,23 +21,23 @@ import msgspec
 
 from infer.client.messages import Failure, to_error, to_failure
 from infer.errors import EngineStopped
-from infer.server.processes.messages import Message, Question
+from infer.server.processes.messages import ProcessMessage, Question
 
 logger = logging.getLogger(__name__)
 
 _SIZE_BYTES = 4
 T = TypeVar("T")
-Received = TypeVar("Received", bound=Message)  # the messages that this end may get
+Received = TypeVar("Received", bound=ProcessMessage)  # the messages that this end may get
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class NumberedMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A message under its number."""
 
     number: int
     message: msgspec.Raw
 
 
-class Answered(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class NumberedAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to the question of a number."""
 
     number: int
@@ -46,7 +46,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_frame = msgspec.msgpack.Decoder(Asked | Answered).decode
+_decode_frame = msgspec.msgpack.Decoder(NumberedMessage | NumberedAnswer).decode
 
 
 class Channel(Generic[Received]):
@@ -75,7 +75,7 @@ class Channel(Generic[Received]):
             while True:
                 size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "little")
                 frame = _decode_frame(await reader.readexactly(size))
-                if isinstance(frame, Answered):
+                if isinstance(frame, NumberedAnswer):
                     self._resolve(frame)
                 else:
                     self._carry_out(frame.number, frame.message)
@@ -90,9 +90,9 @@ class Channel(Generic[Received]):
                 task.cancel()
             self._writer.close()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: ProcessMessage) -> None:
         """Send a message that wants no answer."""
-        self._send(Asked(0, msgspec.Raw(_encode(message))))
+        self._send(NumberedMessage(0, msgspec.Raw(_encode(message))))
 
     async def call(self, question: Question[T]) -> T:
         """Ask and wait for the answer; raises the error of the other end."""
@@ -100,19 +100,19 @@ class Channel(Generic[Received]):
         done: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._calls[number] = done
         try:
-            self._send(Asked(number, msgspec.Raw(_encode(question))))
+            self._send(NumberedMessage(number, msgspec.Raw(_encode(question))))
             answer: T = msgspec.msgpack.decode(await done, type=question.answer_type())
             return answer
         finally:
             del self._calls[number]
 
-    def _send(self, frame: Asked | Answered) -> None:
+    def _send(self, frame: NumberedMessage | NumberedAnswer) -> None:
         if self.is_closed:
             raise EngineStopped("a process of the server has ended")
         data = _encode(frame)
         self._writer.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
 
-    def _resolve(self, answered: Answered) -> None:
+    def _resolve(self, answered: NumberedAnswer) -> None:
         done = self._calls.get(answered.number)
         if done is None or done.done():
             return
@@ -132,7 +132,7 @@ class Channel(Generic[Received]):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif number:
-            self._send(Answered(number, msgspec.Raw(_encode(answer))))
+            self._send(NumberedAnswer(number, msgspec.Raw(_encode(answer))))
 
     async def _reply(self, number: int, data: msgspec.Raw, answer: Awaitable[Any]) -> None:
         try:
@@ -141,11 +141,11 @@ class Channel(Generic[Received]):
             self._fail(number, data, error)
             return
         if number and not self.is_closed:
-            self._send(Answered(number, msgspec.Raw(_encode(result))))
+            self._send(NumberedAnswer(number, msgspec.Raw(_encode(result))))
 
     def _fail(self, number: int, data: msgspec.Raw, error: Exception) -> None:
         """Let an error be raised where the question was asked; one that nothing waits for is logged."""
         if not number:
             logger.error("message failed name=%s", msgspec.msgpack.decode(data)[0], exc_info=error)
         elif not self.is_closed:
-            self._send(Answered(number, msgspec.Raw(_encode(None)), to_failure(error)))
+            self._send(NumberedAnswer(number, msgspec.Raw(_encode(None)), to_failure(error)))

@@ -16,11 +16,11 @@ from infer.server.explain.served import ServedRequest
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class ProcessMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """News that gets no answer."""
 
 
-class Question(Message, Generic[T_co], frozen=True):
+class Question(ProcessMessage, Generic[T_co], frozen=True):
     """A message that is answered with a T."""
 
     @classmethod
@@ -49,21 +49,21 @@ class ModelUse(NamedTuple):
         return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
 
 
-class Spawned(Message, frozen=True):
+class Spawned(ProcessMessage, frozen=True):
     """An engine was started, and will connect to this endpoint."""
 
     engine: int
     endpoint: str
 
 
-class Down(Message, frozen=True):
+class Down(ProcessMessage, frozen=True):
     """An engine has ended; it may be started again."""
 
     engine: int
     reason: str
 
 
-class Gone(Message, frozen=True):
+class Gone(ProcessMessage, frozen=True):
     """These engines have ended for good."""
 
     engines: list[int]
@@ -95,7 +95,7 @@ class SetNames(Question[None], frozen=True):
     loadable: list[str]  # models that are loaded on demand
 
 
-class ForgetPrefixes(Message, frozen=True):
+class ForgetPrefixes(ProcessMessage, frozen=True):
     """The prefix caches of a model were emptied."""
 
     model: str
@@ -124,7 +124,7 @@ class CountAlike(Question[list[int]], frozen=True):
     salt: bytes
 
 
-class End(Message, frozen=True):
+class End(ProcessMessage, frozen=True):
     """End the process."""
 
 

@@ -33,9 +33,10 @@ from infer.client.supervisor import log_level
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import EngineLost, EngineStopped
+from infer.server.processes import messages
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
-from infer.server.processes.messages import Down, End, Message, Question, Serve, Spawned, ToFirst, Unserve
+from infer.server.processes.messages import ProcessMessage, Question, ToFirst
 from infer.server.state import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -119,20 +120,20 @@ class Workers:
         """Tell each process the endpoint that an engine, started a moment ago, will connect to."""
         for process, endpoint in zip(self._processes, endpoints, strict=True):
             with contextlib.suppress(EngineStopped):
-                process.channel.tell(Spawned(engine, endpoint))
+                process.channel.tell(messages.Spawned(engine, endpoint))
 
     def tell_down(self, engine: int, reason: str) -> None:
         """Tell every process that an engine has ended."""
-        self.tell(Down(engine, reason))
+        self.tell(messages.Down(engine, reason))
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
         """Let every process serve a model and count its engines under these labels; returns when all do."""
         knobs, engines = config.knobs(), list(model.engines)
-        await self.call(Serve(model.name, knobs, engines, list(labels), model.created))
+        await self.call(messages.Serve(model.name, knobs, engines, list(labels), model.created))
 
     async def unserve(self, model: ServedModel, timeout_s: float) -> int:
         """Let no process serve a model; returns how many requests were cut off after that many seconds."""
-        return sum(await self.call(Unserve(list(model.engines), timeout_s)))
+        return sum(await self.call(messages.Unserve(list(model.engines), timeout_s)))
 
     async def call(self, question: Question[T]) -> list[T]:
         """Ask every process."""
@@ -143,7 +144,7 @@ class Workers:
                 raise
             raise EngineLost(await asyncio.shield(self.lost)) from None  # how it ended is about to be known
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: ProcessMessage) -> None:
         """Tell every process something that wants no answer."""
         for process in self._processes:
             with contextlib.suppress(EngineStopped):  # one that is gone needs no news
@@ -169,7 +170,7 @@ class Workers:
     async def close(self) -> None:
         """End every process, and kill the ones that do not end."""
         self._is_closing = True
-        self.tell(End())
+        self.tell(messages.End())
         waits = [asyncio.to_thread(_wait, process.child) for process in self._processes]
         await asyncio.gather(*waits)
         running = [process.running for process in self._processes if process.running is not None]
