@@ -75,6 +75,9 @@ static void multiply(const char *name, const char *type, const float *x, const v
     void *scratch = room((size_t)scratch_size);
     char label[100];
     word args[] = {0, p(x), K, p(y), N, p(data), p(scales), p(bias), p(scratch), N, K, bits, digits, 1, 3, 0};
+    int32_t *order = room((size_t)K * 4);
+    for (word k = 0; k < K; k++) order[k] = (int32_t)((k * 7 + 3) % K);
+    if (K % 7) args[15] = p(order); /* every column once; with another K columns stay where they are */
     operation ops[] = {{find("infer_linear_quantize"), args, PER_ROW, 1, 3},
                        {find(bits == 8 ? "infer_linear_int8" : "infer_linear_int4"), args, FIXED, tiles, 0}};
     ((void (*)(operation *, word, word, word))find("infer_run"))(ops, 2, M, 0);
@@ -209,6 +212,10 @@ static void run_attention(word H, word window) {
     RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), ROW, p(items), N, G, H, BLOCK,
         window, d(1.0 / sqrt((double)H)), p(kept), 0, 0, 0, d(0.0), 0);
     emit_floats("attention", out, T * N * H);
+    float sinks[N] = {0.5f, -1.0f, 3.0f, -INFINITY};
+    RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(keys), p(values), p(table), ROW, p(items), N, G, H, BLOCK,
+        window, d(1.0 / sqrt((double)H)), p(kept), 0, 0, 0, d(5.0), p(sinks));
+    emit_floats("attention_with_sinks", out, T * N * H);
 
     /* Over codes of 8 bits; then codes of tiny heads, and of heads with NaN or infinity. */
     float *k_scales = room(BLOCKS * BLOCK * G * 4), *v_scales = room(BLOCKS * BLOCK * G * 4);
@@ -223,7 +230,7 @@ static void run_attention(word H, word window) {
         RUN("infer_attend", 6 * G, T, p(q), N * H + 3, p(out), p(k_codes), p(v_codes), p(table), ROW, p(items), N, G, H,
             BLOCK, window, d(1.0 / sqrt((double)H)), p(kept), kind, p(k_scales), p(v_scales), d(0.0), 0);
         emit_floats("attention_over_codes", out, T * N * H);
-        float odd[4 * G * 256];
+        float odd[4 * G * 512];
         for (word i = 0; i < 4 * G * H; i++) odd[i] = keys[i] * (i / (G * H) < 2 ? i < G * H ? 1e-37f : 1e-44f : 1.0f);
         odd[2 * G * H + 1] = NAN, odd[3 * G * H + 1] = -INFINITY;
         RUN("infer_write_cache", 2, 4, p(odd), p(odd), G * H, G * H, p(k_codes), p(v_codes), p(k_scales), p(v_scales),
@@ -267,8 +274,8 @@ int main(int argc, char **argv) {
     run_dense_lookups();
     static const word sizes[] = {7, 45, 64};
     for (int i = 0; i < 3; i++) run_norms(sizes[i]), run_gates(sizes[i]);
-    static const word head_sizes[] = {20, 64, 80, 96, 128, 256};
-    for (int i = 0; i < 6; i++) {
+    static const word head_sizes[] = {20, 64, 80, 96, 128, 256, 512};
+    for (int i = 0; i < 7; i++) {
         run_heads(head_sizes[i]);
         run_attention(head_sizes[i], 0), run_attention(head_sizes[i], 9);
     }

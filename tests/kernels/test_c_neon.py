@@ -17,7 +17,7 @@ from infer.kernels.cpu import build
 from tests.kernels.c_builds import ARM_COMPILER, arm_library, compile_c
 
 DISASSEMBLER = shutil.which("aarch64-linux-gnu-objdump")
-ANALYZERS = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(24, 15, -1)))
+ANALYZERS = ("llvm-mca", *(f"llvm-mca-{version}" for version in range(24, 16, -1)))
 MAX_STACK_ACCESSES = 14  # of vector registers in a loop over groups, that a processor hides
 ITERATIONS = 100
 
@@ -104,10 +104,10 @@ def test_one_row_asks_for_nothing_ahead_and_the_first_of_many_does(loops: dict[s
 
 
 def test_a_group_takes_the_cycles_that_were_measured(loops: dict[str, list[str]], tmp_path: Path) -> None:
-    """As LLVM models a Neoverse N1: its own model is there from version 16 on."""
+    """As LLVM models a Neoverse N1: its own model is there from version 17 on."""
     analyzer = next((path for name in ANALYZERS if (path := shutil.which(name)) and is_recent(path)), None)
     if analyzer is None:
-        pytest.skip("no llvm-mca from 16 on; on Debian: apt-get install llvm-19")
+        pytest.skip("no llvm-mca from 17 on; on Debian: apt-get install llvm-19")
     if any("smmla" in text for body in loops.values() for text in body):
         pytest.skip("measured on a processor without i8mm")
     for name, measured in MEASURED.items():
@@ -117,7 +117,7 @@ def test_a_group_takes_the_cycles_that_were_measured(loops: dict[str, list[str]]
 def is_recent(analyzer: str) -> bool:
     answer = subprocess.run([analyzer, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.search(r"version (\d+)", answer)
-    return version is not None and int(version[1]) >= 16
+    return version is not None and int(version[1]) >= 17
 
 
 def cycles(analyzer: str, body: list[str], scratch: Path) -> float:

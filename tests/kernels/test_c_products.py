@@ -31,6 +31,7 @@ from tests.kernels.c_builds import (
     compile_c,
     sanitized_library,
 )
+from tests.kernels.test_c_aarch64 import EMULATOR, system_root
 
 HERE = Path(__file__).parent
 PROGRAM, EMULATED_AMX = HERE / "c_products.c", HERE / "emulated_amx.h"
@@ -44,7 +45,6 @@ WARNINGS = (
     f"-I{build.SOURCES}",
 )
 GCC, CLANG = shutil.which("gcc"), shutil.which("clang") or shutil.which("clang-19")
-EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 CPU = build.cpu_flags().split()
 
 
@@ -128,7 +128,8 @@ def test_every_product_is_its_definition_to_the_last_bit(name: str) -> None:
         pytest.skip(f"this processor has no {it.needs}")
     if it.emulates and EMULATOR is None:
         pytest.skip("no emulator for ARM; on Debian: apt-get install qemu-user")
-    run = [str(EMULATOR), "-cpu", it.emulates, "-L", "/usr/aarch64-linux-gnu"] if it.emulates else []
+    root = str(system_root(it.compiler)) if it.emulates else ""
+    run = [str(EMULATOR), "-cpu", it.emulates, "-L", root] if it.emulates else []
     if not it.emulates and IS_X86 and "fma" not in CPU:
         pytest.skip("a processor without fused multiply-add rounds a few numbers differently")
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # which an emulator cannot
