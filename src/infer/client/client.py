@@ -1,7 +1,7 @@
 """One engine for many readers: requests go in from an event loop, outputs come back to it.
 
-The engine's loop runs in its own thread and sleeps when there is nothing to do. Commands and outputs cross in
-batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the event
+The engine's loop runs in its own thread and sleeps when there is nothing to do. Commands and outputs travel
+in batches: commands through an inbox that is emptied before each step, outputs with one wake-up of the event
 loop per step, for all requests.
 
     event loop                                engine thread
@@ -9,8 +9,8 @@ loop per step, for all requests.
                ◄── queue per request ◄─────── Engine.step    (one message per step)
     close      ──► inbox: abort ────────────► Engine.abort, before the next step
 
-Closing the iterator of a request aborts it, wherever it is: waiting, running or finished. If the loop dies,
-every open request and every later call gets `EngineStopped`.
+Closing the iterator of a request aborts the request, whether it is waiting, running or finished. If the loop
+dies, every open request and every later call gets `EngineStopped`.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ class EngineClient(Protocol):
         """Submit a request and iterate over its outputs; stop iterating to abort it."""
 
     def has_taken(self, request_id: str) -> bool:
-        """Return True if the engine has taken a request that is being read, and did not refuse it."""
+        """Return True if the engine has accepted a request whose outputs are being read."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one sequence of it, before the next step."""
 
     def stats(self) -> EngineStats:
-        """Return the engine's last snapshot of itself, without asking it."""
+        """Return the engine's last snapshot of its statistics, without a round trip."""
 
     @property
     def prefixes(self) -> AbstractSet[int]:
-        """The hashes (`chain_hashes`) of its cached prefixes; empty where it has no replicas."""
+        """The hashes (`chain_hashes`) of its cached prefixes; empty if it has no replicas."""
 
     @property
     def failure(self) -> EngineError | None:
-        """Why it cannot serve: `EngineStopped` if it is dead, `EngineError` if it is stuck; None: it can."""
+        """The reason it cannot serve: `EngineStopped` if dead, `EngineError` if stuck; None if it can."""
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        """Seconds without progress while there is work to do; 0: none is pending."""
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
+        """Load a LoRA adapter under a name, or unload it (None); `replaces` allows the name to be taken."""
 
     async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request that is or was served; None: it is not known, or not any more."""
+        """Return the story of a current or past request; None if it is unknown or forgotten."""
 
     async def look(self) -> LiveSnapshot:
-        """The engine as a page shows it: its last steps, its blocks and its queue."""
+        """Return a snapshot for the live page: recent steps, blocks and the queue."""
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the engine; open requests get `EngineStopped` with the reason."""
 
 
 async def embed(client: EngineClient, request: Request) -> list[float]:
-    """The embedding that a request with a `pooling` asks for; cancelling it aborts the request."""
+    """Return the embedding of a request that has a `pooling`; cancelling this aborts the request."""
     async with contextlib.aclosing(client.generate(request)) as outputs:
         async for output in outputs:
             if output.finish_reason == FinishReason.STOP:
@@ -112,7 +112,7 @@ class InProcessClient:
         self._is_closing, self._close_reason = False, CLOSED
         self._stopped: EngineStopped | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._patience_s: float | None = IDLE_S  # None: idle time has no further use
+        self._patience_s: float | None = IDLE_S  # None: no idle work is left
         engine.compile_aside(self._notify)
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class InProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Return True if the engine has taken a request that is being read."""
+        """Return True if the engine has accepted a request whose outputs are being read."""
         return self._engine.is_serving(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -143,7 +143,7 @@ class InProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        """Seconds without progress while there is work to do; 0: none is pending."""
         owes = self._inbox or self._engine.has_work
         return time.monotonic() - self._progress_at if owes else 0.0
 
@@ -152,15 +152,15 @@ class InProcessClient:
         return await self._call(self._engine.reset_prefix_cache)
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        """Load an adapter, or unload it, between two steps."""
+        """Load or unload an adapter between two steps."""
         await self._call(lambda: self._engine.set_adapter(name, path, replaces=replaces))
 
     async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request, between two steps; None: it is not known, or not any more."""
+        """Return the story of a request, between two steps; None if it is unknown or forgotten."""
         return await self._call(lambda: self._engine.explain(request_id))
 
     async def look(self) -> LiveSnapshot:
-        """The engine as a page shows it, between two steps."""
+        """Return a snapshot for the live page, between two steps."""
         return await self._call(self._engine.look)
 
     async def close(self, reason: str = CLOSED) -> None:
@@ -182,7 +182,7 @@ class InProcessClient:
             self._wake.notify()
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Run something on the engine thread between two steps, and wait for the result."""
+        """Run `work` on the engine thread between two steps, and wait for its result."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -221,7 +221,7 @@ class InProcessClient:
         stopped: EngineStopped | None = None
         try:
             while not self._is_closing and self._engine.prepare():
-                self._progress_at = time.monotonic()  # this thread prepares: cuDNN keeps its plans by thread
+                self._progress_at = time.monotonic()  # this thread: cuDNN caches plans per thread
             while self._take_commands():
                 if self._engine.has_work:
                     self._send(self._subscribers.step())
@@ -239,12 +239,12 @@ class InProcessClient:
         with self._wake:
             self._stopped = stopped
             commands, self._inbox = self._inbox, []
-        for command in commands:  # requests just submitted get the error as well
+        for command in commands:  # requests that were just submitted get the error, too
             command()
         self._send([(queue, stopped) for queue in self._subscribers.all()])
 
     def _take_commands(self) -> bool:
-        """Run the posted commands; without work, sleep until one comes. Returns False at the end."""
+        """Run the posted commands, after sleeping until one arrives if idle; False: the client is closing."""
         with self._wake:
             is_idle = not self._wake.wait_for(
                 lambda: self._inbox or self._engine.has_work or self._is_closing, self._patience_s
@@ -255,7 +255,7 @@ class InProcessClient:
         if is_idle:
             self._patience_s = self._engine.use_idle_time()
         elif self._patience_s is not None:
-            # work has come between two pieces: the next waits as the first did
+            # requests interrupted the idle work: its next piece waits as long as the first
             self._patience_s = max(self._patience_s, IDLE_S)
         for command in commands:
             command()

@@ -1,12 +1,12 @@
-"""Importing PyTorch in half its time, in a process that is ours alone.
+"""Import PyTorch in half the time, in a process of our own.
 
-Two things make it slow. The garbage collector walks again and again through modules that stay for good. And a
-third of the rest is `torch._meta_registrations`: the shapes of all operations on tensors without numbers, for
-PyTorch's compiler. An engine makes these tensors to count bytes and computes nothing with them.
+Two things make the import slow. The garbage collector repeatedly scans modules that are never freed. And a
+third of the rest is `torch._meta_registrations`: the output shapes of all operations on meta tensors, for
+PyTorch's compiler. An engine uses meta tensors to count bytes and computes nothing with them.
 
-A third one doubles it: in many containers modules come without bytecode, because the installer makes none
-and PYTHONDONTWRITEBYTECODE, or a folder that cannot be written, keeps Python from making it. Then all of
-PyTorch is compiled at every start. There, bytecode is kept where compiled kernels are (`keep_bytecode`).
+A third thing doubles the time: in many containers modules have no bytecode, because the installer makes none
+and PYTHONDONTWRITEBYTECODE or a read-only folder keeps Python from writing it. All of PyTorch is then
+compiled at every start. In that case we store bytecode next to compiled kernels (`keep_bytecode`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PUT_OFF = "torch._meta_registrations"
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Put off the parts of PyTorch that no engine needs, and keep the collector away from the imports.
+    """Defer the parts of PyTorch that no engine needs, and pause the garbage collector during the imports.
 
-    Where PyTorch is imported already there is nothing to gain, and there may be garbage to collect. Where it
-    has not come at all, nothing of it is left.
+    This does nothing if PyTorch is already imported: there is nothing to gain, and there may be garbage to
+    collect. If PyTorch does not get imported inside, the placeholder module is removed.
     """
     if "torch" in sys.modules:
         yield
@@ -50,13 +50,13 @@ def quick_imports() -> Iterator[None]:
 
 
 def put_off(name: str) -> None:
-    """Let an import of this module give an empty one, which becomes the module when asked for a name."""
+    """Defer an import: the module stays an empty placeholder until one of its names is used."""
     empty = ModuleType(name)
 
     def load(attribute: str) -> object:
-        if attribute.startswith("__"):  # a question of the import system
+        if attribute.startswith("__"):  # the import system asks
             raise AttributeError(attribute)
-        if sys.modules.get(name) is empty:  # none, where an import failed: it is tried again
+        if sys.modules.get(name) is empty:  # missing if an earlier import failed: try again
             del sys.modules[name]
         return getattr(importlib.import_module(name), attribute)
 
@@ -65,25 +65,25 @@ def put_off(name: str) -> None:
 
 
 def keep_bytecode(of: str = "torch") -> None:
-    """Let this process, and those it starts, keep bytecode in a folder of ours where Python keeps none.
+    """Store bytecode in a folder of our own, here and in child processes, if Python does not store it.
 
-    A large package that every start imports shows whether Python does. A folder of the user's choice stays.
-    Ours has the versions in its name, because a cache may outlive an image, and only its owner may use it:
-    bytecode is code.
+    Whether Python does is checked on `of`, a large package that every start imports. A `pycache_prefix` that
+    the user has set wins. Our folder has the versions in its name, because a cache may outlive an image, and
+    only its owner may access it: bytecode is code.
     """
     spec = PathFinder.find_spec(of)
     if sys.pycache_prefix is not None or spec is None or spec.cached is None or spec.origin is None:
         return
     cannot_write = sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
     if cannot_write and not os.path.exists(spec.cached):
-        from importlib.metadata import version  # seldom needed, and slow to import
+        from importlib.metadata import version  # rarely needed, and slow to import
 
-        with suppress(ModelSourceError, OSError, ImportError):  # no home, no folder there, an unknown PyTorch
+        with suppress(ModelSourceError, OSError, ImportError):  # no home, no write access, unknown version
             python = ".".join(map(str, sys.version_info[:3]))
             versions = f"python-{python}-torch-{version('torch')}-infer-{__version__}"
             folder = models_dir().parent / "bytecode" / versions
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()  # lstat: others may use the target of a link
+            found = folder.lstat()  # lstat: the target of a link may be open to others
             if found.st_uid == os.geteuid() and not found.st_mode & 0o077 and os.access(folder, os.W_OK):
                 sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
                 os.environ |= {"PYTHONPYCACHEPREFIX": sys.pycache_prefix, "PYTHONDONTWRITEBYTECODE": ""}

@@ -1,9 +1,9 @@
 """One end of the socket between an API process and an engine process.
 
     EngineLink      the socket: commands out, messages in; another process of this server started the engine
-    EngineProcess   (supervisor.py) one that this process started, watches and ends
+    EngineProcess   (supervisor.py) an engine that this process started, supervises and ends
 
-Every API process has a socket of its own to every engine, bound at this end; the engine connects to all.
+Every API process has its own socket to every engine, bound at this end; the engine connects to all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infer.errors import EngineStopped
 
 
 class EngineLink:
-    """A socket to one engine process, which another process supervises and says when it has ended."""
+    """A socket to one engine process; another process supervises it and reports its exit."""
 
     def __init__(self, endpoint: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,27 +48,27 @@ class EngineLink:
 
     @property
     def exit_reason(self) -> str:
-        """The way the process ended, for the clients of its requests: no paths, no traceback."""
+        """The reason the process ended, for clients of its requests: no paths, no traceback."""
         return self._reason
 
     def set_exited(self, reason: str) -> None:
-        """Note that it has ended: the supervising process says so."""
+        """Note that the engine has exited, as the supervising process reports."""
         self._reason = reason
         self.exited.set()
 
     def kill(self) -> None:
-        """End the process at once, where it is ours to end."""
+        """Kill the process, if this process started it."""
 
     def close_now(self) -> None:
         """Close the socket."""
         self._resources.close()
 
     async def close(self, *, timeout: float = 0.0) -> None:
-        """Let go of it: end it within `timeout` seconds where it is ours, and leave nothing behind."""
+        """Close the link; if this process started the engine, stop it within `timeout` seconds."""
         self.close_now()
 
     def listen(self, on_message: Callable[[Message], None]) -> None:
-        """Give every message that comes after `Ready` to this function."""
+        """Call this function with every message after `Ready`."""
         self._on_message = on_message
         self.receive()
 
@@ -76,23 +76,23 @@ class EngineLink:
         """Queue a command; it never blocks."""
         try:
             self._socket.send(encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no peer at the other end: its exit is about to be known
+        except zmq.Again:  # no peer: its exit will be noticed soon
             raise EngineStopped("the engine process has ended") from None
-        # The descriptor signals edges, and sending may have used one up that was meant for receive().
+        # The descriptor is edge-triggered, and sending may have consumed an edge meant for receive().
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._receive_soon()
 
     def receive(self) -> None:
-        """Take the next message, if there is one; the one after it waits for the loop's next turn.
+        """Handle the next message, if there is one; the one after it waits for the loop's next iteration.
 
-        Otherwise a loop that is late would take many steps at once, and every stream would get a burst.
+        Otherwise a loop that lags would handle many steps at once, and every stream would get a burst.
         """
         self._is_receiving = False
         if self._take_next():
             self._receive_soon()
 
     def receive_all(self) -> None:
-        """Take every message that has arrived."""
+        """Handle every message that has arrived."""
         while self._take_next():
             pass
 
@@ -102,7 +102,7 @@ class EngineLink:
             self._loop.call_soon(self.receive)
 
     def _take_next(self) -> bool:
-        """Take a message; returns False if there is none."""
+        """Handle one message; returns False if there is none."""
         if self._socket.closed:
             return False
         try:

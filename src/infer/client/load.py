@@ -1,7 +1,7 @@
-"""The one way from an `EngineConfig` to loaded weights, for an engine in a thread and one in a process.
+"""Load the weights of an `EngineConfig`, for an engine in a thread or in a process.
 
-A forked child has none of its parent's threads, but PyTorch and OpenMP there believe that they have them, and
-wait for them forever. So a child of a process that has loaded a model computes with one thread.
+A forked child has none of its parent's threads, but PyTorch and OpenMP believe that the threads exist and
+wait for them forever. So a process that was forked after its parent loaded a model computes with one thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from infer.tools.memory_plan import check_settings
 
 logger = logging.getLogger(__name__)
 
-_is_forked = False  # a process that was forked after its parent had loaded a model
+_is_forked = False  # True: this process was forked after its parent had loaded a model
 
 
 def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: bool = False) -> LoadedModel:
-    """Load the model of a config, which has these headers, and start its other ranks, if it has any.
+    """Load the model of a config, whose headers are given, and start its other ranks, if it has any.
 
-    Settings that no engine could be built with are refused before a weight is read.
+    Settings that no engine can be built with are rejected before any weight is read.
     """
     load, size = config.load, config.load.num_ranks
     _notice_forks()
@@ -75,12 +75,12 @@ def load_part(
 
 
 def rank_of(config: EngineConfig, number: int) -> Rank:
-    """The part of the model that a process has, by its number among all."""
+    """Return the part of the model that a process loads, by its number among all ranks."""
     return Rank.of(number, config.load.tensor_parallel_size, config.load.pipeline_parallel_size)
 
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
-    """Refuse what ranks cannot do before any of them is started."""
+    """Reject settings that ranks do not support, before any rank is started."""
     load, device = config.load, node_device(config)
     plan_weights(
         headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank_of(config, 0)
@@ -88,13 +88,13 @@ def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
 
 
 def node_device(config: EngineConfig) -> torch.device:
-    """The device of this machine's first rank."""
+    """Return the device of this machine's first rank."""
     first = rank_of(config, config.load.ranks_of_nodes[config.load.node_rank][0])
     return choose_device(rank_device(config.load.device, first, config.load.nnodes))
 
 
 def use_threads(number: int) -> None:
-    """Compute with `number` threads on the CPU; more than it has are taken, with a warning."""
+    """Compute with `number` threads on the CPU; more threads than CPUs are allowed, with a warning."""
     num_cpus = os.cpu_count() or 1
     if _is_forked and number > 1:
         logger.warning(
@@ -110,7 +110,7 @@ def use_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
-@cache  # once in a process
+@cache  # once per process
 def _notice_forks() -> None:
     os.register_at_fork(after_in_child=_use_one_thread)
 

@@ -7,15 +7,15 @@
                                                ◄── LiveReport
     Ping                                       ──►
                                                ◄── StepReport  one per step, for all requests of this server
-                                                               process; the others get the counts now and then
-                               (once, at first) ◄── Ready  or  Failure
+                                                               process; the others get counters, less often
+                                  (once, first) ◄── Ready  or  Failure
     Stop                                       ──►
 
-Every call of the client has a *ticket*, a number it never uses twice; answers and outputs carry it back.
-A turn of the engine's loop takes all commands that are there, makes at most one step and sends a
-`StepReport`: the outputs of all requests, the answers to calls, and the engine's own counts.
+Every call of the client has a *ticket*, a number it never reuses; answers and outputs carry it back.
+An iteration of the engine's loop handles all pending commands, runs at most one step and sends a
+`StepReport`: the outputs of all requests, the answers to calls, and the engine's counters.
 
-Nothing is pickled: both ends know the types below, and bytes that do not fit a type are an error.
+Nothing is pickled: both ends know the types below, and bytes that match no type are an error.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from infer.scheduling.request import Request, StepOutput
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of this engine among the engines of one model; `placement.py` finds its place."""
+    """The number of this engine among the engines of one model; `placement.py` picks its device."""
 
     number: int = 0
     count: int = 1
-    shares_device: bool = False  # whether there may be fewer GPUs than replicas
+    shares_device: bool = False  # True: there may be fewer GPUs than replicas
 
 
 ALONE = Replica()
 
 
 class RecordOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """The record that an engine process writes of its run."""
+    """The settings of the record that an engine process writes of its run."""
 
     path: str
     has_text: bool
-    max_bytes: int  # limit of the file and of the one set aside
+    max_bytes: int  # limit for the file and its predecessor each
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +60,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[str]  # the unix sockets to connect to, one for each API process
     knobs: dict[str, Any]  # knobs of the EngineConfig
     log_level: str
-    spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: not told
+    spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: unknown
     replica: Replica = ALONE
-    num_stories: int = 0  # requests that have ended and can still be explained; 0: none can be
-    record: RecordOrders | None = None  # None: nothing is written down
+    num_stories: int = 0  # finished requests that can still be explained
+    record: RecordOrders | None = None  # None: no record
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of a node: a rank has done a part of its start, or the group has ended."""
+    """A report from a node: a rank has finished a part of its startup, or the group has ended."""
 
     rank: int = 0
     reason: str | None = None  # why the group has ended
@@ -87,18 +87,18 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a node other than the first that a program starts: the first line of its input."""
+    """The settings of a node after the first, if a program starts it: the first line of its input."""
 
     knobs: dict[str, Any]
     log_level: str
     token: str  # the secret of the nodes
 
 
-DONE = b"done"  # line that the process of a rank reports after each part of its start
+DONE = b"done"  # line that a rank's process reports after each part of its startup
 
 
 class Add(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Serve this request; outputs come with the ticket."""
+    """Serve this request; its outputs carry the ticket."""
 
     ticket: int
     request: Request
@@ -119,7 +119,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A command that is answered under its ticket, with what it asks for or with the error that it met."""
+    """A command whose answer carries its ticket and either a result or an error."""
 
     ticket: int
 
@@ -135,29 +135,29 @@ class Explain(Call, frozen=True):
 
 
 class SetAdapter(Call, frozen=True):
-    """Load the LoRA adapter in a directory under a name, or unload it; the answer says that it is done."""
+    """Load a LoRA adapter from a directory under a name, or unload it; answered when done."""
 
     name: str
     path: str | None  # None: unload it
-    replaces: bool = False  # another one may have the name
+    replaces: bool = False  # another adapter may have the name
 
 
 class Watch(Call, frozen=True):
-    """Send a `LiveReport`, and write steps down for the next one."""
+    """Send a `LiveReport`, and record steps for the next one."""
 
 
 class Sleep(Call, frozen=True):
-    """Let go of the engine; answer with the bytes of its weights, which stay in host memory if they fit."""
+    """Free the engine; answer with the bytes of its weights, which move to host memory if they fit."""
 
     max_bytes: int
 
 
 class Wake(Call, frozen=True):
-    """Build the engine again; the answer says that it is there."""
+    """Rebuild the engine; answered when it is ready."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report that the loop is alive: sent to an engine that has had nothing to report for a while."""
+    """Make an engine that has been silent for a while report, to show that its loop is alive."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -171,7 +171,7 @@ Command: TypeAlias = Add | Unsubscribe | Abort | CallCommand | Ping | Stop
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An exception as data; as a message of its own, the reason why the engine ended or never started."""
+    """An exception as data; as a message by itself, the reason the engine ended or failed to start."""
 
     kind: str  # the name of a class in errors.py
     message: str
@@ -179,14 +179,14 @@ class Failure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The model is loaded and requests are welcome; holds the facts that the text side needs."""
+    """The model is loaded and requests are accepted; has the model's facts that the server needs."""
 
     stats: EngineStats
     family: str = ""  # family of the model's network, by which a chat template is chosen
-    context_len: int = 0  # tokens of the longest sequence served
-    model_len: int = 0  # tokens of the model's own context
-    phases: dict[str, float] = {}  # seconds of each phase of the start, in order
-    max_queue: int | None = None  # sequences that may wait while others run; None: no limit
+    context_len: int = 0  # tokens of the longest sequence that is served
+    model_len: int = 0  # context length of the model itself
+    phases: dict[str, float] = {}  # seconds of each phase of startup, in order
+    max_queue: int | None = None  # most sequences that may wait; None: no limit
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -199,14 +199,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The outputs, answers and counts of one turn of the engine's loop."""
+    """The outputs, answers and counters of one iteration of the engine's loop."""
 
-    num_commands: int  # commands taken since the start: the server knows which of its commands have arrived
+    num_commands: int  # commands received since the start, so the server knows which have arrived
     stats: EngineStats
-    tickets: list[int]  # tickets of the requests that the outputs belong to, one each
+    tickets: list[int]  # the ticket of each output's request
     outputs: list[StepOutput]
     answers: list[Answer] = []
-    prefixes: dict[int, bool] = {}  # prefixes that came (true) or went, by hash, if it has replicas
+    prefixes: dict[int, bool] = {}  # prefixes added (true) or evicted, by hash, if it has replicas
 
 
 class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -219,22 +219,22 @@ class LiveReport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Message: TypeAlias = Ready | StepReport | LiveReport | Failure
 
 _encoder = msgspec.msgpack.Encoder()
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode  # what the server sent
-decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode  # what the engine sent
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode  # server to engine
+decode_message: Callable[[bytes], Message] = msgspec.msgpack.Decoder(Message).decode  # engine to server
 
 
 def encode(message: Command | Message) -> bytes:
-    """The message as bytes; a request that no wire format could hold is the client's mistake."""
+    """Encode a message; a request that no wire format can represent is the client's error."""
     try:
         return _encoder.encode(message)
-    except (OverflowError, UnicodeEncodeError, TypeError) as error:  # 2^64, half a surrogate pair, an object
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:  # 2^64, a lone surrogate, an object
         raise RequestError(
             "a request must hold plain numbers of at most 64 bits and text that is valid unicode"
         ) from error
 
 
 def refuse_command(data: bytes, error: InferError | msgspec.DecodeError) -> Answer | None:
-    """The answer to a command that could not be decoded; None if the command gets no answer."""
+    """Return the answer to a command that could not be decoded; None if it gets no answer."""
     raw = msgspec.msgpack.decode(data)
     if raw[0] != Add.__name__:
         return None
@@ -253,7 +253,7 @@ _KINDS: dict[str, type[InferError]] = {
 
 
 def to_failure(error: BaseException) -> Failure:
-    """An exception as data. One that is not ours is a bug: its text may name files, so only its type goes."""
+    """Convert an exception to data; for a bug only its type, because its text may name files."""
     for kind in type(error).__mro__:
         if kind.__name__ in _KINDS:
             return Failure(
@@ -263,9 +263,9 @@ def to_failure(error: BaseException) -> Failure:
 
 
 def to_error(failure: Failure) -> InferError:
-    """The exception again, of the class it had."""
+    """Convert data back to an exception of its original class."""
     kind = _KINDS.get(failure.kind, EngineError)
-    error = kind.__new__(kind)  # past __init__: some build their message from parts that did not travel
+    error = kind.__new__(kind)  # skip __init__: some build their message from fields that were not sent
     error.args = (failure.message,)
     if isinstance(error, RequestError):
         error.param = failure.param

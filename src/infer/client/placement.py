@@ -1,13 +1,13 @@
-"""The places of several engines of one model: a GPU of its own for each, or its share of the processor.
+"""Place several engines of one model: each gets its own GPU, or its share of the CPU.
 
     replica          0       1       2       3
     4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among the GPUs that CUDA_VISIBLE_DEVICES names
     2 GPUs, shared   cuda:0  cuda:1  cuda:0  cuda:1          each with half of `device_memory`
     8 cores          0, 1    2, 3    4, 5    6, 7            two threads each, which stay on their cores
 
-More replicas than GPUs are refused unless `share_device` allows it: two engines on one GPU take turns, and
-serve no more than one engine with the memory of both. An engine's process finds its own place when it starts,
-because it has PyTorch and the server need not.
+More replicas than GPUs are rejected unless `share_device` allows it: two engines on one GPU take turns, and
+serve no more than one engine with the memory of both. Each engine's process picks its own device when it
+starts, because only that process imports PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infer.errors import ConfigError
 
 
 def is_on_gpu(config: EngineConfig) -> bool:
-    """Return True if a model will be on a GPU, as far as can be told without importing torch."""
+    """Return True if a model will run on a GPU, as far as this is known without importing torch."""
     has_gpu = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
     return config.load.device.startswith("cuda") or (config.load.device == "auto" and has_gpu)
 
@@ -33,11 +33,11 @@ def is_on_gpu(config: EngineConfig) -> bool:
 def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
     """Return the config with the device, memory and threads of one replica, and bind this process to them.
 
-    An engine alone has the whole machine, and is bound to a GPU that its config names: cuda:1.
+    A single engine has the whole machine, and is bound only to a GPU that its config names, such as cuda:1.
     """
     if replica.count == 1 and not config.load.device.startswith("cuda:"):
         return config
-    import torch  # here: an engine alone, and one without a model, need nothing of this
+    import torch  # imported here: a single engine, or one without a model, does not need it
 
     from infer.loader.load import choose_device
 
@@ -52,22 +52,22 @@ def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
         return config
     cpus = own_cpus(replica, physical_cores())
     if cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cpus)  # affinity of this thread and all that it starts
+        os.sched_setaffinity(0, cpus)  # affinity of this thread and the threads that it starts
     return share_threads(config, replica.count)
 
 
 def share_threads(config: EngineConfig, count: int) -> EngineConfig:
-    """Return the config of one of `count` engines that compute on this machine's CPU side by side."""
+    """Return the config of one of `count` engines that share this machine's CPU."""
     if count == 1 or config.load.num_threads is not None:
         return config
-    import torch  # here: see above
+    import torch  # imported here: see above
 
     num_threads = max(torch.get_num_threads() // count, 1)
     return replace(config, load=replace(config.load, num_threads=num_threads))
 
 
 def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> EngineConfig:
-    """Return the config of a replica that takes its turn among these GPUs."""
+    """Return the config of a replica; replicas are assigned to these GPUs round-robin."""
     if replica.count > len(gpus) and not replica.shares_device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         where = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
@@ -92,7 +92,7 @@ def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> Engin
 
 
 def divide_memory(asked: str | None, count: int) -> str:
-    """Return `device_memory` for one of `count` engines that have it together: a size, or a share."""
+    """Return `device_memory` for each of `count` engines that share it: a size or a fraction."""
     asked = str(GPU_SHARE) if asked is None else asked  # share of the whole GPU: others need theirs
     try:
         return f"{float(asked) / count:.6f}" if float(asked) <= 1 else f"{int(float(asked)) // count}B"

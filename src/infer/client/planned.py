@@ -1,11 +1,11 @@
-"""The memory that a model would take, found before it is loaded: `python -m infer.client.planned`.
+"""Estimate the memory that a model will take before it is loaded: `python -m infer.client.planned`.
 
-The plan needs PyTorch, which a server's own process never imports, so a process of its own makes it
+The plan needs PyTorch, which the server's process never imports, so a separate process makes it
 (tools/memory_plan.py): knobs on its standard input, the bytes or an error on its standard output, as JSON.
 
-On a CPU a cache whose size was not given takes a share of what is free when it is made. So a plan also says
-how many blocks it has counted: a model that is loaded later, while others take more memory or less, then has
-these, and not more than its server counts. On a GPU it is `device_memory` that says how much a model takes.
+On a CPU, a cache without an explicit size takes a share of the memory that is free when it is allocated. So a
+plan includes the number of blocks: a model that is loaded later, with more or less free memory, gets exactly
+these blocks, as its server expects. On a GPU, `device_memory` decides how much memory a model takes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Planned:
     """The memory that a model will take."""
 
     num_bytes: int  # bytes of weights, KV cache and steps, of all its ranks on this machine
-    num_blocks: int | None = None  # blocks of the cache that is counted; None: the settings say it
+    num_blocks: int | None = None  # blocks of the planned cache; None: the settings decide
 
     def fix(self, config: EngineConfig) -> EngineConfig:
-        """The settings with the cache that was counted."""
+        """Return the settings with the cache size that was planned."""
         if self.num_blocks is None:
             return config
         return replace(config, cache=replace(config.cache, num_blocks=self.num_blocks))
 
 
 def plan_model(config: EngineConfig) -> Planned:
-    """Plan an engine with these settings."""
+    """Plan the memory of an engine with these settings."""
     process = spawn("infer.client.planned")
     output = process.communicate(msgspec.json.encode(config.knobs()))[0]
     try:
@@ -66,7 +66,7 @@ def _plan(knobs: dict[str, Any]) -> Planned:
 
 
 def main() -> None:
-    """Answer one question."""
+    """Plan one model, from standard input to standard output."""
     try:
         found: Planned | Failure = _plan(msgspec.json.decode(sys.stdin.buffer.read()))
     except InferError as error:

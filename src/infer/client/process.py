@@ -3,16 +3,16 @@
 HTTP, JSON and detokenizing must not share an interpreter with the loop that feeds the device. So the
 scheduler and the model live here, with a unix socket to each API process (see messages.py).
 
-    start    import PyTorch, and meanwhile read one line of JSON on standard input (`Launch`); load the
-             model, compile and capture everything that steps can need, send `Ready`
-    turn     take every command that is there; make one step, send a `StepReport`
-    idle     sleep until a command comes, or a constraint is compiled: no polling, no CPU; after the first
+    start    import PyTorch, and meanwhile read one line of JSON from standard input (`Launch`); load the
+             model, compile and capture everything that steps may need, send `Ready`
+    loop     handle all pending commands, run one step, send a `StepReport`
+    idle     sleep until a command arrives or a constraint is compiled: no polling, no CPU; after the first
              idle second, read the vocabulary of constraints in a thread
-    asleep   after `Sleep`: no engine, its weights in host memory; until `Wake`
-    end      `Stop`, or standard input closes because the server is gone
+    asleep   after `Sleep`, until `Wake`: no engine, its weights in host memory
+    end      at `Stop`, or when standard input closes because the server is gone
 
-The server holds the other end of standard input open for as long as it lives. Only the server handles Ctrl-C
-and SIGTERM: a signal to the whole group must not end the engine before requests have drained.
+The server keeps its end of standard input open as long as it lives. Only the server handles Ctrl-C and
+SIGTERM: a signal to the whole group must not end the engine before requests have drained.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 2000  # time for the last message to reach the server
-OVERDUE_S = 0.5  # seconds of silence after which commands are confirmed before the step and not after it
-STATS_INTERVAL = 0.25  # seconds between two reports to an API process that has no outputs in them
+OVERDUE_S = 0.5  # seconds without a report after which commands are acknowledged before the step
+STATS_INTERVAL = 0.25  # seconds between two reports without outputs to one API process
 EXIT_FAILED = 1
 
 
@@ -70,19 +70,19 @@ class Link:
 
     socket: zmq.Socket[bytes]
     num_commands: int = 0
-    is_owed: bool = False  # commands were taken since the last report
+    is_owed: bool = False  # True: commands were received since the last report
     reported_at: float = 0.0
     tickets: list[int] = field(default_factory=list)
     outputs: list[StepOutput] = field(default_factory=list)
     answers: list[messages.Answer] = field(default_factory=list)
-    prefixes: dict[int, bool] = field(default_factory=dict)  # news of the cache
+    prefixes: dict[int, bool] = field(default_factory=dict)  # prefixes added to or evicted from the cache
 
 
-Address: TypeAlias = tuple[Link, int]  # an API process, and its ticket
+Address: TypeAlias = tuple[Link, int]  # an API process and its ticket
 
 
 class SleepingEngine:
-    """The place of an engine that was let go of; its weights are in host memory if they fit there."""
+    """Stands in for an engine that was freed; its weights are in host memory if they fit there."""
 
     has_work = False
     ranks = None
@@ -96,7 +96,7 @@ class SleepingEngine:
         self._has_left = False
 
     def keep_weights(self, max_bytes: int) -> int:
-        """Keep the weights in host memory if they take no more than this; returns what they take."""
+        """Move the weights to host memory if they fit into `max_bytes`; returns their size."""
         from infer.engine.weights_aside import WeightsAside
 
         self._weights = weights = self._weights or WeightsAside()
@@ -106,7 +106,7 @@ class SleepingEngine:
         return weights.num_bytes
 
     def wake(self) -> Engine:
-        """Build the engine again."""
+        """Rebuild the engine."""
         if self._weights is not None and self._has_left:
             self._weights.come_back()
         engine = self._remake()
@@ -114,23 +114,23 @@ class SleepingEngine:
         return engine
 
     def stats(self) -> EngineStats:
-        """The counts of the engine when it was let go of."""
+        """Return the statistics of the engine at the time it was freed."""
         return self._stats
 
     def take_prefix_news(self) -> dict[int, bool]:
-        """Nothing is cached."""
+        """Return nothing: no prefix is cached."""
         return {}
 
     def prepare(self) -> bool:
-        """There is nothing to prepare."""
+        """Return False: there is nothing to prepare."""
         return False
 
     def use_idle_time(self) -> None:
-        """There is nothing to do."""
+        """Do nothing: no idle work is left."""
 
 
 class EngineServer:
-    """The loop around an engine that serves a socket for each API process; `set_up` gets a new one."""
+    """The engine's loop, which serves a socket for each API process; `set_up` runs on each new engine."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class EngineServer:
         recorder: RecordFile | None = None,
     ) -> None:
         self._set_up, self._recorder = set_up, recorder
-        self._past: EngineStats | None = None  # the counters of engines before this one, for other records
+        self._past: EngineStats | None = None  # the counters of earlier engines, which had their own records
         self._links = [Link(socket) for socket in sockets]
-        self._bell, self._ringer = os.pipe()  # rung by other threads, which must not touch zmq's sockets
+        self._bell, self._ringer = os.pipe()  # written by other threads, which must not touch zmq sockets
         os.set_blocking(self._bell, False)
         os.set_blocking(self._ringer, False)
         self._poll = _poll_all([*sockets, self._bell])
@@ -151,20 +151,20 @@ class EngineServer:
     def _adopt(self, engine: Engine) -> None:
         self._engine: Engine | SleepingEngine = engine
         self._subscribers: Subscribers[Address] = Subscribers(engine)
-        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: idle time has no further use
+        self._patience_ms: int | None = round(IDLE_S * 1000)  # None: no idle work is left
         engine.compile_aside(partial(_ring, self._ringer))
         if engine.ranks is not None:
             engine.ranks.watch(partial(_ring, self._ringer))
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until a `Stop` command arrives."""
         while True:
             for link, frame in self._receive():
                 link.num_commands += 1
                 link.is_owed = True
                 try:
                     command = messages.decode_command(frame)
-                except (InferError, msgspec.DecodeError) as error:  # one mistake must not stop every request
+                except (InferError, msgspec.DecodeError) as error:  # must not stop every request
                     logger.warning("command refused reason=%r", str(error))
                     answer = messages.refuse_command(frame, error)
                     link.answers += [] if answer is None else [answer]
@@ -184,7 +184,7 @@ class EngineServer:
             self._report()
 
     def _receive(self) -> list[tuple[Link, bytes]]:
-        """Return every command that has arrived; an idle engine waits for one."""
+        """Return every command that has arrived; wait for one if the engine is idle."""
         frames: list[tuple[Link, bytes]] = []
         if not self._engine.has_work:
             if self._patience_ms is None and self._wants_new_engine():
@@ -193,10 +193,10 @@ class EngineServer:
                 if self._wants_new_engine():
                     self._renew()
                     continue
-                # an engine that woke has yet to prepare what its steps have not needed so far
+                # an engine that woke up prepares, when idle, what its steps have not needed so far
                 wait_s = 0.0 if self._engine.prepare() else self._engine.use_idle_time()
                 self._patience_ms = None if wait_s is None else round(wait_s * 1000)
-            if self._patience_ms is not None:  # work came between two pieces: the next waits as the first did
+            if self._patience_ms is not None:  # interrupted: the next idle work waits like the first
                 self._patience_ms = max(self._patience_ms, round(IDLE_S * 1000))
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
@@ -207,22 +207,22 @@ class EngineServer:
         return frames
 
     def _wants_new_engine(self) -> bool:
-        """Return True if a record is so full that an idle engine should begin the next."""
+        """Return True if the engine is idle and its record is so full that the next should begin."""
         engine, recorder = self._engine, self._recorder
         if not isinstance(recorder, Recorder) or not isinstance(engine, Engine):
             return False
         return recorder.wants_new_engine and not engine.num_requests
 
     def _renew(self) -> None:
-        """Build an idle engine again, on the same weights: a record begins with one that was just started."""
-        assert isinstance(self._engine, Engine), "a sleeping one is built when it wakes"
+        """Rebuild an idle engine on the same weights: a record begins with a fresh engine."""
+        assert isinstance(self._engine, Engine), "a sleeping engine is rebuilt when it wakes"
         started = time.monotonic()
         self._engine.reset_prefix_cache()
-        self._report()  # other engines' routers hear that nothing is cached here
+        self._report()  # tells the routers that nothing is cached here
         self._past = self._stats()
         self._engine = SleepingEngine(self._engine)
-        del self._subscribers  # they know the engine
-        self._engine.keep_weights(0)  # they stay where they are; all else that the engine had is freed
+        del self._subscribers  # they refer to the engine
+        self._engine.keep_weights(0)  # the weights stay on the device; everything else is freed
         self._wake(self._engine)
         logger.info("engine built again for the next record seconds=%.2f", time.monotonic() - started)
 
@@ -233,24 +233,24 @@ class EngineServer:
         self._adopt(engine)
 
     def _keep(self, made: Sequence[tuple[Address, StepOutput]]) -> None:
-        """Put outputs into the reports of their API processes."""
+        """Add outputs to the reports of their API processes."""
         for (link, ticket), output in made:
             link.tickets.append(ticket)
             link.outputs.append(output)
 
     def _turn_over(self, link: Link, command: messages.Sleep | messages.Wake) -> None:
-        """Let go of the engine, or build it again."""
+        """Free the engine, or rebuild it."""
         num_bytes = None
         try:
             if isinstance(command, messages.Sleep):
                 if not isinstance(self._engine, SleepingEngine):
                     self._engine = SleepingEngine(self._engine)
-                    del self._subscribers  # they know the engine
+                    del self._subscribers  # they refer to the engine
                 num_bytes = self._engine.keep_weights(command.max_bytes)
             elif isinstance(self._engine, SleepingEngine):
                 self._wake(self._engine)
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
-        except Exception as error:  # the asking process closes this one
+        except Exception as error:  # the process that asked closes this one
             if not isinstance(error, InferError):
                 logger.exception("engine neither asleep nor awake")
             self._answer_error(link, command.ticket, error)
@@ -271,7 +271,7 @@ class EngineServer:
         elif isinstance(command, messages.Call):
             try:
                 self._answer(link, engine, command)
-            except Exception as error:  # it belongs to this call alone, and must not stop any request
+            except Exception as error:  # it concerns only this call, and must not stop any request
                 if not isinstance(error, InferError):
                     logger.exception("call failed call=%s", type(command).__name__)
                 self._answer_error(link, command.ticket, error)
@@ -293,7 +293,7 @@ class EngineServer:
         link.answers.append(messages.Answer(ticket, None, messages.to_failure(error)))
 
     def _is_overdue(self) -> bool:
-        """Return True if commands were taken after a silence: a first step may be long, and readers wait."""
+        """Return True if commands await a report after a silence: the first step may be long."""
         now = time.monotonic()
         return any(link.is_owed and now - link.reported_at > OVERDUE_S for link in self._links)
 
@@ -302,7 +302,7 @@ class EngineServer:
         return stats if self._past is None else add_counters(stats, self._past)
 
     def _report(self) -> None:
-        """Send every API process its own outputs, and the counts: now and then to those without outputs."""
+        """Send each API process its own outputs and all counters, less often if it has no outputs."""
         stats, is_idle = self._stats(), not self._engine.has_work
         now = time.monotonic()
         if news := self._engine.take_prefix_news():
@@ -327,12 +327,12 @@ class EngineServer:
 
 
 def _ring(bell: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # it rings already
+    with contextlib.suppress(BlockingIOError):  # the pipe is full: it is already readable
         os.write(bell, b"!")
 
 
 def _poll_all(sockets: Sequence[zmq.Socket[bytes] | int]) -> Callable[[int | None], object]:
-    """A function that waits until one of several sockets has something to read, at most some milliseconds."""
+    """Return a function that waits, with a timeout in ms, until one of several sockets is readable."""
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
@@ -340,9 +340,9 @@ def _poll_all(sockets: Sequence[zmq.Socket[bytes] | int]) -> Callable[[int | Non
 
 
 def open_recorder(orders: messages.RecordOrders) -> RecordFile | None:
-    """Return what writes the run down, with the record of an engine before this one set aside.
+    """Return the recorder of a run, after setting aside the record of a previous engine.
 
-    None: the file cannot be written any more, and the engine serves without it.
+    None: the file cannot be written, and the engine serves without a record.
     """
     path = Path(orders.path)
     try:
@@ -354,9 +354,9 @@ def open_recorder(orders: messages.RecordOrders) -> RecordFile | None:
 
 
 def load_engine(config: EngineConfig, observer: EngineObserver | None = None) -> Engine:
-    """Find the model, load it and build its engine; text stays with the server."""
+    """Find the model, load it and build its engine; the server handles text."""
     phases = Phases()
-    with phases("import"):  # here: a test's engine has no model, and needs no torch
+    with phases("import"):  # imported here: a test's engine has no model and needs no torch
         from infer.client.load import load_weights
         from infer.engine.build import build_engine, token_bytes_of, wake_libraries
         from infer.loader.headers import read_headers
@@ -376,17 +376,17 @@ def load_engine(config: EngineConfig, observer: EngineObserver | None = None) ->
 
 
 def main(make_engine: Callable[..., Engine] = load_engine) -> int:
-    """Run the engine process from its first line of input to its end; returns the exit code."""
+    """Run the engine process from the first line of input until it ends; returns the exit code."""
     launch = take_orders(messages.Launch, on_orphaned=_remove_directory)
     spawn_s = time.perf_counter() - (launch.spawned_at or time.perf_counter())
     setup_logging(launch.log_level)
     with zmq.Context() as context, contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(context.socket(zmq.PAIR)) for _ in launch.endpoints]
         for socket, endpoint in zip(sockets, launch.endpoints, strict=True):
-            socket.set_hwm(0)  # messages under way are bounded by max_tokens of the requests being served
+            socket.set_hwm(0)  # messages in flight are bounded by max_tokens of the requests being served
             socket.linger = LINGER_MS
             socket.connect(endpoint)
-        kind: type[InferError] = ConfigError  # error if the system runs short during loading
+        kind: type[InferError] = ConfigError  # the kind of error if memory or files run out while loading
         try:
             recorder = None if launch.record is None else open_recorder(launch.record)
             if launch.record is not None:
@@ -399,7 +399,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             with engine.phases("capture"):
                 while engine.prepare():
                     pass
-            freeze()  # the model and its parts live as long as the process, or until the engine sleeps
+            freeze()  # the model lives as long as the process, or until the engine sleeps
             phases = {"spawn": spawn_s, **engine.phases}
             served = engine.family, engine.context_len, engine.model_len
             max_queue = engine.scheduler.config.max_queue
@@ -408,7 +408,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
                 socket.send(ready)
             kind = EngineError
             server = EngineServer(engine, sockets, set_up, recorder)
-            del engine  # it may sleep
+            del engine  # it may be freed while it sleeps
             server.run()
         except BaseException as error:
             shortage = spell_shortage(error)
@@ -422,28 +422,28 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
 
 
 def _set_up(launch: messages.Launch, engine: Engine) -> None:
-    """Let an engine keep what the server will ask it for."""
+    """Make an engine collect what the server will ask for."""
     engine.keep_stories(launch.num_stories)
     if launch.replica.count > 1:
         engine.watch_prefixes()
 
 
 def _remove_directory(launch: messages.Launch) -> None:
-    """Remove the directory of the sockets, unless the server has had the time to do it."""
+    """Remove the directory of the sockets, unless the server has already removed it."""
     shutil.rmtree(Path(launch.endpoints[0].removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 def import_engine() -> None:
-    """Import what `load_engine` will need and would wait for: the server is not yet ready to give orders."""
+    """Import what `load_engine` will need, while the server is not yet ready to send orders."""
     with quick_imports():
         from infer.client import load  # noqa: F401
         from infer.engine import build  # noqa: F401
 
 
 def wake_gpu() -> None:
-    """Initialise the GPU's driver, if there is one, during the imports: PyTorch would wait for it.
+    """Initialise the GPU's driver, if there is one, during the imports: PyTorch would otherwise wait for it.
 
-    Then let Triton compute the key of its cache: it reads its whole library for that, half a second.
+    Then let Triton compute its cache key, which takes half a second because it reads its whole library.
     """
     with contextlib.suppress(OSError, ImportError):
         if ctypes.CDLL("libcuda.so.1").cuInit(0) == 0:

@@ -1,23 +1,23 @@
-"""The client of an engine in its own process: it has the same calls as `InProcessClient`, and survives
+"""The client of an engine in its own process: it has the same methods as `InProcessClient`, and survives
 crashes.
 
     starting ──► up ──► down (restarting) ──► up ...            with restart=True
                   │          └──► down for good                 after too many restarts, with the reason
                   └─────────────► down for good                 with restart=False
 
-While the engine is down, every call raises `EngineStopped`, and open requests get the same within moments of
-the crash: their outputs so far are lost, and only the sender knows whether to repeat a request.
+While the engine is down, every call raises `EngineStopped`. Open requests get the same error right after a
+crash: their outputs so far are lost, and only the sender knows whether to retry a request.
 
-The engine's reports show whether it is *stuck*. Each report says how many of our commands it has taken, what
-it still has to do and how many tokens it has computed. While it owes us something, a report of work done must
-come within `stuck_timeout` seconds; a chunk of a long prompt is work, even without an output. An idle engine
-sleeps and is silent. After `PING_INTERVAL` seconds of silence it gets a `Ping`, which it must answer with a
-report like any command. So a frozen idle engine is found as well, and long before it counts as stuck,
-requests go to other replicas (`silent_s`, read by the server's router).
+The engine's reports show whether it is *stuck*. Each report says how many of our commands it has received,
+how much work is left and how many tokens it has computed. While work is pending, a report that shows progress
+must arrive within `stuck_timeout` seconds; a chunk of a long prompt is progress, even without an output. An
+idle engine sleeps and is silent. After `PING_INTERVAL` seconds of silence it gets a `Ping`, which it must
+answer with a report like any command. So a frozen idle engine is detected, too, and long before it counts as
+stuck, requests go to other replicas (`silent_s`, read by the server's router).
 
-A *full queue* is reported here, because the engine takes commands only between two steps, and a step may take
-seconds. The client decides by the last report and the requests on their way, so it refuses a request too
-early only if sequences have ended since that report.
+A *full queue* is detected here, because the engine handles commands only between two steps, and a step may
+take seconds. The client decides by the last report and the requests in flight, so it rejects a request
+unnecessarily only if sequences have ended since that report.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL = 1.0  # seconds between two looks at a silent engine
+CHECK_INTERVAL = 1.0  # seconds between two checks of a silent engine
 STARTED_AGAIN = "; it is being started again"
-PING_INTERVAL = 5.0  # seconds of silence after which an idle engine is asked whether it is alive
+PING_INTERVAL = 5.0  # seconds of silence after which an idle engine gets a `Ping`
 
 
 class ProcessClient:
     """An engine in a process of its own, for one event loop. Made by `start`, ended by `close`."""
 
     _stats: EngineStats  # the last snapshot that arrived
-    _num_sent: int  # commands sent, and commands that the engine has taken
+    _num_sent: int  # commands sent, and commands that the engine has received
     _num_taken: int
-    _on_way: deque[tuple[int, int]]  # the number of a command, and the number of sequences it adds
-    _num_on_way: int  # sequences that they add together
+    _on_way: deque[tuple[int, int]]  # commands in flight: number, and sequences added
+    _num_on_way: int  # sequences that they add in total
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class ProcessClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._added: dict[str, int] = {}  # number of the command that added a request, by request id
         self._past = EngineStats()  # the counters of engines that died
-        self._down: str | None = None  # why calls are refused
-        self._is_lost = False  # down, and not to be started again
+        self._down: str | None = None  # why calls fail
+        self._is_lost = False  # down for good
         self._is_asleep = False
-        self._is_turning_over = False  # falling asleep or waking: no report comes until it is done
+        self._is_turning_over = False  # falling asleep or waking: no reports until done
         self._adopt(process, ready)
         self._supervisor = asyncio.ensure_future(self._supervise())
 
     @classmethod
     async def start(cls, config: EngineConfig, options: ProcessOptions | None = None) -> ProcessClient:
-        """Start an engine and wait for its model; raises the error that stops it from starting."""
+        """Start an engine and wait until its model is loaded; raises the error if startup fails."""
         options = options or ProcessOptions()
         start = partial(EngineProcess.start, config, options)
         process, ready = await start()
@@ -95,7 +95,7 @@ class ProcessClient:
 
     @property
     def pid(self) -> int | None:
-        """The id of the engine's process, while there is one."""
+        """The id of the engine's process; None while it is down."""
         return None if self._down is not None else self._process.pid
 
     def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
@@ -103,7 +103,7 @@ class ProcessClient:
         return read_outputs(request, lambda queue: self._submit(request, queue))
 
     def has_taken(self, request_id: str) -> bool:
-        """Return True if the engine has reported since it took a request that is being read."""
+        """Return True if a report shows that the engine has received a request that is being read."""
         return self._added.get(request_id, self._num_sent) <= self._num_taken
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -111,7 +111,7 @@ class ProcessClient:
         self._send(messages.Abort(request_id, index))
 
     def stats(self) -> EngineStats:
-        """The last snapshot that arrived; counters go on counting over restarts."""
+        """Return the last snapshot that arrived; counters continue across restarts."""
         return add_counters(self._stats, self._past)
 
     @property
@@ -125,7 +125,7 @@ class ProcessClient:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which it has owed a sign of progress; 0: it owes none."""
+        """Seconds without progress while there is work to do; 0: none is pending."""
         return time.monotonic() - self._progress_at if self._owes_us else 0.0
 
     async def reset_prefix_cache(self) -> int:
@@ -135,23 +135,23 @@ class ProcessClient:
         return answer.result
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
-        """Load a LoRA adapter under a name, in place of another one if it `replaces`; None: unload it."""
+        """Load a LoRA adapter under a name, or unload it (None); `replaces` allows the name to be taken."""
         await self._call(messages.SetAdapter(next(self._tickets), name, path, replaces))
 
     async def explain(self, request_id: str) -> EngineStory | None:
-        """The story of a request, between two steps; None: this engine does not know it, or not any more."""
+        """Return the story of a request; None if this engine does not know it, or has forgotten it."""
         answer: Answer = await self._call(messages.Explain(next(self._tickets), request_id))
         return answer.story
 
     async def look(self) -> LiveSnapshot:
-        """The engine as a page shows it."""
+        """Return a snapshot for the live page."""
         snapshot: LiveSnapshot = await self._call(messages.Watch(next(self._tickets)))
         return snapshot
 
     async def sleep(self, max_bytes: int) -> int:
-        """Let go of the engine; returns the bytes of its weights, which stay in host memory if they fit.
+        """Free the engine; returns the bytes of its weights, which move to host memory if they fit.
 
-        A process that ends in its sleep is not started again.
+        A process that ends while asleep is not restarted.
         """
         self._is_asleep = True
         answer = await self._turn_over(messages.Sleep(next(self._tickets), max_bytes))
@@ -160,12 +160,12 @@ class ProcessClient:
         return answer.result
 
     async def wake(self) -> None:
-        """Build the engine again."""
+        """Rebuild the engine."""
         self._is_asleep = False
         await self._turn_over(messages.Wake(next(self._tickets)))
 
     async def close(self, reason: str = CLOSED) -> None:
-        """Stop the process and wait for its end; open requests get `EngineStopped` with the reason."""
+        """Stop the process and wait for its exit; open requests get `EngineStopped` with the reason."""
         self._supervisor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._supervisor
@@ -176,7 +176,7 @@ class ProcessClient:
     # -- calls ------------------------------------------------------------------------------------
 
     async def _call(self, command: messages.CallCommand) -> Any:
-        """Send a command and wait for its answer; raises what went wrong."""
+        """Send a command and wait for its answer; raises the error if it fails."""
         self._send(command)
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[command.ticket] = done
@@ -186,7 +186,7 @@ class ProcessClient:
             self._calls.pop(command.ticket, None)
 
     async def _turn_over(self, command: messages.Sleep | messages.Wake) -> Answer:
-        """Let the engine go or come back, which may take as long as a start."""
+        """Put the engine to sleep or wake it, which may take as long as a start."""
         self._is_turning_over = True
         try:
             answer: Answer = await self._call(command)
@@ -203,7 +203,7 @@ class ProcessClient:
 
         def end(has_ended: bool) -> None:
             self._added.pop(request.request_id, None)
-            # Not there any more: the engine that served it is gone.
+            # The reader is gone already if the engine that served it is.
             if self._readers.pop(ticket, None) is not None and not has_ended:
                 with contextlib.suppress(EngineStopped):
                     self._send(messages.Unsubscribe(ticket, request.request_id), num_added=-1)
@@ -211,7 +211,7 @@ class ProcessClient:
         return end
 
     def _check_room(self) -> None:
-        """Refuse a request that the engine would refuse at its next turn."""
+        """Reject a request that the engine would reject in its next iteration."""
         stats, max_queue = self._stats, self.ready.max_queue
         if max_queue is None or self._down is not None:
             return
@@ -249,7 +249,7 @@ class ProcessClient:
             self._num_on_way -= self._on_way.popleft()[1]
         readers = self._readers
         for ticket, output in zip(message.tickets, message.outputs, strict=True):
-            if ticket in readers:  # else its reader has left, and the engine will know soon
+            if ticket in readers:  # else its reader has left, and the engine will soon know
                 readers[ticket].put_nowait(output)
         for answer in message.answers:
             error = messages.to_error(answer.failure) if answer.failure is not None else None
@@ -267,9 +267,9 @@ class ProcessClient:
 
     def _adopt(self, process: EngineLink, ready: messages.Ready) -> None:
         self._process = process
-        self.ready = ready  # the engine's facts about its model, and about its start
+        self.ready = ready  # the engine's facts about its model and its startup
         self._stats = ready.stats
-        self.prefixes: set[int] = set()  # hashes of prefixes cached by the engine, where it has replicas
+        self.prefixes: set[int] = set()  # hashes of the engine's cached prefixes, if it has replicas
         self._num_sent = self._num_taken = 0
         self._on_way, self._num_on_way = deque(), 0
         self._progress_at = time.monotonic()
@@ -295,7 +295,7 @@ class ProcessClient:
         self._calls.clear()
 
     async def _supervise(self) -> None:
-        """Watch the process; when it is gone, end open requests and start another while the policy allows."""
+        """Watch the process; when it exits, end open requests and restart it while the policy allows."""
         while True:
             reason = await self._watch()
             logger.error("engine down reason=%r", reason)
@@ -307,7 +307,7 @@ class ProcessClient:
                 return
 
     async def _watch(self) -> str:
-        """Wait for the end of the process and return the reason; one that is stuck is ended here."""
+        """Wait until the process exits and return the reason; kill it if it is stuck."""
         interval, has_stopped = min(CHECK_INTERVAL, (self._options.stuck_timeout or math.inf) / 4), False
         while not self._process.exited.is_set():
             with contextlib.suppress(TimeoutError):
@@ -325,7 +325,7 @@ class ProcessClient:
     def _ping_if_idle(self) -> None:
         idle_s = 0.0 if self._owes_us else time.monotonic() - self._progress_at
         if idle_s > min(PING_INTERVAL, self._options.stuck_timeout or math.inf):
-            with contextlib.suppress(EngineStopped):  # its exit is about to be known
+            with contextlib.suppress(EngineStopped):  # its exit will be noticed soon
                 self._send(messages.Ping())
 
     async def _restart(self, reason: str) -> bool:
@@ -335,7 +335,7 @@ class ProcessClient:
             await asyncio.sleep(delay)
             try:
                 process, ready = await self._start_again()
-            except Exception as error:  # whatever it was, the next try may succeed
+            except Exception as error:  # any error: the next try may succeed
                 logger.error("engine restart failed reason=%r", str(error))
                 reason = f"the engine could not be started again ({type(error).__name__})"
                 continue
@@ -353,17 +353,17 @@ class ProcessClient:
 
     @property
     def _owes_us(self) -> bool:
-        """True if a report must come: commands are on their way, or sequences are being served."""
+        """True if a report is due: commands are in flight, or sequences are being served."""
         stats = self._stats
         return self._num_taken < self._num_sent or stats.num_running + stats.num_waiting > 0
 
     def _is_stopped(self) -> bool:
-        """True if a signal has stopped the process while it owes an answer, and it may be ended for that."""
+        """Return True if a signal has stopped the process while work is pending and we may kill it."""
         pid = self._process.pid
         return pid is not None and self._owes_us and self._options.stuck_timeout > 0 and is_stopped(pid)
 
     def _is_stuck(self) -> bool:
         if self._is_turning_over or not 0 < self._options.stuck_timeout < self.silent_s:
             return False
-        self._process.receive_all()  # its reports may be here, unread
+        self._process.receive_all()  # its reports may have arrived unread
         return self.silent_s > self._options.stuck_timeout

@@ -1,8 +1,8 @@
-"""The system's limits for this process, told in one line before and after it runs into one.
+"""The system's limits for this process, reported in one line before and after it hits one.
 
-C++ libraries end the process when there are no more file descriptors or addresses, with a message that says
-neither. So limits under which nothing works are refused first; a shortage that comes later, in Python, is
-recognised by its exception.
+C++ libraries abort the process when file descriptors or address space run out, with a message that mentions
+neither. So limits under which nothing works are rejected up front; a shortage that occurs later, in Python,
+is recognised by its exception.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_MEMORY = (
 
 
 def check_limits() -> None:
-    """Refuse limits under which no model can be loaded."""
+    """Reject limits under which no model can be loaded."""
     if resource is None:
         return
     files, addresses = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS))
@@ -46,7 +46,7 @@ def check_limits() -> None:
 
 
 def spell_shortage(error: BaseException) -> str | None:
-    """One line about the resource that has run out, or None: the error has another reason."""
+    """Return one line about the resource that has run out; None if the error has another cause."""
     if isinstance(error, InferError):
         return None
     if isinstance(error, OSError) and error.errno in _NO_FILES:

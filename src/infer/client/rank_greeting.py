@@ -1,14 +1,14 @@
-"""The meeting of the nodes of a model: node 0 listens, the others come, and both sides prove who they are.
+"""The handshake of the nodes of a model: node 0 listens, the others connect, and both sides authenticate.
 
     node 0                                      node 1
     nonce                                   ──►
                                             ◄── its nonce, number and facts, and a proof of the secret
     a proof of the same secret, or a refusal ──►
 
-A proof is a keyed hash of both nonces, so the secret itself never travels. It is in INFER_RANK_TOKEN, or in
-the file that INFER_RANK_TOKEN_FILE names, and may be missing only where all nodes are on one machine. Facts
-must be equal: the version, the settings that decide how weights are loaded, and the weights. What follows on
-the connection is neither signed nor encrypted: it belongs on a network that only the nodes can reach.
+A proof is a keyed hash of both nonces, so the secret itself is never sent. It is in INFER_RANK_TOKEN, or in
+the file that INFER_RANK_TOKEN_FILE names, and is optional only on a loopback address. Facts must be equal:
+the version, the settings that decide how weights are loaded, and the weights. Later traffic on the connection
+is neither signed nor encrypted, so only the nodes should be able to reach this network.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 TOKEN, TOKEN_FILE = "INFER_RANK_TOKEN", "INFER_RANK_TOKEN_FILE"
 MIN_TOKEN_LEN: Final = 16
-GREETING_S: Final = 10.0  # seconds in which the two sides must have met
-RETRY_S: Final = 0.5  # seconds until a node tries again
-TELL_S: Final = 30.0  # seconds between two lines that say who is waited for
-WARN_S: Final = 0.5  # seconds between two lines that say who was not admitted
-MAX_GUESTS: Final = 64  # connections that have not shown who they are; the oldest make room
+GREETING_S: Final = 10.0  # time limit of the handshake
+RETRY_S: Final = 0.5  # seconds until a node retries
+TELL_S: Final = 30.0  # seconds between two log lines about missing nodes
+WARN_S: Final = 0.5  # seconds between two log lines about rejected nodes
+MAX_GUESTS: Final = 64  # most unauthenticated connections; beyond it, the oldest are closed
 MAX_BYTES: Final = 1 << 16
 _HEAD_BYTES: Final = 4
 _EQUAL: Final = (
     "dtype", "quantization", "model_impl", "max_seq_len", "tensor_parallel_size", "pipeline_parallel_size",
     "nnodes",
 )  # fmt: skip
-_NUM_PAGES, _PAGE = 16, 4096  # parts of each file of weights that are compared
+_NUM_PAGES, _PAGE = 16, 4096  # samples of each weight file that are compared
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of the meeting, as JSON behind its length."""
+    """A message of the handshake, as JSON after its length."""
 
     nonce: str = ""
     proof: str = ""
@@ -67,7 +67,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def read_token(load: LoadConfig) -> bytes:
-    """The secret of the nodes; none is needed on a loopback address."""
+    """Return the secret of the nodes; none is needed on a loopback address."""
     text = os.environ.get(TOKEN, "")
     if not text and (path := os.environ.get(TOKEN_FILE)):
         try:
@@ -85,7 +85,7 @@ def read_token(load: LoadConfig) -> bytes:
 
 
 def facts_of(config: EngineConfig, device: torch.device) -> dict[str, str]:
-    """The facts that all nodes must have in common; `device` is the first rank's of this one."""
+    """Return the facts that must be equal on all nodes; `device` belongs to this node's first rank."""
     load = config.load
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
     files = source.weight_files if source.is_gguf else [source.path / "config.json", *source.weight_files]
@@ -95,7 +95,7 @@ def facts_of(config: EngineConfig, device: torch.device) -> dict[str, str]:
 
 
 def listen(load: LoadConfig) -> socket.socket:
-    """The socket at which node 0 waits for the others."""
+    """Return the socket on which node 0 waits for the others."""
     try:
         family = socket.getaddrinfo(load.master_addr, load.master_port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((load.master_addr, load.master_port), family=family)
@@ -107,7 +107,7 @@ def listen(load: LoadConfig) -> socket.socket:
 
 
 def command_of(load: LoadConfig, node: int) -> str:
-    """The command that starts another node."""
+    """Return the command that starts another node."""
     plain, names = LoadConfig(), (*_EQUAL, "revision", "device", "master_addr", "master_port")
     given = {name: getattr(load, name) for name in names if getattr(load, name) != getattr(plain, name)}
     flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -122,9 +122,9 @@ def gather_nodes(
     add: Callable[[int, socket.socket], None],
     is_over: Callable[[], bool],
 ) -> bool:
-    """Wait for all other nodes, as node 0; `add` gets the connection to each. False: it was over before."""
+    """Wait for all other nodes, as node 0; `add` gets each connection. False: `is_over` before that."""
     missing, told_at, warned_at = set(range(1, load.nnodes)), -TELL_S, -WARN_S
-    guests: dict[socket.socket, _Guest] = {}  # the earliest first
+    guests: dict[socket.socket, _Guest] = {}  # earliest first
     with server, selectors.DefaultSelector() as ready, contextlib.ExitStack() as leaving:
         leaving.callback(_close, guests)
         server.setblocking(False)
@@ -163,7 +163,7 @@ def gather_nodes(
                 except (OSError, ValueError, msgspec.MsgspecError) as error:
                     if connection in guests:
                         dismiss(connection, error)
-                    else:  # no more connections can be taken now
+                    else:  # no more connections can be accepted now
                         time.sleep(RETRY_S)
             for connection, guest in list(guests.items()):
                 if len(guests) > MAX_GUESTS or time.monotonic() > guest.until:
@@ -177,14 +177,14 @@ def _close(connections: Iterable[socket.socket]) -> None:
 
 
 class _Guest:
-    """A connection to node 0 that has not shown yet that it is a node's."""
+    """A connection to node 0 that has not yet authenticated."""
 
     def __init__(self, address: str, until: float) -> None:
         self.address, self.until, self.nonce = address, until, secrets.token_hex(16)
         self._heard = bytearray()
 
     def hear(self, connection: socket.socket) -> Greeting | None:
-        """Take what has arrived; returns the greeting once it is whole."""
+        """Read the bytes that have arrived; returns the greeting once it is complete."""
         piece = connection.recv(_HEAD_BYTES + MAX_BYTES - len(self._heard))
         if not piece:
             raise ConnectionResetError("the other side has hung up")
@@ -196,7 +196,7 @@ class _Guest:
 
 
 def join(load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> socket.socket:
-    """Connect to node 0, which is waited for; raises `ConfigError` if it refuses this node."""
+    """Connect to node 0, retrying until it listens; raises `ConfigError` if it rejects this node."""
     told_at = -TELL_S
     while True:
         try:
@@ -223,7 +223,7 @@ def _admit(
     theirs: Greeting,
     nonce: str,
 ) -> None:
-    """Answer a node that has come; raises why it is not admitted."""
+    """Answer a node that wants to join; raises an error if it is not admitted."""
     if not _is_proof(theirs.proof, _prove(token, "node", nonce, theirs)):
         reason = f"the secret ({TOKEN}) of this node differs from node 0's"
         _send(connection, Greeting(refused=reason))
@@ -233,13 +233,13 @@ def _admit(
             reason = f"node {theirs.node} has {name}={theirs.facts.get(name)}, and node 0 has {name}={value}"
             _send(connection, Greeting(refused=f"{reason}; they must be equal"))
             raise ConnectionRefusedError(reason)
-    if theirs.node not in missing:  # it may be on its way out, so that a new one is too early
+    if theirs.node not in missing:  # the old one may be about to exit, so the new one is too early
         raise ConnectionRefusedError(f"node {theirs.node} is there already")
     _send(connection, Greeting(proof=_prove(token, "head", nonce, theirs)))
 
 
 def _introduce(connection: socket.socket, load: LoadConfig, token: bytes, facts: Mapping[str, str]) -> None:
-    """Meet node 0."""
+    """Perform the handshake with node 0."""
     first = _receive(connection)
     own = Greeting(nonce=secrets.token_hex(16), node=load.node_rank, facts=dict(facts))
     _send(connection, msgspec.structs.replace(own, proof=_prove(token, "node", first.nonce, own)))
@@ -270,7 +270,7 @@ def _receive(connection: socket.socket) -> Greeting:
 
 
 def _check_length(head: bytes | bytearray) -> int:
-    """The bytes of a greeting, as its head says."""
+    """Return the length of a greeting in bytes, from its header."""
     length = int.from_bytes(head[:_HEAD_BYTES], "little")
     if length > MAX_BYTES:
         raise ConnectionError(f"a greeting of {length} bytes")
@@ -288,7 +288,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def _digest(files: list[Path]) -> str:
-    """Sixteen digits that change with the sizes of files and with pages at equal distances in them."""
+    """Return sixteen digits that hash the files' sizes and evenly spaced pages in them."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -1,15 +1,15 @@
 """The other ranks of a model, as processes of the one that has the engine.
 
-    engine process, rank 0 ──┬── standard input of each      its orders to start; it ends when this closes
-                             ├── shared memory, no name      messages, and the exchanges of every step
-                             └── a pipe from each            its progress, or why it failed; its end
+    engine process, rank 0 ──┬── standard input of each      its launch settings; it exits when this closes
+                             ├── shared memory, no name      messages, and the collectives of every step
+                             └── a pipe from each            its startup progress or error, and its exit
 
-A thread for each process starts it and waits for its end. A rank that dies, or is stopped, or does not
-answer while the others wait for it, ends the group: all waits in shared memory end, the other processes are
-killed, and the step under way raises `RanksEnded`. Nothing outlives this process: the kernel kills ranks
+A thread for each process starts it and waits for its exit. A rank that dies, is stopped, or does not answer
+while the others wait for it ends the group: all waits in shared memory end, the other processes are killed,
+and the step in flight raises `RanksEnded`. Nothing outlives this process: the operating system kills ranks
 whose parent is gone, and the memory has no name.
 
-Ranks on other machines are processes of a node there (rank_node.py), which has a copy of the memory.
+Ranks on other machines are processes of a node there (rank_node.py), which mirrors the shared memory.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from infer.loader.load import Communicator, Pipe
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "infer.client.rank_process"
-LOOK_S: Final = 0.25  # seconds between two looks at ranks that others wait for
+LOOK_S: Final = 0.25  # seconds between two checks of ranks that others wait for
 STOPPED_S: Final = 1.0  # seconds after which a process that a signal has stopped counts as gone
 NODE_SILENT_S: Final = 5.0  # seconds without a sign of life after which another node counts as gone
-HEAD_SILENT_S: Final = 30.0  # the same for node 0, whose engine may keep all other threads waiting
-SILENT_S: Final = 60.0  # seconds without an exchange after which the rank that others wait for counts as gone
+HEAD_SILENT_S: Final = 30.0  # the same for node 0, whose engine may block other threads
+SILENT_S: Final = 60.0  # seconds without a collective after which the rank that others wait for is gone
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The threads' knowledge about the processes; nothing here holds the group itself."""
+    """The threads' shared state; nothing here refers to the `RankProcesses` itself."""
 
     abort: Any  # ends all waits in shared memory
     lines: Any  # the state of each rank
-    on_idle_loss: Callable[[], None] = lambda: None  # called when a rank that no step waits for is gone
+    on_idle_loss: Callable[[], None] = lambda: None  # called when a rank is lost while no step waits
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    num_done: dict[int, int] = field(default_factory=dict)  # finished parts of a start, by rank
+    num_done: dict[int, int] = field(default_factory=dict)  # finished parts of startup, by rank
     lost: str | None = None  # why the group has ended
     error: InferError | None = None  # the error of a rank that failed to start
     mirror: RankMirror | None = None  # the other nodes
     is_closing: bool = False
-    is_waited_for: bool = False  # rank 0 waits for the others
-    expected_since: float | None = None  # time since when rank 0 waits for a step of GPUs; None: it does not
+    is_waited_for: bool = False  # True: rank 0 waits for the others
+    expected_since: float | None = None  # when rank 0 began to wait for a GPU step; None: it does not
 
     def lose(self, reason: str, error: InferError | None = None) -> None:
-        """End the group, for the first reason that is given."""
+        """End the group; the first reason given is reported."""
         with self.changed:
             if self.lost is not None:
                 return
@@ -94,7 +94,7 @@ class _Group:
 
 
 class RankProcesses:
-    """Ranks 1 and up, from their start to their end; a `RankGroup` (kernels/runtime/communicator.py)."""
+    """The processes of ranks 1 and up; a `RankGroup` (kernels/runtime/communicator.py)."""
 
     def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
         """Start them; `device` is rank 0's."""
@@ -106,8 +106,8 @@ class RankProcesses:
             self.pipe: Pipe | None = self._link.pipe
             self.lines = self._link.lines
             self._group = group = _Group(self._link.communicator.abort, self.lines)
-            self._num_parts = 0  # parts of a start that have been asked for
-            self._num_open = 0  # messages that no `check` or `wait` has followed
+            self._num_parts = 0  # parts of startup that were requested
+            self._num_open = 0  # messages that no `check` or `wait` has acknowledged
             group.is_waited_for = True
             if gate is not None:
                 group.num_done.update(dict.fromkeys(range(load.num_local_ranks, size), 0))
@@ -118,7 +118,7 @@ class RankProcesses:
         self._finalizer = weakref.finalize(self, _end, group, os.getpid())
 
     def send(self, kind: int, body: bytes | bytearray) -> None:
-        """Send all other ranks a message; until as many `check`s, or a `wait`, they are waited for."""
+        """Send a message to all other ranks, which rank 0 then waits for until a `check` or a `wait`."""
         self._num_open += 1
         self._group.is_waited_for = True
         try:
@@ -128,7 +128,7 @@ class RankProcesses:
             raise
 
     def wait(self) -> None:
-        """Wait until all ranks have done one more part of their start; raises the error of one that fails."""
+        """Wait until all ranks have finished one more part of startup; raises the error of a failed rank."""
         group, self._num_parts = self._group, self._num_parts + 1
         group.is_waited_for = True
         with group.changed:
@@ -142,16 +142,16 @@ class RankProcesses:
         self.check()
 
     def expect(self) -> None:
-        """Let a step of GPUs that takes longer than SILENT_S, until the next `check`, end the group.
+        """Start a timeout: unless `check` follows within SILENT_S, the GPU step is lost and the group ends.
 
-        Sums of their own have this limit (exchange.cu), sums of NCCL have none.
+        Our own collectives have such a limit (exchange.cu), NCCL's have none.
         """
         self._group.expected_since = time.monotonic()
 
     def check(self, *, is_idle: bool | None = None) -> None:
         """Raise `RanksEnded` if a rank is gone.
 
-        Until the next message they are waited for unless `is_idle`, by default if this answers the last one.
+        With `is_idle`, rank 0 then waits for no rank; by default, if every message has been acknowledged.
         """
         self._group.expected_since = None
         if self._link.communicator.is_aborted:
@@ -161,14 +161,14 @@ class RankProcesses:
         self._group.is_waited_for = self._num_open > 0
 
     def watch(self, on_idle_loss: Callable[[], None]) -> None:
-        """Have a thread call this when a rank is gone that no step waits for: `check` knows why."""
+        """Call this from a thread when a rank is lost while no step waits; `check` raises the reason."""
         with self._group.changed:
             self._group.on_idle_loss, is_lost = on_idle_loss, self._group.lost is not None
         if is_lost:
             on_idle_loss()
 
     def close(self, reason: str = "the engine was closed") -> None:
-        """End all other ranks, and wait for their end."""
+        """End all other ranks and wait for their exit."""
         self._group.is_closing = True
         self._group.lose(reason)
         for thread in self._threads:
@@ -176,20 +176,20 @@ class RankProcesses:
 
 
 def _end(group: _Group, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the object, but not the processes
+    if os.getpid() == owner:  # a forked child has this object, but not the processes
         group.is_closing = True
         group.lose("the engine is gone")
 
 
 class _Gate:
-    """The way of the other nodes into a group; a setting that cannot be had is refused when it is made."""
+    """Admits the other nodes to a group; the constructor rejects settings that cannot work."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._load, self._token, self._device = config.load, read_token(config.load), device
         self._facts = facts_of(config, device)
 
     def open(self, group: _Group, link: RankLink) -> None:
-        """Let them come, in a thread."""
+        """Admit nodes, in a thread."""
         self._server = listen(self._load)
         group.mirror = _mirror(group, link, self._load, self._device)
         threading.Thread(
@@ -209,20 +209,20 @@ def _mirror(group: _Group, link: RankLink, load: LoadConfig, device: torch.devic
     nodes = load.ranks_of_nodes
     return RankMirror(
         link, nodes, load.node_rank,
-        meets_all=machine.has_gpu_kernels(device),  # only rarely, and sums do not go through this memory
+        meets_all=machine.has_gpu_kernels(device),  # GPU collectives do not use this memory
         on_report=partial(_take_report, group, nodes), on_loss=group.lose,
     )  # fmt: skip
 
 
 def _take_report(group: _Group, nodes: Sequence[range], node: int, body: bytes) -> None:
-    """Note the news of another node."""
+    """Handle the report of another node."""
     try:
         report = msgspec.json.decode(body, type=NodeReport)
     except msgspec.MsgspecError as error:
         group.lose(f"node {node} has sent a report that cannot be read: {error}")
         return
     if report.reason is not None:
-        group.is_closing = group.is_closing or node == 0  # a node only follows the first
+        group.is_closing = group.is_closing or node == 0  # nodes only follow node 0
         group.lose(report.reason, None if report.failure is None else to_error(report.failure))
     elif report.rank in nodes[node] and report.rank in group.num_done:
         with group.changed:
@@ -233,13 +233,13 @@ def _take_report(group: _Group, nodes: Sequence[range], node: int, body: bytes) 
 def serve_ranks(
     config: EngineConfig, connection: socket.socket, num_threads: int, device: torch.device
 ) -> str:
-    """Run the ranks of this node for a group whose node 0 is at the other end; returns why it has ended."""
+    """Run this node's ranks for a group; node 0 is at the other end. Returns why the group ended."""
     load, size = config.load, config.load.num_ranks
     own = load.ranks_of_nodes[load.node_rank]
     handle = make_memory(size)
     try:
         link = open_link(handle, own[0], size, load.pipeline_parallel_size)
-        group = _Group(link.communicator.abort, list)  # node 0 looks who is silent
+        group = _Group(link.communicator.abort, list)  # node 0 detects silent ranks
         group.is_waited_for = True
         mirror = group.mirror = _mirror(group, link, load, device)
         mirror.add(0, connection, HEAD_SILENT_S)
@@ -256,7 +256,7 @@ def serve_ranks(
                 if group.lost is not None:
                     return group.lost
                 num_done = dict(group.num_done)
-            for rank in own:  # the lock is free meanwhile: a report may wait for the network
+            for rank in own:  # the lock is released: a report may wait for the network
                 for _ in range(num_done[rank] - num_told[rank]):
                     mirror.report(msgspec.json.encode(NodeReport(rank=rank)))
             num_told = num_done
@@ -269,7 +269,7 @@ def serve_ranks(
 def _start_ranks(
     group: _Group, config: EngineConfig, ranks: range, memory: int, num_threads: int
 ) -> list[threading.Thread]:
-    """Start the processes of ranks, each with a thread, and the one that watches them."""
+    """Start the processes of ranks, a thread for each, and a thread that watches them."""
     knobs, level, threads = config.knobs(), log_level(), []
     for rank in ranks:
         launch = RankLaunch(
@@ -288,7 +288,7 @@ def _start_ranks(
 
 
 def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) -> None:
-    """Start a process, note its reports, and wait for its end.
+    """Start a process, handle its reports, and wait for its exit.
 
     It runs in a thread that lives as long as the process: to the kernel, this thread is its parent.
     """
@@ -312,7 +312,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
     with open(reading, "rb") as lines:
         for line in lines:
             if line.strip() != DONE:
-                with contextlib.suppress(msgspec.DecodeError):  # it was killed while it wrote
+                with contextlib.suppress(msgspec.DecodeError):  # killed while it wrote
                     failure = msgspec.json.decode(line, type=Failure)
                 continue
             with group.changed:
@@ -329,7 +329,7 @@ def _run_process(group: _Group, launch: RankLaunch, started: threading.Event) ->
 
 
 def _watch(group: _Group) -> None:
-    """Look at processes that are waited for: one that is stopped, or silent for long, ends the group."""
+    """Check the ranks that rank 0 waits for: one that is stopped or silent for too long ends the group."""
     stopped_since, seen, seen_at = dict[int, float](), tuple[int, ...](), time.monotonic()
     while group.lost is None:
         time.sleep(LOOK_S)

@@ -1,9 +1,9 @@
-"""The ranks of a node other than the first: `infer serve MODEL --nnodes 2 --node-rank 1 ...`.
+"""The ranks of a node after the first: `infer serve MODEL --nnodes 2 --node-rank 1 ...`.
 
 A program starts it as `python -m infer.client.rank_node`, with a `NodeLaunch` on its standard input.
 
-It joins node 0, starts its ranks, and carries what they write and wait for (execution/rank_mirror.py). When
-the group ends, for whatever reason, its ranks end, and it waits for the next start of node 0.
+It joins node 0, starts its ranks, and mirrors their shared memory (execution/rank_mirror.py). When the group
+ends, for whatever reason, its ranks end, and it waits for node 0 to start again.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def serve_node(config: EngineConfig) -> NoReturn:
-    """Serve one group after the other; raises `ConfigError` if node 0 refuses this node, or the model."""
+    """Serve one group after another; raises `ConfigError` if node 0 rejects this node or the model."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     load, device = config.load, node_device(config)
     token, facts = read_token(load), facts_of(config, device)
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
-    # node 0 checks the same, and never listens if it fails
+    # node 0 makes the same check, and does not listen if it fails
     check_ranks(config, read_headers(source, load.model_impl))
     num_threads = max(1, (load.num_threads or torch.get_num_threads()) // load.num_local_ranks)
     while True:
@@ -47,7 +47,7 @@ def serve_node(config: EngineConfig) -> NoReturn:
 
 
 def main() -> int:
-    """Serve for the program that has started this process, until it closes standard input."""
+    """Serve for the program that started this process, until it closes standard input."""
     launch = take_orders(NodeLaunch)
     setup_logging(launch.log_level)
     os.environ[TOKEN] = launch.token

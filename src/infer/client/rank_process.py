@@ -1,8 +1,8 @@
 """A rank as a process of its own: `python -m infer.client.rank_process`, started by `rank_group.py`.
 
-It loads its part of the weights and then does what rank 0 says (engine/rank_worker.py). Its standard error
-is the engine's, so a failure is logged here, once, with its traceback; a pipe tells rank 0 in one
-line. A GPU that has failed ends the process at once, whatever it does.
+It loads its part of the weights and then handles the messages of rank 0 (engine/rank_worker.py). Its standard
+error is the engine's, so a failure is logged here, once, with its traceback; rank 0 gets one line through a
+pipe. If its GPU fails, the process exits at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run a rank from its first line of input to its end; returns the exit code."""
+    """Run a rank from the first line of input until it ends; returns the exit code."""
     parent = os.getppid()
     _end_with_parent(parent)
     launch = take_orders(RankLaunch)
@@ -39,7 +39,7 @@ def main() -> int:
     try:
         _serve(launch)
     except BaseException as error:
-        if isinstance(error, RanksEnded):  # another rank is gone, and rank 0 says so
+        if isinstance(error, RanksEnded):  # another rank is gone, and rank 0 reports that
             return EXIT_FAILED
         if isinstance(error, DeviceLost) or not isinstance(error, InferError):
             logger.exception("rank %d failed", launch.rank)
@@ -66,7 +66,7 @@ def _serve(launch: RankLaunch) -> None:
 
 
 def _end_at_once(launch: RankLaunch, error: DeviceLost) -> None:
-    """End this process with the reason: its other threads may wait for the GPU for good."""
+    """Exit and report the reason: other threads may wait for the GPU forever."""
     logger.error("rank %d failed: %s", launch.rank, error)
     _report_failure(launch.report, error)
     os._exit(EXIT_FAILED)
@@ -81,7 +81,7 @@ def _report_done(pipe: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent is gone, also while a signal has stopped it."""
+    """Have the operating system kill this process when its parent dies, even while it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -1,11 +1,11 @@
-"""Engine processes are started before there is anything for them to do: importing PyTorch takes seconds.
+"""Start engine processes before there is anything for them to do: importing PyTorch takes seconds.
 
-    infer serve      parse ──► SpareEngines ──► import FastAPI, take the port ──► find the model ──► orders
+    infer serve      parse ──► SpareEngines ──► import FastAPI, bind the port ──► find the model ──► orders
                                     │                                                                  │
     engine process                  └──► import PyTorch ···························· (process.py) ◄────┘
 
-A process that waits for its orders costs only memory. It ends when its standard input does, so it
-never outlives the server, however that ends.
+The orders are one line of JSON. A process that waits for them costs only memory. It exits when its standard
+input closes, so it never outlives the server, however the server ends.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ T = TypeVar("T")
 STDIN = 0
 EXIT_ORPHANED = 3
 ENGINE_MODULE = "infer.client.process"
-Spawn = Callable[[str], subprocess.Popen[bytes]]  # the module that runs in it -> the process
+Spawn = Callable[[str], subprocess.Popen[bytes]]  # name of a module -> the process that runs it
 
 
 def spawn(
     module: str, *, pass_fds: Sequence[int] = (), is_piped: bool = True, leads: bool = True
 ) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module, with its output in a pipe or going where ours goes.
+    """Start a process that runs a module; its output goes to a pipe if `is_piped`, else where ours goes.
 
-    It waits for its orders on standard input. It `leads` a group of its own, or is ended with ours.
+    It waits for its orders on standard input. If it `leads`, it has a session and process group of its own.
     """
-    # -P and our own path: the child imports what we import, never from the working directory
+    # -P and our own path: the child imports the same modules, never from the working directory
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
@@ -45,12 +45,12 @@ def spawn(
         stderr=subprocess.STDOUT if is_piped else None,
         pass_fds=pass_fds,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=leads,  # Ctrl-C in a terminal is for us, and `kill` reaches its children
+        start_new_session=leads,  # Ctrl-C reaches only us, and `killpg` its children
     )
 
 
 def give_orders(process: subprocess.Popen[bytes], orders: object) -> None:
-    """Write the first line of a process's standard input; one that is dead already is left alone."""
+    """Write the first line of a process's standard input; ignore a process that is already dead."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(msgspec.json.encode(orders) + b"\n")
@@ -60,13 +60,13 @@ def give_orders(process: subprocess.Popen[bytes], orders: object) -> None:
 def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders: None) -> T:
     """Read the first line of standard input, in a process that `spawn` started.
 
-    From here on signals are the server's business, and the process ends when its standard input does: when
-    the server ends, for whatever reason. `on_orphaned` then cleans up in its place.
+    From here on the server handles signals, and this process exits when its standard input closes: when the
+    server ends, for whatever reason. `on_orphaned` then cleans up in the server's place.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = bytearray()
-    while not line.endswith(b"\n"):  # unbuffered: a daemon thread reads on from there
+    while not line.endswith(b"\n"):  # unbuffered: a daemon thread reads the rest
         piece = os.read(STDIN, 1)
         if not piece:
             os._exit(EXIT_ORPHANED)
@@ -84,7 +84,7 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
 
 
 def spell_end(exit_code: int) -> str:
-    """The way a process ended, for people; a negative exit code is a signal."""
+    """Describe how a process ended; a negative exit code is a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     cause = ", which the system also sends when memory runs out: see dmesg, and 'infer plan' for what fits"
@@ -92,7 +92,7 @@ def spell_end(exit_code: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a signal has stopped a process, and no debugger has; False where the system does not say."""
+    """Return True if a signal, not a debugger, has stopped a process; False if the system does not say."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         return stat.rpartition(")")[2].split()[0] == "T"
@@ -101,13 +101,13 @@ def is_stopped(pid: int) -> bool:
 
 
 class SpareEngines(contextlib.AbstractContextManager["SpareEngines"]):
-    """Engine processes that wait for their orders. Unused ones end with the context."""
+    """Engine processes that wait for their orders. Unused ones are killed when the context ends."""
 
     def __init__(self, number: int) -> None:
         self._waiting = [spawn(ENGINE_MODULE) for _ in range(number)]
 
     def take(self, module: str) -> subprocess.Popen[bytes]:
-        """Return a process that waits, or a new one if none is left or another module is to run."""
+        """Return a waiting process, or a new one if none is left or `module` is another one."""
         return self._waiting.pop(0) if self._waiting and module == ENGINE_MODULE else spawn(module)
 
     def __exit__(self, *error: object) -> None:

@@ -1,11 +1,11 @@
-"""Request ids to subscribers: the common part of an engine in a thread and an engine in a process.
+"""Route outputs from request ids to subscribers, for an engine in a thread and an engine in a process.
 
 An engine knows request ids, but its outputs must reach readers. A *subscriber* is the address of outputs: a
-queue if the engine is a thread of the same process, a number if it is another process.
+queue if the engine is a thread of the same process, a socket and a number if it is another process.
 
     reader's side   read_outputs()   submits a request, yields its outputs, unsubscribes
-                    OutputQueue      outputs that are made and not read yet, of bounded size
-    engine's side   Subscribers      request id -> subscriber; every output leaves with its address
+                    OutputQueue      outputs that are not read yet, bounded
+    engine's side   Subscribers      request id -> subscriber; addresses every output
 
 A reader may unsubscribe, and another may reuse its request id before the last outputs of the first have
 arrived. So outputs are addressed by subscriber, never by request id alone.
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 Subscriber = TypeVar("Subscriber")
 
-OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription; its argument: has the request ended
+OnEnd: TypeAlias = Callable[[bool], None]  # ends a subscription; True: the request has ended
 
-CLOSED = "the engine was closed"  # reasons for which open requests end
+CLOSED = "the engine was closed"  # reasons why open requests end
 SHUTTING_DOWN = "the server is shutting down; send the request again to another server or later"
-MAX_UNREAD = 65_536  # tokens and logprobs that may wait for one reader: some megabytes
+MAX_UNREAD = 65_536  # tokens and logprobs that may wait for one reader: a few megabytes
 
 
 class OutputQueue:
-    """The outputs of one request on their way to its reader. Belongs to the reader's event loop.
+    """The outputs of one request that await its reader. Belongs to the reader's event loop.
 
     A reader that stops reading does not stop the engine, so its unread outputs are bounded: at the limit the
     request ends, the backlog is dropped, and the reader finds an error in its place.
@@ -49,13 +49,13 @@ class OutputQueue:
         self._is_over = False
 
     def put_nowait(self, message: StepOutput | BaseException) -> None:
-        """Add an output, or the error that takes the place of all further ones."""
+        """Add an output, or the error that ends the queue."""
         if self._is_over:
             return
         size = 0
         if isinstance(message, BaseException):
             self._is_over = True
-        elif self._num_unread >= MAX_UNREAD:  # a single output may exceed it: a reader can always read one
+        elif self._num_unread >= MAX_UNREAD:  # one output may exceed it: a reader can always read one
             self._is_over = True
             self._messages.clear()
             message = RequestError(
@@ -82,7 +82,7 @@ class OutputQueue:
 
 
 def _size_of(output: StepOutput) -> int:
-    """The number of tokens of an output and of the logprobs that came with them."""
+    """Return the number of tokens and logprobs in an output, plus one."""
     size = 1 + len(output.token_ids)
     if not output.logprobs and output.prompt_logprobs is None:
         return size
@@ -105,7 +105,7 @@ async def read_outputs(
             if isinstance(message, BaseException):
                 has_ended = True
                 raise message
-            if message.param is not None:  # a late error: its constraint cannot be compiled, say
+            if message.param is not None:  # a late error: for example, its constraint cannot be compiled
                 has_ended = True
                 raise RequestError(message.error or "the request was refused", param=message.param)
             num_left -= message.finish_reason is not None
@@ -123,11 +123,11 @@ class Subscribers(Generic[Subscriber]):
         self._by_id: dict[str, Subscriber] = {}
 
     def all(self) -> list[Subscriber]:
-        """The subscriber of every request that is being served."""
+        """Return the subscriber of every request that is being served."""
         return list(self._by_id.values())
 
     def add(self, request: Request, subscriber: Subscriber) -> Exception | None:
-        """Accept a request, or return the error that belongs to its subscriber alone."""
+        """Accept a request, or return an error that concerns only its subscriber."""
         try:
             self._engine.add(request)
         except Exception as error:
@@ -150,7 +150,7 @@ class Subscribers(Generic[Subscriber]):
             return []
         try:
             ended = self._engine.abort(request_id, index)
-        except EngineError as error:  # no such sequence yet: one mistake must not stop every request
+        except EngineError as error:  # no such sequence: must not stop every request
             logger.warning("abort refused request_id=%s reason=%r", request_id, str(error))
             return []
         if not self._engine.is_serving(request_id):

@@ -1,4 +1,4 @@
-"""Supervises one engine process from start to exit, and limits how often a dead one is replaced.
+"""Supervise one engine process from start to exit, and limit how often a dead one is replaced.
 
     EngineProcess.start ──► spawn ──► loading ──► Ready ──► running ──► exit
                              │          │                      │
@@ -6,9 +6,9 @@
       one unix socket                       and the last lines it wrote
 
 The child is spawned, never forked, because a fork after torch has started its threads can deadlock. Three
-things tie it to us: standard input (its lifeline: it ends when we end, however that happens), standard output
-and error (one pipe, passed on line by line), and the socket, in a directory that only this user can enter.
-Two threads wait for it, one in `waitpid` and one in the pipe; both only sleep.
+things connect it to us: standard input (its lifeline: the child exits when we do, however that happens),
+standard output and error (one pipe, forwarded line by line), and the socket, in a directory that only this
+user can enter. Two threads wait for the child, one in `waitid` and one on the pipe; both only sleep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from infer.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT = 5.0  # seconds from Stop to SIGKILL: one step in flight may end
+STOP_TIMEOUT = 5.0  # seconds from Stop to SIGKILL: the step in flight may end
 MAX_TMP_LEN = 70  # characters: a unix socket's path may have about 100
 DIRECTORY_PREFIX = "infer-run-"
 NUM_LAST_LINES = 20
@@ -46,21 +46,21 @@ NUM_LAST_LINES = 20
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """The times at which an engine is started again: soon at first, then later, and not for ever."""
+    """The times at which an engine is restarted: exponential backoff, up to a limit."""
 
     max_restarts: int = 5
-    window: float = 600.0  # seconds in which max_restarts count
+    window: float = 600.0  # seconds in which at most max_restarts are allowed
     first_delay: float = 0.25  # seconds; doubles with each restart in the window
     max_delay: float = 30.0
     _times: deque[float] = field(default_factory=deque)
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before the restart that is due now; None: there were enough tries."""
+        """Return the seconds to wait before the next restart; None: too many restarts."""
         while self._times and now - self._times[0] > self.window:
             self._times.popleft()
         if len(self._times) >= self.max_restarts:
             return None
-        num_doublings = min(len(self._times), 64)  # the delay has long reached its maximum by then
+        num_doublings = min(len(self._times), 64)  # avoids overflow: the delay is at its maximum long before
         delay: float = min(self.first_delay * 2.0**num_doublings, self.max_delay)
         self._times.append(now)
         return delay
@@ -72,24 +72,24 @@ def _write_to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """The settings of an engine process: how it is started, the first time and again, and when."""
+    """The settings of an engine process: how it is started, and how and when it is restarted."""
 
     module: str = ENGINE_MODULE  # module that the child runs
-    spawn: Spawn = spawn  # gives a child that runs it, which may have been started a while ago
-    on_log: Callable[[str], None] = _write_to_stderr  # gets each line that it writes, from a thread
-    num_links: int = 1  # above 1, other processes serve the same engine too
-    on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets the endpoints for those to bind
-    on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time it is gone
-    replica: Replica = ALONE  # its place among several engines
-    num_stories: int = 0  # requests that have ended and can still be explained
-    record: RecordOrders | None = None  # how its run is written down
-    stuck_timeout: float = 120.0  # seconds without progress after which it is ended; 0: never
-    restart: bool = True  # whether it is started again
+    spawn: Spawn = spawn  # returns a child that runs it, perhaps started earlier
+    on_log: Callable[[str], None] = _write_to_stderr  # gets each line of its output, in a thread
+    num_links: int = 1  # above 1, other processes use the same engine, too
+    on_spawn: Callable[[Sequence[str]], None] = lambda endpoints: None  # gets the others' endpoints
+    on_down: Callable[[str], None] = lambda reason: None  # gets the reason each time the engine goes down
+    replica: Replica = ALONE  # its number among several engines
+    num_stories: int = 0  # finished requests that can still be explained
+    record: RecordOrders | None = None  # settings of the record of its run
+    stuck_timeout: float = 120.0  # seconds without progress after which it is killed; 0: never
+    restart: bool = True  # True: restart it when it dies
     policy: RestartPolicy = field(default_factory=RestartPolicy)  # the times of restarts
 
 
 class EngineProcess(EngineLink):
-    """A child process with an engine in it. `start` it, `send` to it, and always `close` it."""
+    """A child process that runs an engine. `start` it, `send` to it, and always `close` it."""
 
     def __init__(self, config: EngineConfig, options: ProcessOptions) -> None:
         self._on_log = options.on_log
@@ -139,25 +139,25 @@ class EngineProcess(EngineLink):
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The id of the child process."""
         return self._process.pid
 
     @property
     def exit_reason(self) -> str:
-        """The way the process ended, for the clients of its requests: no paths, no traceback."""
+        """The reason the process ended, for clients of its requests: no paths, no traceback."""
         assert self._exit_code is not None, "it is still running"
         if self.last_words is not None and isinstance(to_error(self.last_words), EngineError):
             return f"the engine process died: {self.last_words.message}"
         return f"the engine process ended with {spell_end(self._exit_code)}"
 
     def kill(self) -> None:
-        """End it at once, with everything that it may have started."""
+        """Kill the process and everything that it may have started."""
         if self._exit_code is None:
-            with contextlib.suppress(ProcessLookupError):  # gone, but not yet known to be
+            with contextlib.suppress(ProcessLookupError):  # gone, but not yet noticed
                 os.killpg(self.pid, signal.SIGKILL)  # it leads a group of its own
 
     async def close(self, *, timeout: float = STOP_TIMEOUT) -> None:
-        """Ask it to stop, insist after `timeout` seconds, and leave nothing behind."""
+        """Ask the process to stop, kill it after `timeout` seconds, and clean up."""
         try:
             if not self.exited.is_set() and timeout > 0:
                 with contextlib.suppress(TimeoutError, EngineStopped):
@@ -177,7 +177,7 @@ class EngineProcess(EngineLink):
         self._resources.close()
 
     def _start_error(self) -> Exception:
-        """The error of a process that ended before it was ready."""
+        """Return the error of a process that exited before it was ready."""
         if self.last_words is not None and self.last_words.kind != EngineError.__name__:
             return to_error(self.last_words)
         if self._exit_code is not None and self._exit_code < 0:  # a signal: another try may succeed
@@ -195,20 +195,20 @@ class EngineProcess(EngineLink):
                 self._last_lines.append(line)
                 try:
                     self._on_log(line)
-                except Exception:  # one that fails must not stop the reading: a full pipe blocks the child
+                except Exception:  # must not stop reading: a full pipe blocks the child
                     logger.exception("engine log line not passed on")
 
     def _wait_for_exit(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # its children; its number is not reused until it is reaped
+            os.killpg(self.pid, signal.SIGKILL)  # its children; its id is not reused until it is reaped
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits for the exit
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the exit
             self._loop.call_soon_threadsafe(self._set_exited, code)
 
     def _set_exited(self, code: int) -> None:
         self._exit_code = code
-        self.receive_all()  # its last words may still be in the socket
+        self.receive_all()  # its last message may still be in the socket
         self.exited.set()
 
 
@@ -221,7 +221,7 @@ def _directory_base() -> str:
 
 
 def _private_directory(resources: contextlib.ExitStack) -> str:
-    """A directory for this user alone, locked for as long as this process lives; empty until it is locked."""
+    """Create a directory for this user only, locked while this process lives; empty until it is locked."""
     directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=_directory_base())  # 0700
     _directories.add(directory)
     resources.callback(_directories.discard, directory)
@@ -233,13 +233,13 @@ def _private_directory(resources: contextlib.ExitStack) -> str:
 
 
 def remove_stale_directories() -> None:
-    """Remove directories that killed processes of this user have left: nobody has locked them."""
+    """Remove the directories of killed processes of this user, which are no longer locked."""
     try:
         entries = list(os.scandir(_directory_base()))
-    except OSError:  # a folder that can be written but not listed
+    except OSError:  # a directory that is writable but cannot be listed
         return
     for entry in entries:
-        with contextlib.suppress(OSError):  # another user's, locked, or gone meanwhile
+        with contextlib.suppress(OSError):  # locked, or gone by now
             if (
                 not entry.name.startswith(DIRECTORY_PREFIX)
                 or entry.stat(follow_symlinks=False).st_uid != os.geteuid()
@@ -256,12 +256,12 @@ def remove_stale_directories() -> None:
 
 
 def remove_directories() -> None:
-    """Remove the directories of all engine processes: this process is about to end without closing them."""
+    """Remove the directories of all engine processes, before this process exits without closing them."""
     for directory in _directories:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def log_level() -> str:
-    """The level of our log, for a child process."""
+    """Return the level of our log, for a child process."""
     level = logging.getLogger("infer").getEffectiveLevel()
     return next((name for name in reversed(LEVELS) if getattr(logging, name.upper()) <= level), LEVELS[0])
