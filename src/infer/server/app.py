@@ -1,16 +1,16 @@
-"""The application: its routes, and the layers around them, from the outside in:
+"""The application: its routes and the middleware around them, outermost first:
 
-    AccessLog     an id, a log line and counts for every request, also for refused ones
-    HostCheck     only if the host asks for it: 403 for pages that pretend to be this machine
-    CORS          only if an origin is configured; outside Auth, because a browser first asks without a key
-    Auth          closed unless listed open
-    BodyLimit     reads bodies, up to a size and for a time
+    AccessLog     an id, a log line and counters for every request, even a rejected one
+    HostCheck     only if the caller asks for it: 403 for web pages that rebind their name to this machine
+    CORS          only if an origin is configured; outside Auth, because a preflight request has no key
+    Auth          every path needs a key unless listed as open
+    BodyLimit     reads bodies, up to a size and a time limit
     Gate          503 while starting or draining
-    Forward       only in API processes other than 0: questions about the whole server go to process 0
-    routes        completions, chat, messages, responses, models, tokens, embeddings, scores; those
-                  of Ollama and llama.cpp; health, metrics, explain; admin; the page
+    Forward       only in API processes other than 0: requests about the whole server go to process 0
+    routes        completions, chat, messages, responses, models, tokens, embeddings, scores;
+                  Ollama's and llama.cpp's; health, metrics, explain; admin; the web page
 
-All layers are plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
+All middleware is plain ASGI: a streamed chunk passes through function calls, not through queues and tasks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(config: EngineConfig | None = None, server: ServerConfig | None = None) -> FastAPI:
-    """An application that starts its engine in the lifespan of its host and stops it at the end.
+    """Return an application that starts its engine at lifespan startup and stops it at shutdown.
 
     For hosts such as `uvicorn --factory`; `infer serve` does more: it answers while the model loads,
     drains, and guards its connections.
@@ -92,11 +92,11 @@ def build_app(
     check_host: bool = False,
     ask: Ask | None = None,
 ) -> FastAPI:
-    """The application around a state; its engines are started and stopped by the caller.
+    """Return the application for a state; the caller starts and stops its engines.
 
     `check_host` adds the check of the Host header that a server on loopback needs (host_check.py), and lets
-    its clients look at the engines without a key, unless it also answers for other hosts or to pages of other
-    origins. In an API process other than 0, `ask` reaches process 0 (forward.py).
+    its clients view the live page without a key, unless other hosts or other origins are also allowed. In an
+    API process other than 0, `ask` reaches process 0 (forward.py).
     """
     config = state.config
     is_private = check_host and not config.allowed_host and not config.cors_origin
@@ -106,8 +106,8 @@ def build_app(
             client if isinstance(client, MeteredClient) else fleet.metrics.add(model.name, client)
             for client in model.clients
         ]
-    # The interactive docs of the framework load scripts from elsewhere; --docs serves a page of our own.
-    # A slash too many is not redirected: the framework would take the address from the Host header.
+    # FastAPI's interactive docs load scripts from a CDN; --docs serves a page of our own. A path with an
+    # extra slash is not redirected: the framework would build the address from the Host header.
     app = FastAPI(
         title="infer",
         version=__version__,
@@ -130,7 +130,7 @@ def build_app(
     routers.append(pages.make_router() if config.ui else ollama.root)
     if config.docs:
         routers.append(pages.make_docs_router())
-    # Not by `include_router`, which would analyse every route anew when the first request comes.
+    # Not `include_router`, which would analyse every route again at the first request.
     app.router.routes.extend(route for router in routers for route in router.routes)
     install_error_handlers(app)
     # the last added is the outermost

@@ -1,7 +1,7 @@
-"""One request to an ASGI application of this process, without a network between.
+"""Call an ASGI application of this process directly, without a network.
 
-    process 0 of a server    asks its own application what another API process was asked (forward.py)
-    infer batch              sends it the lines of a file
+    process 0 of a server    passes it requests that other API processes forward (forward.py)
+    infer batch              passes it the lines of a file
 
 The application cannot tell the difference: the same layers, limits and errors apply.
 """
@@ -18,9 +18,9 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class AppAnswer(NamedTuple):
-    """The whole answer, and the scope as the application's layers left it."""
+    """The whole response, and the scope as the application's middleware left it."""
 
-    status: int  # 0: the client has left, and nothing was sent
+    status: int  # 0: the client left before anything was sent
     headers: Headers
     body: bytes
     scope: Scope
@@ -37,7 +37,7 @@ async def call_app(
     left: asyncio.Event | None = None,
     **marks: Any,
 ) -> AppAnswer:
-    """Ask an application; `left` says that the client has gone, `marks` are further entries of the scope."""
+    """Call an application; `left` is set when the client leaves, `marks` are extra entries of the scope."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

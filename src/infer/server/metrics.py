@@ -1,15 +1,15 @@
-"""Counts and times for dashboards, in Prometheus' text format.
+"""Counters and histograms for dashboards, in Prometheus' text format.
 
-Everything here is touched by one event loop only, so observing a token is an addition to a plain list:
-no lock, no label lookup. prometheus-client is asked at a scrape, to write what `collect` yields.
+Only one event loop uses these objects, so observing a token is an addition to a plain list: no lock, no label
+lookup. prometheus-client runs only at a scrape, to format what `collect` yields.
 
-    requests ──► MeteredClient, one per engine   (what its requests took, seen from this side of the wire)
+    requests ──► MeteredClient, one per engine   (times of its requests, measured in the server)
     engine   ──► EngineStats, its last snapshot  (running, waiting, cache; read at the scrape)
     HTTP     ──► ServerMetrics.count_http
-    GPU      ──► NVML, asked at the scrape       (tools/nvml.py; nothing on a CPU)
+    GPU      ──► NVML, read at the scrape        (tools/nvml.py; nothing on a CPU)
 
-Names as in vLLM's dashboards, with the prefix `infer_`. `--metrics-prefix vllm` writes every series
-under vLLM's own name as well (`vllm:`), so that a dashboard made for vLLM works as it is.
+Names are as in vLLM's dashboards, with the prefix `infer_`. `--metrics-prefix vllm` writes every series
+also under vLLM's own name (`vllm:`), so that a dashboard made for vLLM works unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _cache_use(client: EngineClient) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
-# What an engine says of itself, read at a scrape.
+# An engine's own gauges, read at a scrape.
 GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
     "num_requests_running": ("Sequences that run.", lambda c: c.stats().num_running),
     "num_requests_waiting": ("Sequences that wait to run.", lambda c: c.stats().num_waiting),
@@ -94,32 +94,32 @@ GPU_GAUGES: tuple[tuple[str, str, Callable[[GpuReading], float | None]], ...] = 
     ("gpu_temperature_celsius", "Temperature of the GPU.", lambda r: r.temperature_celsius),
 )
 OWN_PREFIX = "infer"
-VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that are not the same in vLLM
+VLLM_NAMES = {"iteration_tokens": "iteration_tokens_total"}  # names that differ in vLLM
 LABELS = ("model_name", "engine")
 Rows = Iterable[tuple[tuple[str, ...], float]]  # labels and a value
 _SHOWN = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
 class ServerMetrics(Collector):
-    """Every meter of a server, collected for Prometheus."""
+    """All metrics of a server, collected for Prometheus."""
 
     def __init__(self, prefix: str) -> None:
-        self.prefix = prefix  # every metric has a second name with this one
+        self.prefix = prefix  # prefix of every metric's second name
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.meters: list[MeteredClient] = []
         self.num_active = 0  # HTTP requests in progress
         self.startup_s = 0.0
-        self.stages: Mapping[str, str] = {}  # stages of all models by name, set for a page
-        self.asleep: Mapping[str, int] = {}  # bytes of the weights of models that sleep, likewise
+        self.stages: Mapping[str, str] = {}  # stages of all models by name, set at a scrape
+        self.asleep: Mapping[str, int] = {}  # bytes of sleeping models' weights, by name
         self._http: Counter[tuple[str, str, str]] = Counter()
-        self._errors: Counter[str] = Counter()  # errors by the code in the body
+        self._errors: Counter[str] = Counter()  # errors by code
         self._num_gone = 0
 
     def add(
         self, model: str, client: EngineClient, *, label: str | None = None, cache: CacheConfig | None = None
     ) -> MeteredClient:
-        """Meter one more engine of a model, under a label that was chosen or a free one."""
+        """Meter one more engine of a model, under a given label or the first free one."""
         if label is None:
             taken = {meter.labels[1] for meter in self.meters if meter.labels[0] == model}
             label = next(number for number in map(str, range(len(taken) + 1)) if number not in taken)
@@ -127,20 +127,20 @@ class ServerMetrics(Collector):
         return self.meters[-1]
 
     def remove(self, client: EngineClient) -> None:
-        """Stop reporting an engine that is no longer there."""
+        """Stop metering an engine that is gone."""
         self.meters = [meter for meter in self.meters if meter is not client]
 
     def count_http(
         self, method: str, route: str, status: int, *, is_gone: bool, error_code: str | None = None
     ) -> None:
-        """Count an HTTP request that has ended, with the code of the error it got, if any."""
+        """Count a finished HTTP request, with the code of its error, if any."""
         self._http[method, route, str(status)] += 1
         if error_code is not None:
             self._errors[error_code] += 1
         self._num_gone += is_gone
 
     def snapshot(self) -> dict[str, Any]:
-        """The counts of this process, as plain data for another one."""
+        """Return the counters of this process, as plain data for another process."""
         return {
             "meters": [meter.snapshot() for meter in self.meters],
             "http": [(*row, count) for row, count in self._http.items()],
@@ -150,7 +150,7 @@ class ServerMetrics(Collector):
         }
 
     def sum_with(self, snapshots: Iterable[Mapping[str, Any]]) -> ServerMetrics:
-        """The counts of this process and of others; what the engines count themselves is taken from here."""
+        """Return the sum of this process and others; the engines' own statistics come from this process."""
         total = ServerMetrics(self.prefix)
         total.startup_s = self.startup_s
         total.meters = [MeteredClient(meter.client, meter.labels, meter.cache) for meter in self.meters]
@@ -168,11 +168,11 @@ class ServerMetrics(Collector):
         return total
 
     def text(self) -> bytes:
-        """The page at /metrics."""
+        """Return the page at /metrics."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, as prometheus-client wants it, and again under its second name."""
+        """Yield every metric, as prometheus-client requires, and again under its second name."""
         for metric in self._collect():
             yield metric
             if self.prefix != OWN_PREFIX:
@@ -218,7 +218,7 @@ class ServerMetrics(Collector):
         return family
 
     def _collect_gpus(self) -> Iterator[Metric]:
-        """Yield what the GPUs of engines say of themselves: nothing on a CPU, or where NVML is not there."""
+        """Yield the readings of the engines' GPUs: nothing on a CPU or without NVML."""
         readings = {}
         for meter in self.meters:
             name = meter.stats().gpu
@@ -230,7 +230,7 @@ class ServerMetrics(Collector):
             yield self._gauge(name, text, rows, (*LABELS, "gpu"))
 
     def _collect_models(self) -> Iterator[Metric]:
-        """Yield the stage of each model that has a name, and the memory of sleeping ones."""
+        """Yield the stage of each known model, and the host memory of sleeping models."""
         rows = [((name, each), each == stage) for name, stage in self.stages.items() for each in STAGES]
         yield self._gauge(
             "model_state",
@@ -243,7 +243,7 @@ class ServerMetrics(Collector):
         yield self._gauge("model_host_bytes", text, asleep, ("model_name",))
 
     def _collect_ranks(self, meters: list[tuple[MeteredClient, EngineStats]]) -> Iterator[Metric]:
-        """Yield the times of engines whose model several ranks compute."""
+        """Yield the step and wait times of engines with several ranks."""
         shared = [(meter, stats) for meter, stats in meters if stats.rank_wait_s]
         if shared:
             steps = [(meter.labels, stats.rank_step_s) for meter, stats in shared]
@@ -265,7 +265,7 @@ class ServerMetrics(Collector):
         ends = [
             ((*meter.labels, reason), meter.finished[reason])
             for meter in self.meters
-            for reason in _SHOWN  # also reasons that never happened: a rate needs a start
+            for reason in _SHOWN  # even reasons that never happened: a rate needs a start
         ]
         yield self._counter(
             "request_success", "Sequences that ended, by reason.", ends, (*LABELS, "finished_reason")
@@ -291,7 +291,7 @@ class ServerMetrics(Collector):
 
 
 def _renamed(metric: Metric, prefix: str) -> Metric:
-    """A copy of a metric under the name that dashboards with another prefix read."""
+    """Return a copy of a metric under its name with another prefix."""
     name = metric.name.removeprefix(f"{OWN_PREFIX}_")
     new_name = f"vllm:{VLLM_NAMES.get(name, name)}" if prefix == "vllm" else f"{prefix}_{name}"
     copy = Metric(new_name, metric.documentation, metric.type)

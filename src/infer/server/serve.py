@@ -2,15 +2,15 @@
 
     bind ──► answer 503 "starting" ──► models load ──► ready ──► signal ──► drain ──► close ──► exit 0
 
-The port is taken before models are loaded, so that a second server on it fails at once instead of after a
+The port is bound before models are loaded, so that a second server on it fails at once instead of after a
 minute, and a health check sees "starting" instead of a refused connection. Only a model that cannot be found
-is refused even earlier, because a server that will never be ready should not listen. The first engine refuses
-settings that the device does not support, because this process does not import torch.
+is rejected even earlier, because a server that will never be ready should not listen. Settings that the
+device does not support are rejected by the first engine, because this process does not import torch.
 
-After SIGTERM, Ctrl-C or the end of its terminal (SIGHUP) new requests get 503. Running requests have
-`drain_timeout` seconds to end and are then cut off with an error; a second signal cuts them off at once, and
-the server exits within two seconds. If a model cannot be loaded the server ends with that error, and if every
-engine is down for good it ends with `EngineLost`, so that a service manager can start it again.
+After SIGTERM, Ctrl-C or a hang-up of its terminal (SIGHUP), new requests get 503. Running requests have
+`drain_timeout` seconds to finish and are then cut off with an error; a second signal cuts them off at once,
+and the server exits within two seconds. If a model cannot be loaded, the server exits with that error, and if
+every engine is down for good, it exits with `EngineLost`, so that a service manager can restart it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
-CUT_OFF_S = 2  # seconds from a second signal to the exit: time for the errors that end open streams
-LAST_WRITES_S = 5  # seconds for answers that are finished but not yet read
-KEEP_ALIVE_S = 30  # longer than a client's pause between two requests of a conversation
+CUT_OFF_S = 2  # seconds from a second signal to the exit, to send open streams an error
+LAST_WRITES_S = 5  # seconds for clients to read finished responses
+KEEP_ALIVE_S = 30  # longer than the usual pause between two requests of a conversation
 _IMPORTED_AT = time.perf_counter()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (`serve` says when to stop), on a socket that processes share."""
+    """uvicorn without its signal handlers (`serve` decides when to stop), on a socket shared by processes."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket, board: Board) -> None:
         super().__init__(config)
@@ -74,27 +74,27 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to take connections."""
+        """Start to accept connections."""
         await super().startup([])
         make = partial(_CountedConnection, self._board, self.config, self.server_state, self.lifespan.state)
         self._acceptor = Acceptor(self._listener, self._board, make, self.config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more, and let the last answers be read."""
+        """Stop listening, and let clients read the last responses."""
         self._acceptor.close()
         self._listener.close()
         await super().shutdown([])
 
 
 class _CountedConnection(GuardedConnection):
-    """A connection that is on the board of all API processes until it is lost."""
+    """A connection that is counted on the board of all API processes until it is lost."""
 
     def __init__(self, board: Board, *args: Any) -> None:
         super().__init__(*args)
         self._board = board
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take it off the board."""
+        """Remove it from the board."""
         self._board.count_connection(-1)
         super().connection_lost(exc)
 
@@ -106,16 +106,16 @@ async def serve(
     announce: Callable[[str], None],
     spares: SpareEngines | None = None,
 ) -> None:
-    """Serve these models until a signal comes; `announce` gets the URL once requests are accepted.
+    """Serve these models until a signal arrives; `announce` gets the URL once requests are accepted.
 
-    `spares` are engine processes that have been started already.
+    `spares` are engine processes that are already started.
     """
     number = num_processes(config, on_gpu=all(map(is_on_gpu, models.values())))
     state = ServerState(config=config, board=Board(number))
     state.board.is_starting = True
     workers = Workers(config, state.board)
     fleet = Fleet(state, ServerMetrics(config.metrics_prefix), spares, workers)
-    http = uvicorn_config(state, fleet)  # first: if it fails, nothing is to be cleaned up
+    http = uvicorn_config(state, fleet)  # first: if it fails, there is nothing to clean up
     listener = bind(config)
     try:
         fleet.check(models)
@@ -144,13 +144,13 @@ async def serve(
         await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_lost(workers)
         if starting.done():
-            starting.result()  # raises what went wrong
+            starting.result()  # raises the error of a failed start
             gc.collect()
-            gc.freeze()  # start-up objects stay: no collection needs to walk through them between two tokens
+            gc.freeze()  # startup objects stay: collections between two tokens need not scan them
             announce(url)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_lost(workers)
-            await fleet.end_loads()  # a model that nobody will use
+            await fleet.end_loads()  # a model that no one will use
             await drain(state, config.drain_timeout)
             _raise_if_lost(workers)
     finally:
@@ -169,7 +169,7 @@ async def serve(
 
 
 def _answer_process(forwarded: Forwarded, state: ServerState, message: messages.ToFirst) -> Awaitable[Any]:
-    """Answer another API process."""
+    """Answer a message from another API process."""
     match message:
         case messages.ForwardRequest() | messages.ClientLeft():
             return forwarded.answer(message)
@@ -190,7 +190,7 @@ def _raise_if_lost(workers: Workers) -> None:
 
 
 async def drain(state: ServerState, timeout_s: float) -> None:
-    """Take no new requests and wait until those inside have left, at most `timeout_s` seconds."""
+    """Reject new requests, and wait at most `timeout_s` seconds until the running ones have finished."""
     board = state.board
     board.is_draining = True
     hint = "; a second signal (Ctrl-C) ends them at once" if board.num_active else ""
@@ -203,7 +203,7 @@ async def drain(state: ServerState, timeout_s: float) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket; raises an error that says what is in the way."""
+    """Return the listening socket; raises `ConfigError` with the reason if it cannot listen."""
     where, advice = f"{config.host}:{config.port}", "choose another --port or --host"
     if config.uds is not None:
         where, advice = config.uds, "choose another --uds"
@@ -218,13 +218,13 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def warn_if_open(config: ServerConfig) -> None:
-    """Log a warning if the whole network may use this server."""
+    """Log a warning if anyone on the network can use this server."""
     if config.uds is None and not config.api_key and not is_loopback(config.host):
         logger.warning("server open to the network without a key host=%s (see --api-key)", config.host)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """A socket that listens; at a path, for this user only, and in the place of a dead server's file."""
+    """Return a listening socket; at a path, only for this user, replacing the file of a dead server."""
     path, family = config.uds, socket.AF_UNIX
     address: Any = path
     if path is None:
@@ -251,7 +251,7 @@ def _is_answered(path: str) -> bool:
 
 
 def url_of(config: ServerConfig, listener: socket.socket) -> str:
-    """The URL for clients."""
+    """Return the URL for clients."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]
@@ -260,16 +260,16 @@ def url_of(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def uvicorn_config(state: ServerState, fleet: Fleet, *, ask: Ask | None = None) -> uvicorn.Config:
-    """The settings of the HTTP server around our application; `ask` as in `build_app`."""
+    """Return uvicorn's settings with our application; `ask` as in `build_app`."""
     config = state.config
     app = build_app(state, fleet, check_host=needs_host_check(config), ask=ask)
-    for route in app.routes:  # an unknown path builds each of them: the first request need not wait for it
+    for route in app.routes:  # builds each route lazily: the first request need not wait
         route.matches({"type": "http", "method": "GET", "path": "/-", "root_path": "", "headers": []})
     return http_config(app, config)
 
 
 def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """The settings of the HTTP server around any application."""
+    """Return uvicorn's settings for any application."""
     made = uvicorn.Config(
         app,
         http=GuardedConnection,
@@ -284,15 +284,15 @@ def http_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         backlog=BACKLOG,
     )
     made.load()
-    made.ssl = tls_context(config)  # uvicorn would ask for a passphrase, and take old ciphers
+    made.ssl = tls_context(config)  # uvicorn would ask for a passphrase and allow old ciphers
     return made
 
 
 def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
-    """Done at the first SIGINT, SIGTERM or SIGHUP; a second SIGINT or SIGTERM cuts requests off.
+    """Return a future that is done at the first SIGINT, SIGTERM or SIGHUP; a second one cuts requests off.
 
-    A third one ends the process. A terminal that closes may send SIGHUP twice, so SIGHUP never cuts requests
-    off; a server that was told to ignore it (nohup) does.
+    A third one ends the process. A terminal that closes may send SIGHUP twice, so SIGHUP counts only as the
+    first signal; under nohup it is ignored.
     """
     loop = asyncio.get_running_loop()
     stopping: asyncio.Future[None] = loop.create_future()
@@ -319,7 +319,7 @@ def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
 
 
 def _exit(config: ServerConfig) -> NoReturn:
-    """End this process without closing anything; engine processes notice it and follow."""
+    """Exit without closing anything; engine processes notice that and exit, too."""
     remove_directories()
     if config.uds is not None:
         Path(config.uds).unlink(missing_ok=True)
@@ -328,7 +328,7 @@ def _exit(config: ServerConfig) -> NoReturn:
 
 
 def _process_age() -> float:
-    """Seconds since this process was started, imports included; since this module's import where unknown."""
+    """Return the seconds since this process started, or, if unknown, since this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -337,13 +337,13 @@ def _process_age() -> float:
 
 
 def _loop_name() -> str:
-    """The event loop that runs, and what it means if it is the slower one."""
+    """Return the name of the running event loop, with a hint if it is the slower one."""
     is_fast = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     return "uvloop" if is_fast else "asyncio (uvloop is not installed: each request takes longer)"
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The factory of the fastest event loop that is installed; None: asyncio's own."""
+    """Return the factory of the fastest installed event loop; None: asyncio's own."""
     try:
         import uvloop
     except ImportError:  # it has no build for every platform

@@ -1,20 +1,20 @@
-"""The server's state: the models it serves, and the HTTP request that code is working for.
+"""The server's state: the models it serves, and the record of the current HTTP request.
 
-A *served model* is a prompt encoder (tokenizer, chat template) and one or more engines. A route asks for a
+A *served model* is a prompt encoder (tokenizer, chat template) and one or more engines. A route looks up a
 model by the name in the body, turns the body into requests with its encoder, and sends each request to the
 engine that the router picks.
 
-A *request record* is made for every HTTP request and found through a context variable. The client sees its id
-(`x-request-id`), and every log line about the request carries it. The engine's log lines do too, because the
-engine's request ids begin with it.
+A *request record* is created for every HTTP request and found through a context variable. The client sees its
+id (`x-request-id`), and every log line about the request has it. The engine's log lines have it, too, because
+the engine's request ids begin with it.
 
     x-request-id: req-7f      ──►   req-7f/cmpl-03ab-0,  req-7f/cmpl-03ab-1      one per prompt of the body
 
-An *alias* stands for a model, or for several by weight (fleet/shares.py). All requests of one *asker* get the
-same model. The asker is the user that the body names, else the API key; without either, every request is its
-own asker.
+An *alias* is a name for a model, or for several by weight (fleet/shares.py). All requests of one *asker* get
+the same model. The asker is the user that the body names, else the API key; without either, every request is
+its own asker.
 
-A request *holds* its models from the parsing of its body to the last byte of its answer, and a model is
+A request *holds* its models from the parsing of its body to the last byte of its response, and a model is
 removed only when no request holds it.
 """
 
@@ -44,7 +44,7 @@ from infer.server.response_store import RemoteStore, ResponseStore
 
 UNLOAD_POLL_S = 0.02
 Api = Literal["openai", "anthropic", "ollama"]
-RAW_SEND = "infer.send"  # a key of a scope: the connection's own `send`, for the frames of a stream
+RAW_SEND = "infer.send"  # key of a scope: the connection's own `send`, for streams
 
 
 @dataclass(slots=True, eq=False)
@@ -57,17 +57,17 @@ class ServedModel:
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # config of its engines
-    num_held: int = 0  # HTTP requests that asked for it and have not ended
-    engines: Sequence[int] = ()  # numbers by which the API processes of a server know its engines
-    used_at: float = field(default_factory=monotonic)  # when a request last took it or let it go
-    keep_s: float | None = None  # idle seconds until it is unloaded, if a client said so; None: as configured
-    kept_at: float = 0.0  # when the client said so, in monotonic seconds
-    config: EngineConfig | None = None  # config that its engines were started with, where they are ours
-    planned_bytes: int = 0  # memory of its engines, where it counts (loaded_memory)
+    num_held: int = 0  # open HTTP requests that use it
+    engines: Sequence[int] = ()  # numbers of its engines in all API processes
+    used_at: float = field(default_factory=monotonic)  # when a request last acquired or released it
+    keep_s: float | None = None  # idle seconds until it is unloaded, if a client set them
+    kept_at: float = 0.0  # when the client set it, in monotonic seconds
+    config: EngineConfig | None = None  # config of its engines, if this process started them
+    planned_bytes: int = 0  # memory of its engines, if it is limited (loaded_memory)
 
     @property
     def use(self) -> ModelUse:
-        """The use of the model in this process."""
+        """Return the use of the model in this process."""
         return ModelUse(self.num_held, self.used_at, self.keep_s, self.kept_at)
 
     @property
@@ -76,11 +76,11 @@ class ServedModel:
         return any(client.failure is None for client in self.clients)
 
     def pick(self, request: Request) -> EngineClient:
-        """The engine for this request."""
+        """Return the engine for this request."""
         return self.router.pick(request, self.clients)
 
     def why_cut_off(self, timeout_s: float) -> str:
-        """The words for the requests that still hold the model when an unload has waited for that long."""
+        """Return the error message for requests that still hold the model after `timeout_s` seconds."""
         time = f"{timeout_s:g} s (drain_timeout) that it had left"
         return f"model {self.name!r} was unloaded, and this request did not end in the {time}; name another"
 
@@ -93,16 +93,16 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailure:
-    """The facts of an error for a client; `ApiError` (protocol/errors.py) writes them as JSON."""
+    """An error for a client; `ApiError` (protocol/errors.py) formats it as JSON."""
 
     status: int
     message: str
     param: str | None = None  # name of the field to blame
-    code: str | None = None  # word that programs branch on, where OpenAI has one; None: the status
+    code: str | None = None  # OpenAI's error code, if it has one; None: the status
 
 
 class Span(NamedTuple):
-    """A stage of a request, for a trace."""
+    """A stage of a request in a trace."""
 
     name: str
     start: float  # perf_counter seconds
@@ -112,40 +112,40 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """The facts about one HTTP request while it is served; no prompt, no answer and no key is among them."""
+    """The facts about one HTTP request while it is served, without prompts, outputs or keys."""
 
     request_id: str
     arrived_at: float  # perf_counter seconds
     path: str = ""  # path of the route
-    api: Api = "openai"  # the API that its path belongs to: errors have that form
-    is_lenient: bool = False  # unknown fields of its body that resemble no known one are ignored
-    tenant: str = ""  # hash of the API key, where each key has a cache of its own (auth.py)
-    asker: str = ""  # requests of one asker get the same model of an alias; set by a body or a choice
+    api: Api = "openai"  # API of its path, which decides the format of errors
+    is_lenient: bool = False  # ignore unknown fields of the body that resemble no known one
+    tenant: str = ""  # hash of the API key, if each key has its own cache (auth.py)
+    asker: str = ""  # requests of one asker get the same model of an alias
     user_field: str = ""  # field of the body that names the asker
-    has_chosen: bool = False  # the asker has decided between models
-    owner: str | None = ""  # hash of the API key, if there are any; None: the operator, who may see all
-    unknown: dict[str, None] = field(default_factory=dict)  # unknown fields, in the order they were met
-    status: int = 0  # 0: no answer was begun
+    has_chosen: bool = False  # the asker has decided which model is used
+    owner: str | None = ""  # hash of the API key, if any; None: the operator, who may see all
+    unknown: dict[str, None] = field(default_factory=dict)  # unknown fields, in order
+    status: int = 0  # 0: no response has started
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
-    adapter: str = ""  # LoRA adapter that it asked for
+    adapter: str = ""  # name of the requested LoRA adapter
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    is_complete: bool = False  # the whole answer was handed to the connection
+    is_complete: bool = False  # the whole response was passed to the connection
     is_gone: bool = False  # the client left before that
-    error: RequestFailure | None = None  # the error sent in place of an answer, or at the end of half of one
-    marks: list[tuple[str, float]] | None = None  # ends of stages, if somebody will ask for them
-    is_traced: bool = False  # True: the answer's headers tell them
-    stories: ServedRequests | None = None  # the store for its story if it goes to an engine; None: none
-    story: ServedRequest | None = None  # the story that is kept of it
+    error: RequestFailure | None = None  # error sent instead of a response or in a stream
+    marks: list[tuple[str, float]] | None = None  # ends of stages, if they are recorded
+    is_traced: bool = False  # True: the response has them as a header
+    stories: ServedRequests | None = None  # store for its story, if it reaches an engine
+    story: ServedRequest | None = None  # its story
     spans: list[Span] | None = None  # stages of its prompts, if it is traced (tracing.py)
 
     @property
     def model_name(self) -> str | None:
-        """The name of the adapter or the model that serves it; None: no model was asked for."""
+        """The name of the adapter or model that serves it; None if no model was requested."""
         return self.adapter or self.models[-1].name if self.models else None
 
     def note_user(self, body: Any) -> None:
-        """Let the user that a body names be the asker, instead of the API key."""
+        """Make the user that a body names the asker, instead of the API key."""
         if not isinstance(body, dict):
             return
         metadata = body.get("metadata")
@@ -157,7 +157,7 @@ class RequestRecord:
                 return
 
     def mark(self, stage: str, at: float | None = None) -> None:
-        """Note that a stage has ended, now or at a time of `perf_counter`, where that is kept."""
+        """Record the end of a stage, now or at a `perf_counter` time, if stages are recorded."""
         if self.marks is not None:
             self.marks.append((stage, perf_counter() if at is None else at))
 
@@ -165,7 +165,7 @@ class RequestRecord:
     def timing(self) -> str:
         """The duration of each stage so far, as the value of a `server-timing` header.
 
-        A stage that several prompts of a body went through ends with the last of them.
+        If a body has several prompts, a stage ends when the last of them leaves it.
         """
         ends: dict[str, float] = {}
         for stage, at in self.marks or ():
@@ -182,7 +182,7 @@ _RECORD: ContextVar[RequestRecord | None] = ContextVar("infer_request_record", d
 
 @contextmanager
 def recording(record: RequestRecord) -> Iterator[None]:
-    """Make `record` the current one; at the end, release the models that its request holds."""
+    """Make `record` the current record; on exit, release the models that its request holds."""
     token = _RECORD.set(record)
     try:
         yield
@@ -194,35 +194,35 @@ def recording(record: RequestRecord) -> Iterator[None]:
 
 
 def current_record() -> RequestRecord | None:
-    """The record of the HTTP request that this code works for; None outside of one."""
+    """Return the record of the current HTTP request; None outside of a request."""
     return _RECORD.get()
 
 
 def mark(stage: str) -> None:
-    """Note that a stage of the current HTTP request has ended, where that is kept."""
+    """Record the end of a stage of the current HTTP request, if stages are recorded."""
     if (record := _RECORD.get()) is not None:
         record.mark(stage)
 
 
 def current_id() -> str:
-    """The id of the current HTTP request, for a log line."""
+    """Return the id of the current HTTP request, for a log line."""
     record = _RECORD.get()
     return record.request_id if record is not None else "unknown"
 
 
 def engine_id(own_id: str) -> str:
-    """An id for the engine that begins with the id the client sees."""
+    """Return an id for the engine that begins with the id that the client sees."""
     record = _RECORD.get()
     return own_id if record is None else f"{record.request_id}/{own_id}"
 
 
-STAGES = ("loaded", "asleep", "unloaded")  # stages of a model that has a name here
+STAGES = ("loaded", "asleep", "unloaded")  # stages of a model that is known here
 
 
 def salt_of(given: str | None) -> str:
-    """The cache salt of the current HTTP request: its API key's, if there is one, then the client's own.
+    """Return the cache salt of the current HTTP request: the API key's, if any, then the client's own.
 
-    No salt that a client gives can be another tenant's: each begins with a hash of the same length.
+    A client's salt cannot equal another tenant's, because each begins with a hash of the same length.
     """
     record = _RECORD.get()
     return (record.tenant if record is not None else "") + (given or "")
@@ -230,18 +230,18 @@ def salt_of(given: str | None) -> str:
 
 @dataclass(slots=True, eq=False)
 class ServerState:
-    """Everything the routes share; `app.state.server` holds it."""
+    """Everything that routes share, found at `app.state.server`."""
 
     config: ServerConfig
     models: dict[str, ServedModel] = field(default_factory=dict)
     aliases: dict[str, ModelShares] = field(default_factory=dict)
-    adapters: dict[str, str] = field(default_factory=dict)  # model that each LoRA adapter is for, by name
+    adapters: dict[str, str] = field(default_factory=dict)  # model of each LoRA adapter, by adapter name
     default_model: str | None = None
-    loadable: Sequence[str] = ()  # names of models that are loaded when they are asked for
+    loadable: Sequence[str] = ()  # names of models that are loaded on demand
     asleep: Mapping[str, int] = field(default_factory=dict)  # host bytes of models that sleep, by name
-    demand: Callable[[str], Awaitable[object]] | None = None  # waits until one of them is loaded
+    demand: Callable[[str], Awaitable[object]] | None = None  # loads one of them, and waits for it
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
-    is_cut_off: bool = False  # set by a second signal: requests inside end with an error
+    is_cut_off: bool = False  # set by a second signal: open requests end with an error
     responses: ResponseStore | RemoteStore = field(init=False)
     stories: ServedRequests = field(init=False)  # requests of this process
 
@@ -251,11 +251,11 @@ class ServerState:
 
     @property
     def names(self) -> list[str]:
-        """The names of all models, loaded or not, aliases aside."""
+        """The names of all models, loaded or not, without aliases."""
         return list(dict.fromkeys((*self.loadable, *self.models)))
 
     def stage_of(self, name: str) -> str:
-        """One of STAGES; an asleep model has its weights in host memory."""
+        """Return one of STAGES; an asleep model has its weights in host memory."""
         meant = self._weights(name).keys()
         return (
             "loaded" if meant & self.models.keys() else "asleep" if meant & self.asleep.keys() else "unloaded"
@@ -263,26 +263,26 @@ class ServerState:
 
     @property
     def other_names(self) -> list[str]:
-        """The names that stand for a model without being its own: aliases and adapters."""
+        """The names that refer to a model but are not its own: aliases and adapters."""
         return [*self.aliases, *self.adapters]
 
     def adapter_of(self, name: str | None) -> str:
-        """The LoRA adapter that a name asks for; "": none."""
+        """Return the LoRA adapter of a name; "": none."""
         return name if name is not None and name in self.adapters else ""
 
     def _weights(self, name: str) -> ModelShares:
-        """The models that a name stands for."""
+        """Return the models that a name refers to, with their weights."""
         return self.aliases.get(name) or {self.adapters.get(name, name): 1.0}
 
     def models_of(self, name: str) -> list[ServedModel]:
-        """The loaded models that a name stands for, those with the largest weights first."""
+        """Return the loaded models that a name refers to, largest weights first."""
         names = by_weight(self._weights(name))
         if not any(each in self.models or each in self.loadable for each in names):
             raise self._unknown(name)
         return [self.models[each] for each in names if each in self.models]
 
     async def use_model(self, name: str | None) -> ServedModel:
-        """The model of a name as `get_model` finds it, loaded first if it is one on demand."""
+        """Return the model of a name as `get_model` does, after loading it if it is loaded on demand."""
         wanted = name if name is not None else self.default_model
         if wanted is None or self.demand is None:
             return self.get_model(name)
@@ -300,7 +300,7 @@ class ServerState:
         return self.get_model(name)
 
     def get_model(self, name: str | None) -> ServedModel:
-        """The model of a name, held by the current request; without a name, the default model."""
+        """Return the model of a name, or the default model, and let the current request hold it."""
         found = self.look_at(name)
         if found is None:
             raise self._unknown(name)
@@ -312,7 +312,7 @@ class ServerState:
         return found
 
     def look_at(self, name: str | None) -> ServedModel | None:
-        """The model of a name, neither loaded nor held by this look; None: it is not loaded."""
+        """Return the model of a name without loading or holding it; None: it is not loaded."""
         wanted = name if name is not None else self.default_model
         chosen = self._choose(wanted) if wanted is not None else ""
         found = self._find(chosen)
@@ -321,15 +321,15 @@ class ServerState:
         return found
 
     def _find(self, name: str) -> ServedModel | None:
-        """The model of a name that the current request holds, even if the name is gone, or the loaded one."""
+        """Return the model of a name: one that the request holds, even if unloaded, else the loaded one."""
         record = _RECORD.get()
         held = record.models if record is not None else ()
         return next((model for model in held if model.name == name), self.models.get(name))
 
     def _choose(self, name: str) -> str:
-        """The model that a name means for the current request; one that is down is left out.
+        """Return the name of the model that an alias means for the current request; skip any that is down.
 
-        One on demand that is not loaded can be chosen, and one that the request holds is chosen again.
+        An on-demand model that is not loaded may be chosen; a model that the request holds is chosen again.
         """
         weights = self._weights(name)
         if len(weights) == 1:
@@ -348,7 +348,7 @@ class ServerState:
         asker = secrets.token_hex(8)
         if record is not None:
             asker = f"key {record.owner}" if record.owner else asker
-            asker = record.asker = record.asker or asker  # kept: all looks at a body find the same model
+            asker = record.asker = record.asker or asker  # kept: every look at this body finds the same model
             record.has_chosen = True
         return choose_model(up or served or weights, name, asker)
 

@@ -1,7 +1,7 @@
-"""The certificate and key of a server that speaks HTTPS, and the operator's messages about them.
+"""The certificate and key of a server that speaks HTTPS, and error messages for its operator.
 
-A file that cannot be used is named with the reason in one line, before the port is taken. A key that is
-encrypted is refused: OpenSSL would ask for its passphrase on the terminal of whoever starts the server.
+A file that cannot be used is reported with the reason in one line, before the port is bound. An encrypted key
+is rejected: OpenSSL would ask for its passphrase on the terminal that started the server.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class EncryptedKey(Exception):
-    """A passphrase would be needed; never leaves this file."""
+    """A key needs a passphrase; caught in this file."""
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The settings of TLS; None: this server speaks HTTP."""
+    """Return the TLS context; None: this server speaks HTTP."""
     cert, key = config.tls_cert, config.tls_key
     if cert is None or key is None:
         return None
@@ -33,7 +33,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         except OSError as error:
             raise ConfigError(f"cannot read {knob} {file!r}: {error.strerror}") from None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs us far more than the client that asks
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs us far more than the client
     try:
         _read_certificate(cert)
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cert)  # checks the rest of the chain
@@ -55,7 +55,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def warn_if_expired(config: ServerConfig) -> None:
-    """Log a warning if clients will not trust the certificate today."""
+    """Log a warning if the certificate is expired or not yet valid."""
     if config.tls_cert is None:
         return
     facts, now = _read_certificate(config.tls_cert), time.time()
@@ -68,7 +68,7 @@ def warn_if_expired(config: ServerConfig) -> None:
 
 
 def _read_certificate(file: str) -> dict[str, str]:
-    """The fields of the first certificate in a file; nothing else in the standard library can read one."""
+    """Return the fields of the first certificate in a file; the only such parser in the standard library."""
     facts: dict[str, str] = _ssl._test_decode_cert(file)  # type: ignore[attr-defined]
     return facts
 

@@ -1,16 +1,16 @@
-"""Traces for OpenTelemetry: where the time of each request went, for a collector.
+"""OpenTelemetry traces: they show a collector where the time of each request went.
 
     POST /v1/chat/completions  ├────────────────────────────────────────────┤   the HTTP request
       queue                       ├──────┤                                      until its first step
       prefill                            ├────────┤                             until its first token
       decode                                      ├──────────────────────┤      until its last
 
-A request that comes with a `traceparent` header (W3C) continues the client's trace, and is left out where the
-client says that it is not sampled. Every traced answer has a `traceparent` that names its span.
+A request with a `traceparent` header (W3C) continues the client's trace, and is skipped if the client has not
+sampled it. Every traced response has a `traceparent` that names its span.
 
-The server notes times anyway, for its metrics. Spans are made of them when a request has ended, and a thread
-of OpenTelemetry's SDK sends them; a collector that is slow or gone costs requests nothing. The SDK comes with
-`pip install 'infer[otel]'` and is imported only where `otlp_traces_endpoint` is given.
+The server records times anyway, for its metrics. Spans are made from them when a request has ended, and a
+thread of OpenTelemetry's SDK sends them; a slow or dead collector does not delay requests. The SDK comes with
+`pip install 'infer[otel]'` and is imported only if `otlp_traces_endpoint` is set.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from infer.server.asgi_call import Headers
 from infer.server.state import RequestRecord
 
 TRACEPARENT = "traceparent"
-PATH = "/v1/traces"  # path at a collector that speaks OTLP over HTTP
+PATH = "/v1/traces"  # path of OTLP over HTTP at a collector
 
 
 class Tracing:
-    """Makes spans of requests and sends them to a collector; `exporter` is another way to send, for tests."""
+    """Makes spans of requests and sends them to a collector; tests pass their own `exporter`."""
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
         try:
@@ -54,7 +54,7 @@ class Tracing:
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("infer", __version__)
         self._propagator = propagation.TraceContextTextMapPropagator()
-        self._offset_ns = time_ns() - int(1e9 * perf_counter())  # time of day minus that clock
+        self._offset_ns = time_ns() - int(1e9 * perf_counter())  # time of day minus perf_counter
 
     def begin(self, scope: Scope, record: RequestRecord) -> Any:
         """Open the span of an HTTP request, a child of the client's span if there is one."""
@@ -70,7 +70,7 @@ class Tracing:
         return span
 
     def headers(self, span: Any) -> Headers:
-        """The header that names a span in its answer; none where the SDK is switched off."""
+        """Return the response header that names a span; none if the SDK is disabled."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, context=self._api.set_span_in_context(span))
         return [(TRACEPARENT.encode(), carrier[TRACEPARENT].encode())] if TRACEPARENT in carrier else []
@@ -101,7 +101,7 @@ class Tracing:
         span.end(end_time=self._at(perf_counter()))
 
     def close(self) -> None:
-        """Send the spans that have not been sent; also done when the process ends."""
+        """Send the remaining spans; the SDK also does this when the process exits."""
         self._provider.shutdown()
 
     def _at(self, seconds: float) -> int:
@@ -109,6 +109,6 @@ class Tracing:
 
 
 def with_path(endpoint: str) -> str:
-    """The address of a collector with the path of OTLP, where it has none."""
+    """Return the address of a collector, with the path of OTLP appended if it has no path."""
     scheme, _, rest = endpoint.partition("://")
     return endpoint if rest.partition("/")[2] else f"{scheme}://{rest.rstrip('/')}{PATH}"
