@@ -1,1 +1,1 @@
-"""Why a request took as long as it did: the knowledge of the server and its engines, put into words."""
+"""Explanations of why a request took as long as it did, from the records of the server and its engines."""

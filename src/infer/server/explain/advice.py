@@ -1,7 +1,7 @@
-"""Advice on what would have made a request faster: rules that read numbers and say a sentence.
+"""Advice on what would have made a request faster: rules that turn numbers into a sentence.
 
-A rule speaks only where there is something to gain: SHARE of the request's whole time, and MIN_S at least.
-Rules come in the order in which a reader should try them.
+A rule applies only if there is something to gain: at least SHARE of the request's total time, and MIN_S.
+Rules are in the order in which a reader should try them.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NO_TOKE
 from infer.server.explain.served import PREFIX_TOKENS
 from infer.server.explain.words import spell_count, spell_s
 
-SHARE = 0.1  # share of the whole time
+SHARE = 0.1  # share of the total time
 MIN_S = 0.02
 MIN_CHUNKS = 4
 MIN_DRAFTS = 20
 POOR_ACCEPTANCE = 0.3
-MANY_RECOMPUTED = 0.2  # share of the prompt's and the output's tokens
+MANY_RECOMPUTED = 0.2  # share of the prompt's and output's tokens
 NOTHING = "Nothing stands out: the time went where the work is."
 
 
 class Case(NamedTuple):
-    """A story, and the other facts that the rules need."""
+    """A story, and other facts that rules need."""
 
     story: EngineStory
     seconds: Mapping[str, float]  # seconds by stage
-    alike: Sequence[int] = ()  # prompts of the same owner under other salts, by length of the shared prefix
-    taken_s: float = 0.0  # seconds until its engine took it
+    alike: Sequence[int] = ()  # same owner's prompts with other salts, by shared prefix
+    taken_s: float = 0.0  # seconds until its engine received it
     load_s: float = 0.0  # seconds until its model was loaded
 
     def counts(self, value_s: float) -> bool:
-        """True if these seconds are worth a word."""
+        """Return True if these seconds are worth mentioning."""
         return value_s >= max(MIN_S, SHARE * sum(self.seconds.values()))
 
     def held(self, hold: int) -> float:
-        """The seconds that the request waited for one reason; 0 if they are not worth a word."""
+        """Return the seconds that the request waited for one reason; 0 if not worth mentioning."""
         held_s = self.story.held_s[hold] if hold < len(self.story.held_s) else 0.0
         return held_s if self.counts(held_s) else 0.0
 
 
 def advise(case: Case) -> list[str]:
-    """The sentences of all rules about a case; one sentence if none has anything to say."""
+    """Return the sentences of all rules that apply; NOTHING if none does."""
     rules = (_about_waiting, _about_prompt, _about_output, _around_engine)
     return [said for rule in rules for said in rule(case)] or [NOTHING]
 
 
 def _about_waiting(case: Case) -> Iterator[str]:
-    """Yield what would have let it begin sooner, or stay."""
+    """Yield advice to begin sooner and avoid preemption."""
     story, limits = case.story, case.story.limits
     if case.counts(case.taken_s):
         yield (
@@ -92,7 +92,7 @@ def _about_waiting(case: Case) -> Iterator[str]:
 
 
 def _about_prompt(case: Case) -> Iterator[str]:
-    """Yield what would have let its prompt be computed in less time."""
+    """Yield advice to compute the prompt faster."""
     story, limits = case.story, case.story.limits
     shared = [
         (num_alike, size)
@@ -121,7 +121,7 @@ def _about_prompt(case: Case) -> Iterator[str]:
 
 
 def _about_output(case: Case) -> Iterator[str]:
-    """Yield what would have let its tokens come faster."""
+    """Yield advice to produce tokens faster."""
     story = case.story
     if case.counts(case.seconds["compile"]):
         yield (
@@ -143,7 +143,7 @@ def _about_output(case: Case) -> Iterator[str]:
 
 
 def _around_engine(case: Case) -> Iterator[str]:
-    """Yield what would have saved time before the engine and after it."""
+    """Yield advice to save time before and after the engine."""
     if case.counts(case.load_s):
         yield (
             f"its model was loaded first, which took {spell_s(case.load_s)}: a larger max_loaded_models, "

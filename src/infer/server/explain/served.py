@@ -1,14 +1,14 @@
-"""The server's half of a request's story: when it came, which engines it went to, when its bytes left.
+"""The server's half of a request's story: when it arrived, which engines served it, when its bytes were sent.
 
-Each API process keeps the requests that it serves, and the last ones that it has served. A request belongs to
-the API key that it came with: it is found by its ids and its *owner* together, so that an id that somebody
-else chose, guessed or saw says nothing.
+Each API process keeps the requests that it is serving, and the last ones that it has served. A request
+belongs to the API key that it came with: it is found only by an id and its *owner* together, so that an id
+that somebody else chose, guessed or saw reveals nothing.
 
-    x-request-id: req-7f             the id of an answer: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
-    req-7f/chatcmpl-KEY-0            the id that the engine and the log know; each of these finds the request
+    x-request-id: req-7f             the id of a response: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
+    req-7f/chatcmpl-KEY-0            the id in the engine and the log; any of these finds the request
 
-No prompt and no answer is kept. Hashes of a prompt's beginning are kept, to count the prompts of the same
-owner that begin alike.
+Prompts and outputs are not stored. Hashes of a prompt's first tokens are, to count the same owner's prompts
+that share a prefix.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import msgspec
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request
 
-MAX_MARKS = 16  # ends of stages that are kept; a body with many prompts has more
-MAX_PARTS = 8  # prompts of one body that are explained; the others are only counted
-PREFIX_TOKENS = (64, 256, 1024)  # beginnings of prompts that are compared
+MAX_MARKS = 16  # most ends of stages that are stored
+MAX_PARTS = 8  # most prompts of one body that are explained
+PREFIX_TOKENS = (64, 256, 1024)  # lengths of prefixes that are compared
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
 class ServedPart(msgspec.Struct, kw_only=True):
     """One prompt of a body, on its way to an engine and back. Times are perf_counter seconds."""
 
-    engine_id: str  # what its engine calls the request
+    engine_id: str  # id of the request in its engine
     model: str
     engine: str  # label of the engine, as in the metrics
     submitted_at: float
-    prefixes: tuple[int, ...] = ()  # hashes of its first PREFIX_TOKENS tokens, as far as it has these
+    prefixes: tuple[int, ...] = ()  # hashes of its first PREFIX_TOKENS tokens
     salt: bytes = b""  # hash of its cache salt
-    first_at: float = 0.0  # its first token has come back; 0: none has
+    first_at: float = 0.0  # when its first token arrived; 0: none yet
     last_at: float = 0.0
     longest_gap_s: float = 0.0  # longest time between two of its tokens
     num_tokens: int = 0
@@ -49,16 +49,16 @@ class ServedRequest(msgspec.Struct, kw_only=True):
     """One HTTP request that went to an engine."""
 
     request_id: str  # `x-request-id`
-    owner: str  # hash of its API key; empty where there are none
+    owner: str  # hash of its API key; empty without keys
     path: str
     arrived_at: float
     arrived: float  # seconds since 1970
-    key: str  # the part that its answer's id and its engines' ids share; or one of the latter
+    key: str  # the common part of its response's id and its engine ids, or one of these
     marks: list[tuple[str, float]]  # ends of stages
     parts: list[ServedPart] = []
     num_parts: int = 0
-    status: int = 0  # 0: no answer was begun
-    started_at: float = 0.0  # when the answer's first byte was sent
+    status: int = 0  # 0: no response has started
+    started_at: float = 0.0  # when the response's first byte was sent
     ended_at: float = 0.0  # when its last byte was sent
     is_gone: bool = False  # the client left before that
     error: str | None = None
@@ -73,11 +73,11 @@ class ServedRequests:
         self._ended: OrderedDict[int, ServedRequest] = OrderedDict()
 
     def open(self, served: ServedRequest) -> None:
-        """Begin to keep a request, whose first prompt is about to go to an engine."""
+        """Add a request whose first prompt is about to go to an engine."""
         self._open[id(served)] = served
 
     def end(self, served: ServedRequest) -> None:
-        """Keep a request that has ended until `limit` others have."""
+        """Move a request to the finished ones, and drop the oldest over `limit`."""
         if self._open.pop(id(served), None) is None:
             return
         served.marks = served.marks[:MAX_MARKS]
@@ -86,7 +86,7 @@ class ServedRequests:
             self._ended.popitem(last=False)
 
     def find(self, name: str, owner: str | None) -> list[ServedRequest]:
-        """The requests of an owner that have this id, the newest first; None: of every owner."""
+        """Return the requests with this id that an owner has, newest first; None: any owner."""
         key = answer_key(name)
         return [
             served
@@ -95,7 +95,7 @@ class ServedRequests:
         ]
 
     def count_alike(self, owner: str, prefixes: tuple[int, ...], salt: bytes) -> list[int]:
-        """The number of an owner's prompts that begin with each of these prefixes and have another salt."""
+        """Count, for each prefix, the owner's prompts that begin with it but have another salt."""
         parts = [
             part
             for served in self._newest_first()
@@ -114,7 +114,7 @@ class ServedRequests:
 
 
 def add_part(served: ServedRequest, request: Request, labels: tuple[str, str], now: float) -> ServedPart:
-    """Note a prompt that goes to the engine with these labels now."""
+    """Record a prompt that goes to the engine with these labels now."""
     part = ServedPart(
         engine_id=request.request_id,
         model=labels[0],
@@ -130,7 +130,7 @@ def add_part(served: ServedRequest, request: Request, labels: tuple[str, str], n
 
 
 def answer_key(name: str) -> str:
-    """The 32 digits by which the ids of one answer are known; an id without them is its last part."""
+    """Return the 32 digits that the ids of one response share; without them, the id's last part."""
     last = name.rpartition("/")[2]
     found = _KEY.search(last)
     return last if found is None else found[0]

@@ -1,10 +1,10 @@
-"""From the id of a request to its explanation: asked of all API processes and of the engines that served it.
+"""Explain a request by its id, with data from all API processes and the engines that served it.
 
     id, owner ──► requests that any API process has served (served.py)      ──► the newest of them
               ──► the story of each of its prompts, from its engine         ──► words and advice
 
-An engine answers between two steps. One that does not answer in time, was started again or has forgotten the
-request leaves its part of the story out, and the explanation says so.
+An engine answers between two steps. If it does not answer in time, was restarted or has forgotten the
+request, its part of the story is missing, and the explanation says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORGOTTEN = (
 
 
 async def explain(fleet: Fleet, name: str, owner: str | None) -> dict[str, Any] | None:
-    """The explanation of the newest request with this id that an owner may see; None: there is none."""
+    """Return the explanation of the newest request with this id that `owner` may see; None: there is none."""
     found = fleet.state.stories.find(name, owner)
     for others in await fleet.ask_processes(FindServed(name, owner)):
         found += others
@@ -55,7 +55,7 @@ async def explain(fleet: Fleet, name: str, owner: str | None) -> dict[str, Any] 
 
 
 def as_text(explanation: dict[str, Any]) -> str:
-    """An explanation as plain text, prompt by prompt."""
+    """Format an explanation as plain text, prompt by prompt."""
     prompts, texts = explanation["prompts"], []
     for number, prompt in enumerate(prompts):
         which = f", prompt {number} of {explanation['num_prompts']}" if len(prompts) > 1 else ""
@@ -88,7 +88,7 @@ async def _ask_engine(fleet: Fleet, part: ServedPart) -> EngineStory | None:
 
 
 async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) -> list[int]:
-    """Prompts of the same owner that begin alike and have another salt, by the length that they share."""
+    """Count the same owner's prompts that share a prefix but not the salt, by length of the prefix."""
     if not part.prefixes:
         return []
     counts = fleet.state.stories.count_alike(served.owner, part.prefixes, part.salt)
@@ -98,7 +98,7 @@ async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) ->
 
 
 def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
-    """The story of a request as the server alone knows it."""
+    """Return the story of a request without its engine's part."""
     first = part.first_at or part.last_at or served.ended_at or part.submitted_at
     seconds = {"API": part.submitted_at - served.arrived_at, "engine": first - part.submitted_at}
     if part.last_at:
@@ -124,7 +124,7 @@ def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
 
 
 def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: list[int]) -> dict[str, Any]:
-    """The numbers of one prompt, and what they mean."""
+    """Return the explanation of one prompt: numbers, sentences and advice."""
     seconds = words.stages(story, served, part)
     saved = words.saved_s(story)
     constraint = {

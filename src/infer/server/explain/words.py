@@ -1,10 +1,10 @@
-"""A request's story in sentences: each is made of numbers, by a function of its own.
+"""A request's story in sentences: each is made from numbers, by its own function.
 
     where     seconds of each stage: API, compile, queue, prefill, decode, blocked, out          `stages`
-    what      a sentence for each thing that happened to it                                      `sentences`
+    what      a sentence for each thing that happened to the request                             `sentences`
     advice    what would have made it faster                                                     advice.py
 
-A sentence that has nothing to say is left out, except that a request did not wait: that is worth saying.
+A sentence with nothing to report is left out, except that a request did not wait: that is worth reporting.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STAGE_WORDS = {  # marks of a request's record (state.py)
     "submit": "picking an engine",
 }
 BAR_WIDTH = 40
-MIN_SAID_S = 0.0005  # shorter parts of a wait are left out of its sentence
+MIN_SAID_S = 0.0005  # shorter waits are left out
 
 
 def spell_s(seconds: float) -> str:
-    """Seconds as a person would say them: 3.2 s, 41 ms, 0.6 ms."""
+    """Format seconds for people: 3.2 s, 41 ms, 0.6 ms."""
     if seconds >= 10:
         return f"{seconds:.0f} s"
     if seconds >= 1:
@@ -39,19 +39,19 @@ def spell_s(seconds: float) -> str:
 
 
 def to_ms(seconds: float) -> float:
-    """Seconds as milliseconds, for JSON."""
+    """Convert seconds to milliseconds, for JSON."""
     return round(1000 * seconds, 3)
 
 
 def spell_count(count: int, noun: str) -> str:
-    """A number and its noun."""
+    """Return a number with its noun, singular or plural."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def stages(
     story: EngineStory, served: ServedRequest | None = None, part: ServedPart | None = None
 ) -> dict[str, float]:
-    """Seconds of each stage so far; the wait until the engine took it counts as queue."""
+    """Return the seconds of each stage so far; the wait until the engine received it counts as queue."""
     now = story.ended_at or story.now
     accepted = story.accepted_at or now
     begun = story.begun_at or now
@@ -70,12 +70,12 @@ def stages(
 
 
 def taken_s(story: EngineStory, part: ServedPart | None) -> float:
-    """Seconds until the engine took a request that was sent to it: it does so between two steps."""
+    """Return the seconds until the engine received a request, which happens between two steps."""
     return 0.0 if part is None else max(story.added_at - part.submitted_at, 0.0)
 
 
 def state_of(story: EngineStory) -> str:
-    """The state of a request in one word."""
+    """Return the state of a request in one word."""
     if story.finish_reason is not None:
         return "ended"
     if not story.accepted_at:
@@ -90,7 +90,7 @@ def state_of(story: EngineStory) -> str:
 def sentences(
     story: EngineStory, served: ServedRequest | None = None, part: ServedPart | None = None
 ) -> list[str]:
-    """The life of a request, sentence by sentence."""
+    """Return the story of a request as a list of sentences."""
     return list(_sentences(story, served, part))
 
 
@@ -144,7 +144,7 @@ def _api(seconds: float, served: ServedRequest) -> str:
 
 
 def load_s(served: ServedRequest | None) -> float:
-    """Seconds that a request waited for its model to be loaded on demand."""
+    """Return the seconds that a request waited for its model to be loaded on demand."""
     before, seconds = 0.0, 0.0
     for stage, at in () if served is None else (("", served.arrived_at), *served.marks):
         seconds += at - before if stage == "load" else 0.0
@@ -161,7 +161,7 @@ def _compile(story: EngineStory, seconds: float) -> str:
 
 
 def hold_words(story: EngineStory) -> dict[int, str]:
-    """Why a queue is held back, by the number of the reason."""
+    """Return the reasons why a request waits in the queue, by number."""
     limits = story.limits
     return {
         NEXT_STEP: "until the next step could take it",
@@ -186,7 +186,7 @@ def _queue(story: EngineStory, seconds: float) -> str:
 
 
 def saved_s(story: EngineStory) -> float | None:
-    """Seconds that the prefix cache has saved, estimated; None: nothing was computed to judge by."""
+    """Estimate the seconds that the prefix cache saved; None if nothing was computed to compare with."""
     own = story.num_computed >= 64 and story.first_at and not story.num_preemptions
     per_token = (story.first_at - story.begun_at) / story.num_computed if own else story.prefill_s
     return per_token * story.num_cached if per_token else None
@@ -253,7 +253,7 @@ def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | No
     if reason is None:
         return f"It is still {state_of(story)}."
     if part is not None and part.finish_reason is not None:
-        reason = part.finish_reason  # only the server knows of stop strings
+        reason = part.finish_reason  # only the server knows stop strings
     if reason == FinishReason.ERROR:
         return f"It ended with an error: {story.error or 'none was given'}."
     if reason == FinishReason.ABORT:
@@ -270,7 +270,7 @@ def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | No
 
 
 def bar(seconds: Mapping[str, float]) -> list[str]:
-    """A line for each stage that took time, as long as its share of the whole."""
+    """Return a bar chart: a line for each stage that took time, as long as its share of the total."""
     total = sum(seconds.values())
     lines = []
     for stage, value in seconds.items():
@@ -284,7 +284,7 @@ def bar(seconds: Mapping[str, float]) -> list[str]:
 
 
 def event_lines(story: EngineStory) -> list[dict[str, Any]]:
-    """The events that were kept, for JSON."""
+    """Return the recorded events, for JSON."""
     return [
         {
             "event": EVENT_NAMES[event.kind],
@@ -298,7 +298,7 @@ def event_lines(story: EngineStory) -> list[dict[str, Any]]:
 
 
 def held_ms(story: EngineStory) -> dict[str, float]:
-    """Milliseconds of the first wait by reason."""
+    """Return the milliseconds of the first wait, by reason."""
     return {
         name.replace(" ", "_"): to_ms(held_s)
         for name, held_s in zip(HOLDS, story.held_s, strict=False)
@@ -307,7 +307,7 @@ def held_ms(story: EngineStory) -> dict[str, float]:
 
 
 def to_text(title: str, seconds: Mapping[str, float], said: Sequence[str], advice: Sequence[str]) -> str:
-    """The whole story as plain text."""
+    """Format the whole story as plain text."""
     lines = [title, "", *bar(seconds), "", *said, ""]
     lines += ["What would have made it faster:", *(f"- {each}" for each in advice)]
     return "\n".join(lines) + "\n"

@@ -1,1 +1,1 @@
-"""Models and their engines: start, watch, route, stop."""
+"""Models and their engines: starting, watching, routing and stopping."""

@@ -1,17 +1,17 @@
-"""The models a server runs: their engines are started, watched, added and removed here.
+"""The models that a server runs: their engines are started, watched, added and removed here.
 
     load     headers and tokenizer in this process, weights in each engine's own process
     watch    every second: has an engine died, come back, or stopped making progress?
-    unload   first the name goes, then requests that hold the model finish, then the engines stop
+    unload   first the name is removed, then requests that hold the model finish, then the engines stop
     replace  load the new model while the old one serves, give it the name, then unload the old one
 
-With `on_demand` models are loaded when they are asked for (on_demand.py).
+With `on_demand`, models are loaded when they are requested (on_demand.py).
 
-A load ends early if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed, and
-the name is free again.
+A load is cancelled if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed,
+and the name is free again.
 
 An engine's own client restarts it when it dies. When all engines are down for good, the server is lost
-(`Workers.lost`) and ends, so that a service manager can restart it. With `on_demand` only the model is
+(`Workers.lost`) and exits, so that a service manager can restart it. With `on_demand`, only the model is
 unloaded.
 
 With `in_process` the engines are threads of this process and replicas share one copy of the weights.
@@ -89,15 +89,15 @@ class Fleet:
         self.metrics = metrics
         self._workers = workers or Workers(state.config, state.board)  # the server's other API processes
         self._watcher: asyncio.Task[None] | None = None
-        self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # loads that have not ended, by name
+        self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # running loads, by name
         self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
-        self._adapter_paths: dict[str, str] = {}  # directories of adapters that were loaded at run time
-        self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one after the other
+        self._adapter_paths: dict[str, str] = {}  # directories of adapters loaded at run time
+        self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one at a time
         self._is_closing = False
-        self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines end
-        # unloaded models whose weights are in host memory, and their bytes, by name: the oldest in front
+        self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines stop
+        # unloaded models whose weights are in host memory, and their bytes, by name, oldest first
         self._asleep: dict[str, tuple[ServedModel, int]] = {}
-        self._sleep_turn = asyncio.Lock()  # models fall asleep one after the other: they share a budget
+        self._sleep_turn = asyncio.Lock()  # models are put to sleep one at a time: they share a budget
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
             path = Path(server.record).expanduser().absolute()
@@ -110,7 +110,7 @@ class Fleet:
             )  # fmt: skip
 
     def check(self, models: Mapping[str, EngineConfig]) -> None:
-        """Refuse what this machine cannot do; make the files that the runs of the first models go to."""
+        """Reject settings that do not fit this machine, and create the record files of the first models."""
         if (budget := self.state.config.model_memory) is not None:
             check_host_memory(budget, "model_memory")
         if (budget := self.state.config.loaded_memory) is not None:
@@ -120,9 +120,9 @@ class Fleet:
             self._order_records(name, config)
 
     async def start(self, models: Mapping[str, EngineConfig]) -> None:
-        """Load the first models, one after the other; the first of them is the default.
+        """Load the first models, one after another; the first one is the default.
 
-        With `on_demand` they are only made known.
+        With `on_demand`, they are only registered.
         """
         started = time.perf_counter()
         self.state.board.is_starting = True
@@ -152,10 +152,10 @@ class Fleet:
         self.metrics.startup_s = time.perf_counter() - started
 
     async def load(self, name: str, config: EngineConfig, *, replaces: bool = False) -> ServedModel:
-        """Start the engines of a model and serve it under a name; an empty name means its own.
+        """Start the engines of a model and serve it under a name; an empty name means the model's own.
 
-        A model that it replaces is served until it is ready, and unloaded when its last request has ended;
-        there must be memory for both.
+        A model that it replaces serves until the new one is ready, and is unloaded when its last request has
+        ended; there must be memory for both.
         """
         if self._on_demand is None:
             return await self._bring_up(name, config, replaces=replaces)
@@ -176,7 +176,7 @@ class Fleet:
         """Load a model and give it its name."""
         self._check_name(name, replaces=replaces)
         self._check_adapters(name, config)
-        if replaces:  # weights that were kept are the old ones
+        if replaces:  # sleeping weights are the old model's
             await self._forget_asleep(name)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
@@ -186,10 +186,10 @@ class Fleet:
             model = await loading  # the load is cancelled with its caller
             if loading in self._ended_by:
                 raise asyncio.CancelledError
-            for client in () if replaces else model.clients:  # a model on demand that comes back
+            for client in () if replaces else model.clients:  # an on-demand model is back
                 await self._restore_adapters(model.name, client)
         except asyncio.CancelledError:
-            if not loading.cancelled() and loading.exception() is None:  # it was ready at the same moment
+            if not loading.cancelled() and loading.exception() is None:  # it became ready at the same moment
                 await self._close(loading.result())
             if (reason := self._ended_by.get(loading)) is not None:
                 raise EngineStopped(f"the load of {name!r} was ended: {reason}") from None
@@ -201,7 +201,7 @@ class Fleet:
             self._ended_by.pop(loading, None)
         if (old := self.state.models.get(model.name)) is not None:
             self._start_leaving(old, math.inf)
-        model.used_at = time.monotonic()  # whoever waits for it takes it in a moment
+        model.used_at = time.monotonic()  # requests that wait for it use it next
         self.state.models[model.name] = model
         again = {} if replaces else self._paths_of(model.name)
         self._note_adapters(model.name, [*config.adapters.modules, *again])
@@ -213,10 +213,10 @@ class Fleet:
         return model
 
     async def unload(self, name: str) -> int:
-        """Serve a model no longer; requests that hold it have `drain_timeout` seconds to finish.
+        """Unload a model; requests that hold it have `drain_timeout` seconds to finish.
 
-        Returns how many were cut off. A load under this name is ended. If the model was the default, the one
-        that has been served the longest is the default from now on.
+        Returns the number of requests that were cut off. A load under this name is cancelled. If the model
+        was the default, the one that has been served the longest becomes the default.
         """
         if name in self._loading:
             await self._end_load(name, "the model was unloaded")
@@ -244,7 +244,7 @@ class Fleet:
         return await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
 
     async def _retire(self, model: ServedModel) -> None:
-        """Unload a model on demand, which keeps its name, when the requests that hold it have ended."""
+        """Unload an on-demand model when no request holds it any more; it keeps its name."""
         if self.state.models.get(model.name) is model:
             del self.state.models[model.name]
             await asyncio.shield(self._start_leaving(model, math.inf, may_sleep=True))
@@ -252,14 +252,14 @@ class Fleet:
     def _start_leaving(
         self, model: ServedModel, timeout_s: float, *, may_sleep: bool = False
     ) -> asyncio.Task[int]:
-        """Take away a model that lost its name, in a task that goes on when its caller leaves."""
+        """Remove a model that has lost its name, in a task that outlives its caller."""
         leaving = asyncio.create_task(self._take_away(model, timeout_s, may_sleep=may_sleep))
         self._leaving[leaving] = model
         leaving.add_done_callback(self._leaving.pop)
         return leaving
 
     async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> int:
-        """Stop the engines of a model, or let them sleep; returns how many requests that time cut off."""
+        """Stop the engines of a model or put them to sleep; returns how many requests were cut off."""
         is_asleep, num_cut_off = False, 0
         try:
             elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
@@ -277,7 +277,7 @@ class Fleet:
         return num_cut_off
 
     async def _put_to_sleep(self, model: ServedModel) -> bool:
-        """Let the engines of a model keep their weights in host memory; False: they cannot, or do not fit."""
+        """Move the weights of a model to host memory; returns False if they cannot move or do not fit."""
         budget = self.state.config.model_memory
         if budget is None or self._is_closing or self._workers.num_processes > 1:
             return False
@@ -301,7 +301,7 @@ class Fleet:
                 return False
             await self._forget_asleep(next(iter(self._asleep)))
         name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
-        if name not in self.state.names or name in taken_names:  # its requests took long to end
+        if name not in self.state.names or name in taken_names:  # its requests took long to finish
             logger.info("weights not kept model=%s reason='it was unloaded or loaded anew meanwhile'", name)
             return False
         for client in model.clients:
@@ -314,15 +314,15 @@ class Fleet:
         self.state.asleep = {name: num_bytes for name, (_, num_bytes) in self._asleep.items()}
 
     async def _forget_asleep(self, name: str) -> None:
-        """End the engines of a model that sleeps, if there is one of this name."""
+        """Stop the engines of a sleeping model, if there is one with this name."""
         if (found := self._asleep.pop(name, None)) is not None:
             self._note_asleep()
             await self._close(found[0])
             logger.info("weights forgotten model=%s", name)
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
-        """The engines of a model that slept, built again; None: none did, or not with this config."""
-        model, _ = self._asleep.pop(name, (None, 0))  # a model that wakes is closed by no one else
+        """Wake the engines of a sleeping model; None: there is none, or it has another config."""
+        model, _ = self._asleep.pop(name, (None, 0))  # nobody else closes a model that wakes
         if model is None:
             return None
         self._note_asleep()
@@ -335,19 +335,19 @@ class Fleet:
                 await client.wake()
         except BaseException as error:
             await self._close(model)
-            if not isinstance(error, Exception):  # the load is over
+            if not isinstance(error, Exception):  # the load was cancelled
                 raise
             logger.warning("model loaded anew model=%s reason=%r", name, str(error))
             return None
         return model.encoder, clients
 
     async def _plan(self, config: EngineConfig) -> Planned:
-        """The memory that the engines of a model on demand will take."""
+        """Return the memory that the engines of an on-demand model will take."""
         plan = await asyncio.to_thread(plan_model, config)
         return replace(plan, num_bytes=plan.num_bytes * self.state.config.replicas)
 
     async def _uses(self) -> dict[str, ModelUse]:
-        """The use of every loaded model, in all API processes together."""
+        """Return the use of every loaded model, summed over all API processes."""
         uses = {name: model.use for name, model in self.state.models.items()}
         for others in await self._workers.call(messages.GetUses()):
             for name in uses.keys() & others.keys():
@@ -359,8 +359,8 @@ class Fleet:
     ) -> str:
         """Load a LoRA adapter into every engine of a model, the default one unless named.
 
-        Returns the model's name. An adapter of the same name that it replaces is served until then, and goes
-        on if this one cannot be read; requests that began with it go on with it in any case.
+        Returns the model's name. An adapter that it replaces serves until then, and keeps serving if this one
+        cannot be read; requests that began with the old adapter always finish with it.
         """
         async with self._adapter_turn:
             return await self._load_adapter(name, path, base, replaces=replaces)
@@ -373,15 +373,15 @@ class Fleet:
             self._check_adapter_name(name)
         num_done = 0
         try:
-            for client in model.clients:  # an engine that was started again may have one of this name
+            for client in model.clients:  # a restarted engine may have one of this name
                 await client.set_adapter(name, path, replaces=True)
                 num_done += 1
             if self.state.models.get(model.name) is not model:
                 raise UnknownModel(f"model {model.name!r} was unloaded or replaced meanwhile", param="model")
             if not is_replaced:
-                self._check_adapter_name(name)  # a model or an alias may have taken it meanwhile
+                self._check_adapter_name(name)  # a model or an alias may have taken the name meanwhile
         except BaseException:
-            if num_done:  # engines that disagree
+            if num_done:  # the engines no longer agree
                 for client in model.clients:
                     with suppress(InferError):
                         await client.set_adapter(name, None)
@@ -394,7 +394,7 @@ class Fleet:
         return model.name
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no longer; requests that began with it go on."""
+        """Unload an adapter; requests that began with it finish."""
         async with self._adapter_turn:
             base = self.state.adapters.pop(name, None)
             if base is None:
@@ -403,40 +403,40 @@ class Fleet:
             self._adapter_paths.pop(name, None)
             await self._workers.call(self._names())
             for client in self.state.models[base].clients if base in self.state.models else ():
-                with suppress(UnknownModel):  # an engine that was started again
+                with suppress(UnknownModel):  # a restarted engine
                     await client.set_adapter(name, None)
 
     def _check_adapter_name(self, name: str) -> None:
-        """Refuse a name that is taken, even by a model on demand that is not loaded."""
+        """Reject a name that is taken, even by an on-demand model that is not loaded."""
         self._check_name(name)
         if name in self.state.names:
             raise NameTaken(f"a model named {name!r} is loaded on demand; use another name", param="name")
 
     def _check_adapters(self, name: str, config: EngineConfig) -> None:
-        """Refuse adapters whose names others have."""
+        """Reject adapters whose names are taken."""
         for adapter in config.adapters.modules:
             if self.state.adapters.get(adapter, name) != name or adapter in (name, *self.state.names):
                 way = "use another; every model loads lora_modules, /admin/adapters/load is for one"
                 raise NameTaken(f"lora_modules: the name {adapter!r} is taken; {way}", param="knobs")
 
     def _note_adapters(self, name: str, adapters: Iterable[str]) -> None:
-        """Serve the adapters that a model was loaded with, and no others of that model."""
+        """Set the adapters of a model to the given ones."""
         kept = {each: base for each, base in self.state.adapters.items() if base != name}
         self._adapter_paths = {each: path for each, path in self._adapter_paths.items() if each in kept}
         self.state.adapters = kept | dict.fromkeys(adapters, name)
 
     async def _restore_adapters(self, model: str, client: EngineClient) -> None:
-        """Load what was loaded at run time into an engine that was started again."""
+        """Reload the adapters that were loaded at run time into a restarted engine."""
         for name, path in self._paths_of(model).items():
-            with suppress(InferError):  # it is down again, or the files are gone: requests say so
+            with suppress(InferError):  # down again, or the files are gone: requests will fail
                 await client.set_adapter(name, path, replaces=True)
 
     def _paths_of(self, model: str) -> dict[str, str]:
-        """The directories of the adapters of a model that were loaded at run time."""
+        """Return the directories of a model's adapters that were loaded at run time."""
         return {n: path for n, path in self._adapter_paths.items() if self.state.adapters.get(n) == model}
 
     def set_alias(self, alias: str, weights: ModelShares) -> None:
-        """Let a second name mean a model, or several by weight; it may be pointed elsewhere at any time."""
+        """Set an alias of a model, or of several by weight; it can be changed at any time."""
         for name, weight in weights.items():
             if name not in self.state.names:
                 param = "name" if len(weights) == 1 else "models"
@@ -452,20 +452,20 @@ class Fleet:
         self._tell_names()
 
     def remove_alias(self, alias: str) -> None:
-        """Let a second name mean nothing any more."""
+        """Remove an alias."""
         if self.state.aliases.pop(alias, None) is None:
             raise UnknownModel(f"there is no alias {alias!r}", param="alias")
         self._tell_names()
 
     async def metrics_text(self) -> bytes:
-        """The page at /metrics: the counts of all API processes together."""
+        """Return the page at /metrics: the sum over all API processes."""
         total = self.metrics.sum_with(await self._workers.ask_all(messages.Scrape()))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
         total.asleep = self.state.asleep
         return total.text()
 
     async def ask_processes(self, question: Question[T]) -> list[T]:
-        """The answers of the other API processes."""
+        """Return the answers of the other API processes."""
         return await self._workers.ask_all(question)
 
     async def reset_prefix_caches(self, name: str | None) -> int:
@@ -498,7 +498,7 @@ class Fleet:
         await asyncio.gather(*leaving, return_exceptions=True)
 
     async def end_loads(self) -> None:
-        """End all loads and begin no more: the server is about to stop."""
+        """Cancel all loads and start no more: the server is about to stop."""
         self._is_closing = True
         await asyncio.gather(*(self._end_load(name, SHUTTING_DOWN) for name in list(self._loading)))
 
@@ -567,7 +567,7 @@ class Fleet:
     async def _serve(
         self, name: str, model: ServedModel, config: EngineConfig, seconds: float, *, is_woken: bool
     ) -> None:
-        """Meter the engines of a model that took `seconds` to start, and let the other processes serve it."""
+        """Meter the engines of a model that took `seconds` to start, and have other processes serve it."""
         first, told = model.clients[0], " from=host_memory" if is_woken else ""
         if isinstance(first, ProcessClient) and not is_woken and (phases := spell_phases(first.ready.phases)):
             told = f" {phases}"
@@ -601,7 +601,7 @@ class Fleet:
 
     async def _start_threads(self, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]]:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
-            from infer.engine.build import build_engine  # here: it imports torch
+            from infer.engine.build import build_engine  # imported here: it imports torch
 
             if config.adapters.is_on and self.state.config.replicas > 1:
                 raise ConfigError(
@@ -628,14 +628,14 @@ class Fleet:
         building = asyncio.ensure_future(asyncio.to_thread(build))
         try:
             return await asyncio.shield(building)
-        except asyncio.CancelledError:  # the thread goes on, and what it makes must be closed
+        except asyncio.CancelledError:  # the thread continues, and its engines must be closed
             building.add_done_callback(_close_unwanted)
             raise
 
     async def _start_processes(
         self, config: EngineConfig, shared: Sequence[int], records: Sequence[RecordOrders | None]
     ) -> tuple[PromptEncoder, list[EngineClient]]:
-        # first: it fetches what every engine will read
+        # first: it downloads the files that every engine reads
         source = await asyncio.to_thread(find_source, config.load, show_progress=True)
         start_reading_ahead(source)
         server, workers = self.state.config, self._workers
@@ -653,7 +653,7 @@ class Fleet:
                 on_down=partial(workers.tell_down, engine),
             )
             starts.append(asyncio.create_task(ProcessClient.start(config, options)))
-        # at the same time as the engines, not before them
+        # in parallel with the engines
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         try:
             await asyncio.gather(opening, *starts, return_exceptions=True)
@@ -667,7 +667,7 @@ class Fleet:
         return encoder, list(engines)
 
     def _order_records(self, name: str, config: EngineConfig) -> list[RecordOrders | None]:
-        """The record of each engine of a model; a file that cannot be written is refused."""
+        """Return the record settings of each engine of a model; a file that cannot be written is rejected."""
         server = self.state.config
         if self._records is None:
             return [None] * server.replicas
@@ -675,7 +675,7 @@ class Fleet:
             raise ConfigError(
                 "record_text cannot record LoRA adapters; leave it out, or lora_modules and enable_lora"
             )
-        max_bytes = parse_bytes(server.record_bytes) // 2  # the other half is set aside
+        max_bytes = parse_bytes(server.record_bytes) // 2  # the other half is for the predecessor
         return [
             RecordOrders(path=str(path), has_text=server.record_text, max_bytes=max_bytes)
             for path in self._records.of(name)
@@ -692,7 +692,7 @@ class Fleet:
     # -- watching ---------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Log when an engine goes down and when it is back, and notice when all are lost."""
+        """Log when engines go down and come back, and detect when all are lost."""
         while True:
             for meter in self.metrics.meters:
                 model, engine = meter.labels
@@ -702,7 +702,7 @@ class Fleet:
                 elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
                 meter.is_down = failure is not None
-                num_restarts = meter.stats().num_restarts  # an engine may be back before anybody looks
+                num_restarts = meter.stats().num_restarts  # an engine may be back before this check
                 if failure is None and num_restarts != meter.num_restarts:
                     meter.num_restarts = num_restarts
                     await self._restore_adapters(model, meter)
@@ -710,9 +710,9 @@ class Fleet:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _check_all_lost(self) -> None:
-        """Say that the server is lost if every engine is down for good.
+        """Mark the server as lost if every engine is down for good.
 
-        A model on demand that has lost its engines is unloaded instead: the next request loads it again.
+        An on-demand model that has lost its engines is unloaded instead: the next request loads it again.
         """
         if self._on_demand is not None:
             for model in list(self.state.models.values()):
@@ -738,7 +738,7 @@ def _close_unwanted(building: asyncio.Future[tuple[PromptEncoder, list[EngineCli
 async def make_encoder(
     config: LoadConfig, text: tuple[TextHeaders, Tokenizer], engines: Sequence[Ready]
 ) -> PromptEncoder:
-    """The encoder of a model for lengths that all of its engines serve; a thread makes it."""
+    """Make a model's encoder in a thread, for the context length that all of its engines support."""
     return await asyncio.to_thread(
         PromptEncoder,
         config,
@@ -750,7 +750,7 @@ async def make_encoder(
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:
-    """The config with a bounded queue: SERVER_MAX_QUEUE where no limit was given."""
+    """Return the config with a bounded queue: SERVER_MAX_QUEUE if no limit was given."""
     if config.scheduler.max_queue is not None:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_queue=SERVER_MAX_QUEUE))

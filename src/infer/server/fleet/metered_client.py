@@ -1,16 +1,16 @@
 """An engine client that measures the requests that pass through it.
 
-Every route reads outputs through this client, so that every request is measured alike. Times start at the
-arrival of the HTTP request, if there is one, because a client also waits for its body to be read and
+Every route reads outputs through this client, so that all requests are measured in the same way. Times start
+at the arrival of the HTTP request, if there is one, because a client also waits for its body to be read and
 tokenized.
 
     reason    how a request ended
     stop      an end-of-text token, a stop token, or a stop string the reader found (it then calls `abort`)
     length    max_tokens or the context was reached
-    abort     given up before that: the client left, its time was up, another prompt of its body failed
+    abort     ended before that: the client left, its time was up, another prompt of its body failed
     error     the engine failed or died
 
-A request that the engine refuses (a prompt that does not fit, a full queue), or cannot take because it is
+A request that the engine rejects (a prompt that does not fit, a full queue), or cannot accept because it is
 down, has not begun, so it counts only as an HTTP error.
 """
 
@@ -47,7 +47,7 @@ REQUEST_S = (
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-# The counts and measures here, for each request: a row makes the count, its help and its page.
+# The counters and histograms of requests: one entry here defines the metric and its help text.
 COUNTED = {
     "prompt_tokens": "Prompt tokens of requests that began to answer.",
     "prompt_tokens_cached": "Prompt tokens of these that were found in the prefix cache.",
@@ -71,28 +71,28 @@ MEASURED = {
 
 
 class MeteredClient:
-    """An `EngineClient`, and the counts and times of its requests; `ServerMetrics.add` makes one."""
+    """An `EngineClient` with metrics of its requests; made by `ServerMetrics.add`."""
 
     def __init__(self, client: EngineClient, labels: tuple[str, str], cache: CacheConfig | None) -> None:
         self.labels = labels  # the model's name, and the engine's number
-        self.cache = cache  # the settings of its cache, where they are known
-        self.counts: Counter[str] = Counter()  # counts by the names of COUNTED
+        self.cache = cache  # the settings of its cache, if they are known
+        self.counts: Counter[str] = Counter()  # counters by the names of COUNTED
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
         self.finished: Counter[str] = Counter()  # ended sequences by reason
-        self.is_down = False  # its state when last looked at
-        self.num_restarts = 0  # those after which its adapters were loaded again
+        self.is_down = False  # its state at the last check
+        self.num_restarts = 0  # restarts after which its adapters were reloaded
         self.client = client
         self._open: dict[str, _RequestTimes] = {}  # open requests by id
-        # calls that are the client's own: nothing is measured there
+        # methods that are passed through without measuring
         self.has_taken, self.stats, self.close = client.has_taken, client.stats, client.close
         self.reset_prefix_cache, self.set_adapter = client.reset_prefix_cache, client.set_adapter
         self.explain, self.look = client.explain, client.look
 
     async def generate(self, request: Request) -> AsyncGenerator[StepOutput, None]:
-        """Yield the outputs of a request and measure them; its end is counted, however it comes."""
+        """Yield the outputs of a request and measure them; its end is counted in every case."""
         record = current_record() or RequestRecord(request_id="", arrived_at=perf_counter())
         times = self._open[request.request_id] = _RequestTimes(request, record, self)
-        is_down = isinstance(self.failure, EngineStopped)  # it takes no request; a stuck one does
+        is_down = isinstance(self.failure, EngineStopped)  # down: accepts no requests, unlike a stuck engine
         try:
             async with aclosing(self.client.generate(request)) as outputs:
                 async for output in outputs:
@@ -103,7 +103,7 @@ class MeteredClient:
             times.is_refused = is_down or isinstance(error, RequestError | QueueFull)
             raise
         finally:
-            if self._open.get(request.request_id) is times:  # an id may be in use twice: one is refused
+            if self._open.get(request.request_id) is times:  # an id may be in use twice: one is rejected
                 del self._open[request.request_id]
             times.finish()
 
@@ -120,20 +120,20 @@ class MeteredClient:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine cannot serve; None: it can."""
+        """The reason the engine cannot serve; None if it can."""
         return self.client.failure
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the engine has owed a sign of progress; 0: it owes none."""
+        """Seconds without progress while there is work to do; 0: none is pending."""
         return self.client.silent_s
 
     def observe(self, name: str, value: float) -> None:
-        """Count a value of one of MEASURED."""
+        """Add a value to one of the histograms of MEASURED."""
         self.histograms[name].observe(value)
 
     def snapshot(self) -> dict[str, Any]:
-        """The counts of this meter, as plain data for another process."""
+        """Return the metrics of this engine, as plain data for another process."""
         return {
             "labels": self.labels,
             "counts": dict(self.counts),
@@ -142,7 +142,7 @@ class MeteredClient:
         }
 
     def add(self, snapshot: Mapping[str, Any]) -> None:
-        """Add what another process counted for the same engine."""
+        """Add the metrics of another process for the same engine."""
         self.counts.update(snapshot["counts"])
         self.finished.update(snapshot["finished"])
         for name, (counts, total) in snapshot["histograms"].items():
@@ -152,7 +152,7 @@ class MeteredClient:
 
     @property
     def cache_labels(self) -> dict[str, str]:
-        """The labels of `cache_config_info`, in vLLM's words."""
+        """The labels of `cache_config_info`, with vLLM's names."""
         stats = self.stats()
         labels = {"block_size": str(stats.block_size), "num_gpu_blocks": str(stats.num_blocks)}
         if self.cache is not None:
@@ -163,7 +163,7 @@ class MeteredClient:
 
 
 class _RequestTimes:
-    """The times of one request, written to the meter token by token and at the end."""
+    """The times of one request, reported to the meter at each token and at the end."""
 
     def __init__(self, request: Request, record: RequestRecord, meter: MeteredClient) -> None:
         self._request = request
@@ -173,13 +173,13 @@ class _RequestTimes:
         record.mark("submit", self._submitted_at)
         self._part = self._begin_story(meter.labels)
         self._longest_gap_s = 0.0
-        self._last_at: dict[int, float] = {}  # time of the last token by sequence
+        self._last_at: dict[int, float] = {}  # time of the last token, by sequence
         self._first_at: float | None = None
         self._embedded_at: float | None = None
         self._queue_s = 0.0
         self._num_tokens: Counter[int] = Counter()  # tokens by sequence
         self._open = set(range(request.params.num_reported))
-        self._stopped: set[int] = set()  # sequences that met a stop string
+        self._stopped: set[int] = set()  # sequences that ended at a stop string
         self._reason: FinishReason | None = None
         self.has_failed = False
         self.is_refused = False
@@ -213,7 +213,7 @@ class _RequestTimes:
         self._stopped |= self._open if index is None else {index}
 
     def _begin_story(self, labels: tuple[str, str]) -> ServedPart | None:
-        """Keep the parts of this request that can be explained, where that is wanted."""
+        """Start the server's part of the request's story, if stories are recorded."""
         record, request = self._record, self._request
         if record.stories is None:
             return None
@@ -259,7 +259,7 @@ class _RequestTimes:
         return FinishReason.STOP if self._open <= self._stopped else FinishReason.ABORT
 
     def _spans(self) -> Iterator[Span]:
-        """The stages of the request, as far as it came."""
+        """Yield the stages that the request has reached."""
         facts: dict[str, str | int] = {"infer.request_id": self._request.request_id}
         computed_at = self._first_at or self._embedded_at
         if computed_at is None:

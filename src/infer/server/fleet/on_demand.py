@@ -1,15 +1,15 @@
-"""Models that are loaded when they are asked for, and unloaded to make room for others.
+"""Models that are loaded when they are requested, and unloaded to make room for others.
 
     request for b ──► b is loaded: served at once
-                 └──► b is not: one load for all who ask ──► room? ──► engines start ──► served
-                                                              └── no: the model that was used least recently
-                                                                  serves newcomers no more, ends its requests,
-                                                                  and stops
+                 └──► not loaded: one load for all requests ──► room? ──► engines start ──► served
+                                                                 └── no: the least recently used model
+                                                                     accepts no new requests, finishes
+                                                                     its running ones, and stops
 
-One model is loaded at a time, in the order in which they were asked for. Among models that could make room,
-one without requests goes first. One with requests is never cut off: it stops when they have ended, and those
-who ask for it meanwhile wait for its next load, so that no model can keep the others out for ever. A failed
-load is reported to all who wait, and the next request tries again.
+Models are loaded one at a time, in the order of the requests. To make room, a model without requests is
+unloaded first. A model with requests is never cut off: it stops when they have finished, and new requests for
+it wait for its next load, so that no model can starve the others. A failed load is reported to all requests
+that wait for it, and the next request tries again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from infer.server.state import ServedModel, ServerState
 
 logger = logging.getLogger(__name__)
 
-SWEEP_S = 1.0  # seconds between two looks for idle models
-SETTLE_S = 0.5  # seconds after a load, or a request, before a model counts as idle: who waited takes it first
+SWEEP_S = 1.0  # seconds between two checks for idle models
+SETTLE_S = 0.5  # seconds before an unused model counts as idle: requests that waited come first
 
 
 class OnDemand:
-    """Loads and unloads the models of a catalog; its arguments belong to the fleet."""
+    """Loads and unloads the models of a catalog; the constructor's callables are the fleet's."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class OnDemand:
         self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
-        self._leaving = leaving  # models that lost their names and still have engines, by the task of the end
-        self._plan = plan  # finds the memory that a model will take
-        self._plans: dict[str, tuple[EngineConfig, int, Planned]] = {}  # the last, with the bytes of others
-        self._loads: dict[str, asyncio.Task[None]] = {}  # loads that have not ended, by model name
-        self._turn = asyncio.Lock()  # lets one model load at a time
+        self._leaving = leaving  # models that lost their names but still have engines, by unloading task
+        self._plan = plan  # estimates the memory that a model will take
+        self._plans: dict[str, tuple[EngineConfig, int, Planned]] = {}  # latest plans; bytes of other models
+        self._loads: dict[str, asyncio.Task[None]] = {}  # running loads, by model name
+        self._turn = asyncio.Lock()  # held while a model loads
         self._sweeper: asyncio.Task[None] | None = None
 
     async def demand(self, name: str) -> None:
-        """Wait until a model is loaded; all who wait share one load and its failure.
+        """Wait until a model is loaded; all callers share one load and its failure.
 
-        A caller that leaves does not end the load.
+        A caller that leaves does not cancel the load.
         """
         loading = self._loads.get(name)
         if loading is None:
@@ -75,16 +75,16 @@ class OnDemand:
 
     @asynccontextmanager
     async def room(self, name: str, config: EngineConfig) -> AsyncIterator[EngineConfig]:
-        """The turn to load a model, with room for it, and the settings that take no more than this room.
+        """Wait for the turn to load a model, make room, and yield settings that fit into it.
 
-        A number of models has room for one that replaces another; an amount of memory must hold both.
+        A replacement does not count against the number of models; loaded memory must have room for both.
         """
         async with self._turn:
             plan = await self._measure(name, config)
             while not self._has_room(name, plan.num_bytes):
                 await self._make_room()
             taken = self._num_bytes_taken()
-            if plan.num_blocks is not None and taken < self._plans[name][1]:  # others have left
+            if plan.num_blocks is not None and taken < self._plans[name][1]:  # other models were unloaded
                 with suppress(NoRoom):
                     larger = await self._plan(config)
                     if self._has_room(name, larger.num_bytes):
@@ -92,15 +92,15 @@ class OnDemand:
             try:
                 yield plan.fix(config)
             except BaseException:
-                self._plans.pop(name, None)  # there may be less memory now than when it was made
+                self._plans.pop(name, None)  # there may be less memory now than when it was planned
                 raise
-            for model in self._state.models.values():  # only the new one has no size yet
+            for model in self._state.models.values():  # only the new model has no size yet
                 model.planned_bytes = model.planned_bytes or plan.num_bytes
             if self._sweeper is None:
                 self._sweeper = asyncio.create_task(self._sweep())
 
     async def _measure(self, name: str, config: EngineConfig) -> Planned:
-        """The memory that a model will take; one that alone takes too much is refused."""
+        """Return the memory that a model will take; reject a model that exceeds the limit by itself."""
         budget = self._state.config.loaded_memory
         if budget is None:
             return Planned(0)
@@ -109,7 +109,7 @@ class OnDemand:
                 try:
                     self._plans[name] = config, self._num_bytes_taken(), await self._plan(config)
                     break
-                except NoRoom:  # others have the memory still
+                except NoRoom:  # other models still use the memory
                     if not self._state.models and not self._leaving:
                         raise
                     await self._make_room()
@@ -134,7 +134,7 @@ class OnDemand:
         return sum(each.planned_bytes for each in (*self._state.models.values(), *self._leaving.values()))
 
     async def close(self) -> None:
-        """End loads that nobody waits for any more."""
+        """Cancel all loads, and the sweeper."""
         tasks = [*self._loads.values(), *([] if self._sweeper is None else [self._sweeper])]
         for task in tasks:
             task.cancel()
@@ -146,9 +146,9 @@ class OnDemand:
         config = self.catalog[name]
         try:
             async with self.room(name, config) as fixed:
-                if self.catalog.get(name) is config and name not in self._state.models:  # no one was faster
+                if self.catalog.get(name) is config and name not in self._state.models:  # still wanted
                     await self._load(name, fixed)
-        except EngineStopped:  # killed, unloaded, or at shutdown
+        except EngineStopped:  # killed, unloaded or shutting down
             raise
         except Exception as error:
             logger.error("model not loaded model=%s reason=%r", name, str(error), exc_info=error)
@@ -157,7 +157,7 @@ class OnDemand:
     def _forget(self, name: str, ended: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not ended.cancelled():
-            ended.exception()  # mark it as seen, even if nobody waits any more
+            ended.exception()  # marks it as retrieved, even if nobody waits any more
 
     async def _make_room(self) -> None:
         if self._leaving:
@@ -166,7 +166,7 @@ class OnDemand:
             await self._free_one()
 
     async def _free_one(self) -> None:
-        """Unload one model: the idle one, else any, that was used least recently."""
+        """Unload the least recently used model, preferring idle ones."""
         uses = await self._uses()
         loaded = [model for model in self._state.models.values() if model.name in uses]
         if not loaded:
@@ -180,7 +180,7 @@ class OnDemand:
         await self._retire(least)
 
     async def _sweep(self) -> None:
-        """Unload models that have been idle for long enough."""
+        """Unload models that have been idle for long enough, periodically."""
         while True:
             await asyncio.sleep(SWEEP_S)
             if self._turn.locked() or not self._state.models:

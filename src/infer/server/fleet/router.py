@@ -1,22 +1,22 @@
-"""The choice of a replica: the one that will finish computing the prompt first.
+"""Choose a replica: the one that will finish computing the prompt first.
 
 Every replica has its own prefix cache and reports its additions and evictions, so every API process knows the
-contents. Its load is the time that its queue will take. The engines measure the time of a token and of a row.
-The mean is used for all replicas, because they are alike and a single measurement may be noise:
+contents. A replica's load is the time that its queue will take. The engines measure the time of a token and
+of a row. All replicas use the mean, because they are alike and a single measurement may be noise:
 
     wait(replica) = prompt tokens that wait there * token_s + rows that decode there * row_s
     cost(replica) = wait(replica) + tokens of this prompt that it has not cached * token_s         least wins
 
 So a prompt follows its prefix as long as waiting takes less time than computing it elsewhere, and a popular
-prefix ends up cached on as many replicas as needed. Where costs differ by less than CLOSE of the prompt's own
-cost, the replica with the fewest requests gets it, and of equals the one that has served the fewest tokens
-lately: a new prefix goes where others attract least. Requests sent a moment ago count as well: their tokens
-wait, and their prefixes are expected.
+prefix ends up cached on as many replicas as needed. If costs differ by less than CLOSE of the prompt's own
+cost, the replica with the fewest requests gets it, and among equals the one that has served the fewest tokens
+lately: a new prefix goes where cached prefixes attract the fewest requests. Requests that were just sent
+count, too: their tokens are waiting, and their prefixes are expected.
 
-Costs do not know how long answers will be, so a bound holds as well: a replica with more requests than
-MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas that are down get
-none, and neither do replicas without a sign of progress for MAX_SILENCE_S (an answered ping counts), until
-they give one.
+Costs do not include the unknown length of outputs, so there is also a bound: a replica with more requests
+than MAX_LOAD times the mean, and more than MAX_IMBALANCE above the least, gets none. Replicas that are down
+get none, and neither do replicas without a sign of progress for MAX_SILENCE_S (an answered ping counts),
+until they give one.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from infer.engine.prefixes import prefix_hashes
 from infer.engine.stats import EngineStats
 from infer.scheduling.request import Request
 
-PREFIX_BLOCK = 16  # tokens of a block, where an engine does not say
-MAX_PREFIX_BLOCKS = 512  # a longer agreement makes little difference to the choice
+PREFIX_BLOCK = 16  # tokens of a block, if an engine does not report it
+MAX_PREFIX_BLOCKS = 512  # a longer match makes little difference to the choice
 MAX_EXPECTED = 32_768
-EXPECTED_S = 10.0  # seconds for which a prefix that was sent is expected to be computed soon
-ADAPTER_S = 300.0  # seconds for an adapter, whose prefixes engines do not report
+EXPECTED_S = 10.0  # seconds for which a prefix that was sent counts as cached
+ADAPTER_S = 300.0  # the same with an adapter, whose prefixes engines do not report
 MAX_LOAD = 1.25  # times the mean number of requests
-MAX_IMBALANCE = 4  # requests more than the least busy replica has, that are always allowed
+MAX_IMBALANCE = 4  # requests above the least busy replica's that are always allowed
 MAX_SILENCE_S = 5.0  # longer than steps take
-SNAPSHOT_LAG_S = 1.0  # after this long, whatever was sent is in the snapshot, or was never taken
-TOKEN_S = 1e-4  # seconds per prompt token and per row until engines have measured theirs; the ratio matters
+SNAPSHOT_LAG_S = 1.0  # seconds after which sent requests are in the snapshot, or were never received
+TOKEN_S = 1e-4  # seconds per token and (below) row until measured; the ratio matters
 ROW_S = 1e-3
 CLOSE = 0.02
-LATELY_S = 30.0  # seconds after which a served token counts half
+LATELY_S = 30.0  # half-life of served tokens, in seconds
 
 
 @dataclass(slots=True)
@@ -55,13 +55,13 @@ class _Sent:
     num_tokens: int = 0  # tokens to compute
     at: float = 0.0
     served: int = 0  # tokens, by all API processes
-    lately: float = 0.0  # tokens of these, the older the less
+    lately: float = 0.0  # the same, with exponential decay
     seen_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _Option:
-    """One replica, seen by one request."""
+    """One replica as an option for one request."""
 
     client: EngineClient
     stats: EngineStats
@@ -73,7 +73,7 @@ class _Option:
         self.num_requests = self.stats.num_running + self.stats.num_waiting + self.sent.count
 
     def cost_s(self, num_tokens: int, token_s: float, row_s: float) -> float:
-        """Seconds until a prompt of `num_tokens` is computed here."""
+        """Return the seconds until a prompt of `num_tokens` would be computed here."""
         to_compute = self.stats.num_queued_tokens + self.sent.num_tokens + num_tokens - self.num_cached
         return to_compute * token_s + (self.stats.num_running + self.sent.count) * row_s
 
@@ -119,7 +119,7 @@ class Router:
         return _Option(client, stats, sent)
 
     def _num_known(self, keys: Sequence[int], client: EngineClient, expected_s: float = EXPECTED_S) -> int:
-        """The number of blocks of a prompt that a replica has cached, or will have soon."""
+        """Return the number of blocks of a prompt that a replica has cached, or will have soon."""
         prefixes, oldest = client.prefixes, self._clock() - expected_s
         for number in range(len(keys), 0, -1):
             key = keys[number - 1]
@@ -154,6 +154,6 @@ class Router:
 
 
 def _mean(measured: Sequence[float], unknown: float) -> float:
-    """The mean of the values that engines have measured; `unknown` if there are none."""
+    """Return the mean of the values that engines have measured; `unknown` if there are none."""
     known = [value for value in measured if value]
     return sum(known) / len(known) if known else unknown

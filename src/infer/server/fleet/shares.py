@@ -1,12 +1,12 @@
-"""The choice of a model for an alias that stands for several, by weights.
+"""Choose a model for an alias of several models, by weight.
 
     chat = v1: 90, v2: 10     hash(chat, asker, v1) ──► arrival of v1, of rate 90 ─┐
                               hash(chat, asker, v2) ──► arrival of v2, of rate 10 ─┴─► the earliest
 
-Every model has an arrival time that a hash of the asker makes: exponentially distributed, with the weight as
-its rate. The earliest model wins, so each wins as often as its weight says. An asker gets the same model in
-every API process and after a restart. If weights change, or a model comes or goes, no more askers change
-their model than have to.
+Every model has an arrival time, derived from a hash of the asker: exponentially distributed, with the weight
+as its rate. The earliest model wins, so each wins in proportion to its weight. An asker gets the same model
+in every API process and after a restart. If weights change, or a model is added or removed, as few askers as
+possible change their model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGEST_BYTES = 8
 
 
 def choose_model(weights: Mapping[str, float], alias: str, asker: str) -> str:
-    """The name of the model that an asker gets under an alias."""
+    """Return the name of the model that an asker gets for an alias."""
 
     def arrival(name: str) -> float:
         text = "\0".join((alias, asker, name)).encode()
@@ -33,5 +33,5 @@ def choose_model(weights: Mapping[str, float], alias: str, asker: str) -> str:
 
 
 def by_weight(weights: ModelShares) -> list[str]:
-    """The names of the models, those with the largest weights first."""
+    """Return the names of the models, largest weights first."""
     return sorted(weights, key=lambda name: -weights[name])

@@ -1,9 +1,9 @@
-"""Connections from a listening socket that several processes share.
+"""Accept connections from a listening socket that several processes share.
 
-All processes wait for the same socket, and a connection goes to the one that takes it first. One that has
-more connections than another leaves a newcomer to the others for PAUSE_S, once: so a burst spreads evenly,
-and a process that hangs keeps nothing from the rest. Each takes one connection per turn of its event loop; a
-process that has the socket to itself takes all that wait, up to BURST. A TLS handshake has as much time as
+All processes wait for the same socket, and the first to accept a connection gets it. A process that has more
+connections than another first pauses for PAUSE_S, to leave a new connection to the others: so a burst spreads
+evenly, and a process that hangs does not block the rest. Each accepts one connection per iteration of its
+event loop; a single process accepts all that wait, up to BURST. A TLS handshake has the same time limit as
 the head of a request.
 """
 
@@ -28,7 +28,7 @@ NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """Takes connections from a shared listening socket until it is closed."""
+    """Accepts connections from a shared listening socket until it is closed."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._loop.remove_reader(self._listener)
         if self._timer is not None:
             self._timer.cancel()
@@ -92,6 +92,6 @@ class Acceptor:
                 ssl=self._tls,
                 ssl_handshake_timeout=HEAD_TIMEOUT_S if self._tls else None,
             )
-        except (OSError, ssl.SSLError) as error:  # the client has left, or does not speak TLS
+        except (OSError, ssl.SSLError) as error:  # the client left, or does not speak TLS
             self._board.count_connection(-1)
             logger.debug("connection not opened reason=%r", str(error))

@@ -1,10 +1,10 @@
-"""A few numbers that all API processes of a server share; where there is one process, they are its own.
+"""A few numbers in memory that all API processes of a server share (private if there is one process).
 
-    [ is_starting | is_draining | requests inside, of each process | connections, of each process ]
+    [ is_starting | is_draining | running requests of each process | connections of each process ]
 
-Every process writes its own counts, process 0 the two flags, and zero requests for a process that died; a
-read is a load from memory, so a drain stops all processes at the same moment and no message has to be waited
-for.
+Every process writes its own counts; process 0 also writes the two flags, and resets the requests of a process
+that died. A read is a load from memory, so a drain stops all processes at the same moment and nobody waits
+for a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Board:
         if fd is None and num_processes > 1:
             fd = os.memfd_create("infer-board")
             os.ftruncate(fd, size)
-        self.fd = -1 if fd is None else fd  # -1: memory of this process alone
+        self.fd = -1 if fd is None else fd  # -1: private memory
         self._slots = memoryview(mmap.mmap(self.fd, size)).cast("q")
         self._first_connections = _NUM_FLAGS + num_processes
 
@@ -41,7 +41,7 @@ class Board:
 
     @property
     def is_draining(self) -> bool:
-        """True while no new requests are taken."""
+        """True once no new requests are accepted."""
         return bool(self._slots[_DRAINING])
 
     @is_draining.setter
@@ -49,16 +49,16 @@ class Board:
         self._slots[_DRAINING] = value
 
     def count_request(self, change: int) -> None:
-        """Add to the requests inside this process, streams not read to their end included."""
+        """Add to the running requests of this process, including streams that are still being read."""
         self._slots[_NUM_FLAGS + self.number] += change
 
     def forget_requests(self, number: int) -> None:
-        """Stop counting the requests inside another process: it has ended, and they with it."""
+        """Reset the running requests of another process, which has ended."""
         self._slots[_NUM_FLAGS + number] = 0
 
     @property
     def num_active(self) -> int:
-        """The requests inside all processes."""
+        """The number of running requests of all processes."""
         return sum(self._slots[_NUM_FLAGS : self._first_connections])
 
     def count_connection(self, change: int) -> None:

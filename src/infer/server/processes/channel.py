@@ -1,10 +1,9 @@
-"""Questions and answers between two processes of a server, over a socket pair.
+"""Remote calls between two processes of a server, over a socket pair.
 
-    NumberedMessage  number, message            the types of messages.py; number 0: no answer is wanted
+    NumberedMessage  number, message            the types of messages.py; number 0: no answer is expected
     NumberedAnswer   number, result or failure  the result has the type that the question names
 
-Messages are handled in the order in which they were sent, except that a slow answer does not hold up the
-messages after it.
+Messages are handled in the order in which they were sent, but a slow answer does not delay later messages.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 _SIZE_BYTES = 4
 T = TypeVar("T")
-Received = TypeVar("Received", bound=ProcessMessage)  # the messages that this end may get
+Received = TypeVar("Received", bound=ProcessMessage)  # the messages that this end may receive
 
 
 class NumberedMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message under its number."""
+    """A message with its number."""
 
     number: int
     message: msgspec.Raw
 
 
 class NumberedAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to the question of a number."""
+    """The answer to the question with a number."""
 
     number: int
     result: msgspec.Raw
@@ -52,7 +51,7 @@ _decode_frame = msgspec.msgpack.Decoder(NumberedMessage | NumberedAnswer).decode
 class Channel(Generic[Received]):
     """One end of a socket pair. `open` it, `run` it, and `call` or `tell` the other end.
 
-    `answer` carries out a message and returns the answer, or an awaitable of it.
+    `answer` handles a message and returns the answer, or an awaitable of it.
     """
 
     def __init__(self, link: socket.socket, received: Any, answer: Callable[[Received], Any]) -> None:
@@ -65,11 +64,11 @@ class Channel(Generic[Received]):
         self.is_closed = False  # the other end is gone
 
     async def open(self) -> None:
-        """Get ready to send; must come first."""
+        """Open the streams; call this first."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._link)
 
     async def run(self) -> None:
-        """Take messages until the other end is gone."""
+        """Handle messages until the other end is gone."""
         reader = self._reader
         try:
             while True:
@@ -91,11 +90,11 @@ class Channel(Generic[Received]):
             self._writer.close()
 
     def tell(self, message: ProcessMessage) -> None:
-        """Send a message that wants no answer."""
+        """Send a message that needs no answer."""
         self._send(NumberedMessage(0, msgspec.Raw(_encode(message))))
 
     async def call(self, question: Question[T]) -> T:
-        """Ask and wait for the answer; raises the error of the other end."""
+        """Send a question and wait for the answer; raises the error of the other end."""
         number = next(self._numbers)
         done: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._calls[number] = done
@@ -144,7 +143,7 @@ class Channel(Generic[Received]):
             self._send(NumberedAnswer(number, msgspec.Raw(_encode(result))))
 
     def _fail(self, number: int, data: msgspec.Raw, error: Exception) -> None:
-        """Let an error be raised where the question was asked; one that nothing waits for is logged."""
+        """Send an error to the process that asked; if it expects no answer, log the error."""
         if not number:
             logger.error("message failed name=%s", msgspec.msgpack.decode(data)[0], exc_info=error)
         elif not self.is_closed:

@@ -1,7 +1,7 @@
 """The messages between process 0 of a server and its other API processes, as msgpack.
 
 A `Question[T]` is answered with a T or with an error; other messages get no answer. As in client/messages.py,
-nothing is pickled: bytes that do not fit a type are an error.
+nothing is pickled: bytes that match no type are an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ProcessMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """News that gets no answer."""
+    """A message that gets no answer."""
 
 
 class Question(ProcessMessage, Generic[T_co], frozen=True):
@@ -25,7 +25,7 @@ class Question(ProcessMessage, Generic[T_co], frozen=True):
 
     @classmethod
     def answer_type(cls) -> type[T_co]:
-        """The type that the class names as its T."""
+        """Return the type that the class names as its T."""
         (base,) = cls.__orig_bases__  # type: ignore[attr-defined]
         answer: type[T_co] = base.__args__[0]
         return answer
@@ -40,24 +40,24 @@ class ModelUse(NamedTuple):
     num_held: int
     used_at: float  # monotonic seconds, which all processes of a machine share
     keep_s: float | None
-    kept_at: float  # when a client said `keep_s`; 0: none has
+    kept_at: float  # when a client set `keep_s`; 0: never
 
     def plus(self, other: ModelUse) -> ModelUse:
-        """The use in two processes together; the last `keep_s` of a client holds."""
+        """Return the combined use in two processes; the latest `keep_s` wins."""
         used_at = max(self.used_at, other.used_at)
         keep_s, kept_at = max(self[2:], other[2:], key=lambda said: said[1])
         return ModelUse(self.num_held + other.num_held, used_at, keep_s, kept_at)
 
 
 class Spawned(ProcessMessage, frozen=True):
-    """An engine was started, and will connect to this endpoint."""
+    """An engine was started and will connect to this endpoint."""
 
     engine: int
     endpoint: str
 
 
 class Down(ProcessMessage, frozen=True):
-    """An engine has ended; it may be started again."""
+    """An engine has ended; it may be restarted."""
 
     engine: int
     reason: str
@@ -70,7 +70,7 @@ class Gone(ProcessMessage, frozen=True):
 
 
 class Serve(Question[None], frozen=True):
-    """Serve a model with these engines, in place of a model of the same name; answer when it is served."""
+    """Serve a model with these engines, replacing one of the same name; answered when it is served."""
 
     name: str
     knobs: dict[str, Any]
@@ -83,11 +83,11 @@ class Unserve(Question[int], frozen=True):
     """Stop serving the model of these engines; answer with the number of requests that were cut off."""
 
     engines: list[int]
-    timeout_s: float  # time that running requests have left
+    timeout_s: float  # time that running requests have to finish
 
 
 class SetNames(Question[None], frozen=True):
-    """Take over the names of models and adapters."""
+    """Set the names of models and adapters."""
 
     aliases: dict[str, ModelShares]
     adapters: dict[str, str]
@@ -106,7 +106,7 @@ class GetUses(Question[dict[str, ModelUse]], frozen=True):
 
 
 class Scrape(Question[dict[str, Any]], frozen=True):
-    """Answer with the counts of this process."""
+    """Answer with the metrics of this process."""
 
 
 class FindServed(Question[list[ServedRequest]], frozen=True):
@@ -132,7 +132,7 @@ class End(ProcessMessage, frozen=True):
 
 
 class ForwardedAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to a forwarded request."""
+    """The response to a forwarded request."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -141,7 +141,7 @@ class ForwardedAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ForwardRequest(Question[ForwardedAnswer | None], frozen=True):
-    """Answer an HTTP request that only process 0 can; None if its client left before an answer began."""
+    """Handle an HTTP request that only process 0 can answer; None if the client left before a response."""
 
     name: str  # name of the request, by which `ClientLeft` refers to it
     method: str
@@ -161,18 +161,18 @@ class StoredResponse(NamedTuple):
     """A response as JSON, in parts that can be read separately."""
 
     response: bytes  # the response as it was sent, without its output
-    output: bytes  # the list of its output's items
+    output: bytes  # the list of its output items
     items: bytes  # its input items, including the items of all earlier responses
 
 
 class LoadOnDemand(Question[None], frozen=True):
-    """Load a model unless it is served; answer when it is."""
+    """Load a model unless it is served; answered when it is."""
 
     name: str
 
 
 class PutResponse(Question[None], frozen=True):
-    """Keep a response."""
+    """Store a response."""
 
     owner: str
     response_id: str
@@ -180,14 +180,14 @@ class PutResponse(Question[None], frozen=True):
 
 
 class GetResponse(Question[StoredResponse | None], frozen=True):
-    """Answer with a response; None if this owner has none of this id."""
+    """Answer with a response; None if this owner has none with this id."""
 
     owner: str
     response_id: str
 
 
 class DeleteResponse(Question[bool], frozen=True):
-    """Forget a response; answer whether it was there."""
+    """Delete a response; answer True if it existed."""
 
     owner: str
     response_id: str

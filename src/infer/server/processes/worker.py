@@ -1,11 +1,11 @@
 """An API process other than process 0: `python -m infer.server.processes.worker`, started by `workers.py`.
 
-It has the routes, the tokenizer of every model and a socket of its own to every engine, and takes connections
-from the same listening socket. Process 0 starts and watches the engines, tells this process about them, and
-answers what only one process can: loads on demand, stored responses, and requests about the whole server
+It has the routes, the tokenizer of every model and its own socket to every engine, and accepts connections
+from the same listening socket. Process 0 starts and watches the engines, notifies this process about them,
+and handles what only one process can: loads on demand, stored responses, and requests about the whole server
 (messages.py).
 
-The end of standard input is the end of process 0, however it came, and ends this process too.
+Standard input closes when process 0 ends, for whatever reason, and this process then exits, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     num_processes: int
     config: ServerConfig
-    models: list[dict[str, Any]]  # knobs of the models that will be served first
+    models: list[dict[str, Any]]  # knobs of the first models
     listener: int  # file descriptors
     channel: int
     board: int
@@ -58,7 +58,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineFeed:
-    """The lives of one engine, as process 0 tells them."""
+    """The successive processes ("lives") of one engine, as process 0 reports them."""
 
     def __init__(self) -> None:
         self._starting: EngineLink | None = None
@@ -67,21 +67,21 @@ class EngineFeed:
 
     def spawned(self, endpoint: str) -> None:
         """Bind the endpoint that a new engine connects to."""
-        self.down("the engine process has ended")  # the one before, where its end was not told
+        self.down("the engine process has ended")  # the previous one, if its end was not reported
         if self._starting is not None:  # it died before it was ready
             self._starting.close_now()
         link = self._starting = EngineLink(endpoint)
         link.ready.add_done_callback(lambda ready: self._set_ready(link, ready.result()))
 
     def down(self, reason: str) -> None:
-        """Note that the engine is gone, also one whose `Ready` has not been read yet."""
+        """Note that the engine is gone, even if its `Ready` has not been read yet."""
         link = self._running or self._starting
         if link is not None and not link.exited.is_set():
             link.set_exited(reason)
         self._running = None
 
     def close(self) -> None:
-        """Close the sockets of lives that have no client; there will be no more of them."""
+        """Close the sockets of lives that have no client; there will be no more lives."""
         self.down(CLOSED)
         if self._starting is not None:
             self._starting.close_now()
@@ -92,13 +92,13 @@ class EngineFeed:
         self._lives.put_nowait(None)
 
     async def next(self) -> tuple[EngineLink, Ready]:
-        """Wait for the next life of the engine; raises `EngineStopped` if there will be none."""
+        """Wait for the next life of the engine; raises `EngineStopped` if it was closed."""
         if (life := await self._lives.get()) is None:
             raise EngineStopped(CLOSED)
         return life
 
     def _set_ready(self, link: EngineLink, ready: Ready) -> None:
-        if link is not self._starting:  # closed: a later engine took its place
+        if link is not self._starting:  # closed: replaced by a later life
             return
         self._starting = None
         self._running = None if link.exited.is_set() else link
@@ -106,19 +106,19 @@ class EngineFeed:
 
 
 class Worker:
-    """An API process as process 0 sees it."""
+    """An API process other than process 0, which sends it messages."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
-        self._replaced: list[ServedModel] = []  # models whose name another one took, until they are unserved
+        self._replaced: list[ServedModel] = []  # models that lost their names, until they are unserved
         self._has_frozen = False
         self.stopping = asyncio.Event()
         self._texts = {repr(knobs): self._open(knobs) for knobs in models}
 
     def answer(self, message: messages.FromFirst) -> Any:
-        """Carry out a message; returns the answer to a question, or an awaitable of it."""
+        """Handle a message; returns the answer to a question, or an awaitable of it."""
         state = self._state
         match message:
             case messages.Spawned(engine, endpoint):
@@ -149,13 +149,13 @@ class Worker:
         return None
 
     def _bind(self, engine: int, endpoint: str) -> None:
-        """Bind the endpoint of an engine that was started, unless it has ended and its directory is gone."""
+        """Bind the endpoint of a new engine, unless it has already ended and its directory is gone."""
         feed = self._feeds.setdefault(engine, EngineFeed())
         if os.path.exists(os.path.dirname(endpoint.removeprefix("ipc://"))):
             feed.spawned(endpoint)
 
     async def _let_go(self, engines: list[int]) -> None:
-        """Let go of engines for good, and of a model that they still serve: its load has failed elsewhere."""
+        """Drop engines for good, and a model that they still serve, whose load failed in another process."""
         for feed in [self._feeds.pop(engine) for engine in engines if engine in self._feeds]:
             feed.close()
         await self._unserve(engines, self._state.config.drain_timeout)
@@ -188,12 +188,12 @@ class Worker:
         if not self._has_frozen:
             self._has_frozen = True
             gc.collect()
-            gc.freeze()  # objects of the start-up stay; a model that is loaded later may go again
+            gc.freeze()  # startup objects stay; models loaded later may be unloaded
 
     async def _unserve(self, engines: list[int], timeout_s: float) -> int:
-        """Serve the model of these engines no longer; returns the number of requests that were cut off.
+        """Stop serving the model of these engines; returns the number of requests that were cut off.
 
-        If it had taken the place of another one, which is still here, that one is served again.
+        If it had replaced a model that is still here, that model is served again.
         """
         models = (*self._state.models.values(), *self._replaced)
         model = next((each for each in models if not set(engines).isdisjoint(each.engines)), None)
@@ -222,7 +222,7 @@ class Worker:
                 model.router.forget(client)
 
     def _open(self, knobs: dict[str, Any]) -> asyncio.Task[tuple[TextHeaders, Tokenizer]]:
-        """Open the text side of a model, in a thread."""
+        """Open the tokenizer and text headers of a model, in a thread."""
         config = EngineConfig.from_knobs(**knobs).load
         return asyncio.create_task(
             asyncio.to_thread(lambda: open_text(config, find_source(config, show_progress=False)))
@@ -230,7 +230,7 @@ class Worker:
 
 
 async def run(launch: WorkerLaunch) -> None:
-    """Answer requests until process 0 says that it is the end."""
+    """Serve requests until process 0 sends `End` or is gone."""
     board = Board(launch.num_processes, launch.number, launch.board)
     state, metrics = ServerState(launch.config, board=board), ServerMetrics(launch.config.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
@@ -248,14 +248,14 @@ async def run(launch: WorkerLaunch) -> None:
     server.should_exit = True
     await serving
     if listening.done():
-        listening.result()  # raises what went wrong
+        listening.result()  # raises the error of the channel
 
 
 def main() -> int:
-    """Run the process from its first line of input to its end; returns the exit code."""
+    """Run the process from the first line of input until it ends; returns the exit code."""
     launch = take_orders(WorkerLaunch)
     setup_logging(launch.log_level)
-    logging.getLogger("infer.client.process_client").setLevel(logging.CRITICAL)  # process 0 says the same
+    logging.getLogger("infer.client.process_client").setLevel(logging.CRITICAL)  # process 0 logs the same
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run(launch))
     return 0

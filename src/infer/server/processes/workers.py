@@ -1,16 +1,15 @@
-"""Manages the API processes other than process 0: starts them, sends them news and questions, and ends them.
+"""Manage the API processes other than process 0: start them, send them messages, and end them.
 
-A server of one process has no others to manage.
+A server with one process has no others to manage.
 
     process 0 ── listening socket, board (shared memory) ──► process 1 ... N-1
        │ ▲            channel: see messages.py                  │
        │ └── /health, /metrics, /admin/..., stored responses ───┘
        └── starts and watches the engines; each engine has a socket to every process
 
-When a process dies, its requests are lost, and the server ends with a line that says so, for a service
-manager to restart all of it. Restarting one process would have to explain counts that went backwards and
-requests that an engine still computes for it. An API process dies because of a bug or the machine, not
-because of load.
+When a process dies, its requests are lost, and the server exits with an error, so that a service manager can
+restart all of it. If we restarted only that process, counters would go backwards and engines would still
+compute its old requests. An API process dies because of a bug or the machine, not because of load.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ WORKER_MODULE = "infer.server.processes.worker"
 CORES_PER_PROCESS = 4
 MAX_DEFAULT = 8
 SCRAPE_TIMEOUT = 2.0  # seconds
-STOP_TIMEOUT = 8.0  # seconds: longer than answers that are finished may take to be read
+STOP_TIMEOUT = 8.0  # seconds: longer than clients have to read finished responses
 
 T = TypeVar("T")
 
 
 def num_processes(config: ServerConfig, *, on_gpu: bool) -> int:
-    """The number of API processes: as configured, else one for every four cores of a machine with a GPU.
+    """Return the number of API processes: as configured, else one per four cores of a machine with a GPU.
 
-    An engine on a CPU computes with the same cores, and no faster than one process can send.
+    An engine on a CPU needs the same cores, and one process can send faster than it computes.
     """
     if config.api_processes is not None:
         return config.api_processes
@@ -72,7 +71,7 @@ class _Process:
 
 
 class Workers:
-    """All API processes but this one."""
+    """All API processes except this one."""
 
     def __init__(self, config: ServerConfig, board: Board) -> None:
         self.num_processes = board.num_processes
@@ -84,13 +83,13 @@ class Workers:
 
     @cached_property
     def lost(self) -> asyncio.Future[str]:
-        """Why this server cannot go on: one of its processes has ended, or (says its fleet) every engine."""
+        """The reason this server is lost: an API process ended, or (set by the fleet) every engine did."""
         return asyncio.get_running_loop().create_future()
 
     async def start(
         self, answer: Callable[[ToFirst], Any], listener: socket.socket, knobs: Sequence[dict[str, Any]]
     ) -> None:
-        """Start the processes, which will serve models with these knobs; `answer` answers their questions."""
+        """Start the processes, which will serve models with these knobs; `answer` handles their messages."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
             fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
@@ -110,48 +109,48 @@ class Workers:
             process.running = asyncio.create_task(self._run(process))
             self._processes.append(process)
 
-    # -- what the fleet tells and asks ----------------------------------------------------
+    # -- messages of the fleet ------------------------------------------------------------
 
     def new_engines(self, number: int) -> list[int]:
-        """Numbers for engines that are about to be started; their restarts keep them."""
+        """Return numbers for engines that are about to be started; they stay the same across restarts."""
         return list(itertools.islice(self._engines, number))
 
     def tell_spawned(self, engine: int, endpoints: Sequence[str]) -> None:
-        """Tell each process the endpoint that an engine, started a moment ago, will connect to."""
+        """Send each process the endpoint to which a newly started engine will connect."""
         for process, endpoint in zip(self._processes, endpoints, strict=True):
             with contextlib.suppress(EngineStopped):
                 process.channel.tell(messages.Spawned(engine, endpoint))
 
     def tell_down(self, engine: int, reason: str) -> None:
-        """Tell every process that an engine has ended."""
+        """Notify every process that an engine has ended."""
         self.tell(messages.Down(engine, reason))
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
-        """Let every process serve a model and count its engines under these labels; returns when all do."""
+        """Have every process serve a model, with these labels for its engines; returns when all do."""
         knobs, engines = config.knobs(), list(model.engines)
         await self.call(messages.Serve(model.name, knobs, engines, list(labels), model.created))
 
     async def unserve(self, model: ServedModel, timeout_s: float) -> int:
-        """Let no process serve a model; returns how many requests were cut off after that many seconds."""
+        """Have every process stop serving a model; returns how many requests were cut off at the timeout."""
         return sum(await self.call(messages.Unserve(list(model.engines), timeout_s)))
 
     async def call(self, question: Question[T]) -> list[T]:
-        """Ask every process."""
+        """Send a question to every process, and return all answers."""
         try:
             return await asyncio.gather(*(process.channel.call(question) for process in self._processes))
         except EngineStopped:
             if self._is_closing or not any(process.channel.is_closed for process in self._processes):
                 raise
-            raise EngineLost(await asyncio.shield(self.lost)) from None  # how it ended is about to be known
+            raise EngineLost(await asyncio.shield(self.lost)) from None  # its exit will be noticed soon
 
     def tell(self, message: ProcessMessage) -> None:
-        """Tell every process something that wants no answer."""
+        """Send every process a message that needs no answer."""
         for process in self._processes:
-            with contextlib.suppress(EngineStopped):  # one that is gone needs no news
+            with contextlib.suppress(EngineStopped):  # the process is gone
                 process.channel.tell(message)
 
     async def ask_all(self, question: Question[T]) -> list[T]:
-        """The answer of each process; one that does not answer within SCRAPE_TIMEOUT is left out."""
+        """Return the answers of all processes that answer within SCRAPE_TIMEOUT."""
         asked = [self._ask(process, question) for process in self._processes]
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
@@ -159,7 +158,7 @@ class Workers:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT):
                 answer = await process.channel.call(question)
-        except (TimeoutError, EngineStopped):  # it hangs, or its end is about to be known
+        except (TimeoutError, EngineStopped):  # it hangs, or its exit will be noticed soon
             if not process.is_silent:
                 logger.error("API process does not answer, counts left out process=%d", process.number)
             process.is_silent = True
@@ -184,7 +183,7 @@ class Workers:
             return
         how = spell_end(await asyncio.to_thread(_wait, process.child))
         self._board.forget_requests(process.number)
-        if not self.lost.done():  # else another one has ended meanwhile
+        if not self.lost.done():  # else another one has already ended
             self.lost.set_result(f"API process {process.number} ended with {how}")
 
 
