@@ -1,1 +1,1 @@
-"""The layers that every request passes through: limits, keys, hosts, log."""
+"""Middleware that every request passes through: limits, keys, hosts, log."""

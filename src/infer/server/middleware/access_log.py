@@ -3,20 +3,20 @@
     method=POST path="/v1/completions" status=200 ms=41.3 prompt_tokens=5 output_tokens=16 model="m" ...
     method=POST path="/v1/completions" status=400 ... request_id=req-80 param="stop" error="stop: must be ..."
 
-The id is the client's `x-request-id` if it is short and plain, else a fresh one; either is sent back. Polls
-of `/health` and `/metrics` come every few seconds for as long as the server lives, so successful ones are
-logged at level debug. A failing `/health` is logged when its status changes.
+The id is the client's `x-request-id` if it is short and plain, else a new one; either is sent back. Polls of
+`/health` and `/metrics` arrive every few seconds as long as the server lives, so successful ones are logged
+at level debug. A failing `/health` is logged when its status changes.
 
-For a request with the header `x-infer-trace`, the answer's header `server-timing` has the time of each stage
+If a request has the header `x-infer-trace`, the response header `server-timing` has the time of each stage
 up to the first token (`infer bench trace` prints it).
 
-The header `x-infer-model` names the model that serves a request: an alias may stand for several. Characters
-beyond ASCII are percent-encoded there.
+The response header `x-infer-model` names the model that serves a request, because an alias may stand for
+several. Characters beyond ASCII are percent-encoded there.
 
-A `RequestRecord` (state.py) gathers the costs of a request. For a refused request it also holds the error,
+A `RequestRecord` (state.py) collects the facts about a request. For a rejected request it also has the error,
 and the log line quotes the part that is safe to log (redaction.py).
 
-This outermost layer turns an unexpected exception into a 500, with its traceback in the log only.
+This outermost middleware turns an unexpected exception into a 500; its traceback is only in the log.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from infer.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: nothing that could forge a log line
+PLAIN_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")  # fullmatch only: it cannot forge a log line
 MAX_LOGGED_PATH = 200
 MAX_KEPT_ERROR = 300  # characters
 METRICS_PATH = "/metrics"
 TRACE_HEADER = b"x-infer-trace"
 MODEL_HEADER = b"x-infer-model"
-PLAIN_CHARS = string.punctuation + " "  # characters of names that a header may have as they are
-FORWARDED = "infer.forwarded"  # a key of a scope: no client can set it
+PLAIN_CHARS = string.punctuation + " "  # characters of names that need no encoding in a header
+FORWARDED = "infer.forwarded"  # key of a scope, which no client can set
 
-STRICT_PREFIXES = (SPECIFIED_PREFIX, "/admin")  # routes that refuse every unknown field
+STRICT_PREFIXES = (SPECIFIED_PREFIX, "/admin")  # routes that reject every unknown field
 
 
 class AccessLog:
-    """ASGI layer: id, record, log line and counts of every request."""
+    """ASGI middleware: id, record, log line and counters of every request."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class AccessLog:
         path = route_path(scope)
         is_lenient = self._ignores_unknown and not path.startswith(STRICT_PREFIXES)
         record = RequestRecord(_request_id(scope), perf_counter(), path, api_of(path), is_lenient)
-        if FORWARDED in scope:  # a request from another API process, which logs and counts it
+        if FORWARDED in scope:  # another API process logs and counts it
             with recording(record):
                 await self._app(scope, receive, send)
             return
@@ -145,7 +145,7 @@ class AccessLog:
                 return
             logger.exception("request failed request_id=%s", record.request_id)
             if record.status:
-                raise  # half an answer is out: all that is left is to close the connection
+                raise  # part of a response was sent: closing the connection is all that is left
             message = "the server failed to answer this request; its log says why"
             await ApiError(status=500, message=message).response()(scope, receive, sending)
 
@@ -167,7 +167,7 @@ class AccessLog:
                 self._level(scope, record.status),
                 "method=%s path=%s status=%d ms=%.1f prompt_tokens=%d output_tokens=%d%s%s request_id=%s%s",
                 method,
-                orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: a path may hold a newline
+                orjson.dumps(scope["path"][:MAX_LOGGED_PATH]).decode(),  # quoted: may contain a newline
                 record.status,
                 1000 * (perf_counter() - record.arrived_at),
                 record.num_prompt_tokens,
@@ -193,9 +193,9 @@ def _request_id(scope: Scope) -> str:
 
 
 def route_of(scope: Scope) -> str:
-    """The route as it was declared, so that a metric has as many rows as there are routes."""
+    """Return the route as it was declared, so that a metric has one row per route."""
     route = scope.get("route")
-    if route is None:  # refused before it got there, or there is none
+    if route is None:  # rejected before routing, or unknown
         routes = scope["app"].routes
         route = next((each for each in routes if each.matches(scope)[0] is not Match.NONE), None)
     return str(route.path) if route is not None else "unmatched"

@@ -1,23 +1,23 @@
-"""The keys that requests need: every path is closed unless listed open.
+"""The keys that requests need: every path needs one unless listed as open.
 
-    /health, the pages at /, /ui, /docs    open: they tell nothing and do nothing
-    /admin/...                             the admin key; without one configured these routes do not exist,
-                                           but for /admin/live where only this machine can ask, and the
-                                           request names no proxy that it came through
-    /explain/...                           one of the API keys, which sees its own requests; or the admin
-                                           key, which sees all
+    /health, the pages at /, /ui, /docs    open: they reveal and change nothing
+    /admin/...                             the admin key; without one configured, these routes do not exist,
+                                           except /admin/live if only this machine can reach the server and
+                                           no header of the request names a proxy
+    /explain/...                           one of the API keys, for its own requests; or the admin key, for
+                                           all requests
     everything else, known or not          one of the API keys, if any is configured
 
-The decision uses the same path as the router (`scope["path"]` below its root path), so no second reading of a
-URL or of a Host header can disagree with it. Keys are compared as hashes, all of them, in constant time, so
-the time of a refusal says nothing about how close a guess was. A key comes as `authorization: Bearer KEY`, or
-as `x-api-key: KEY`, which Anthropic's clients send.
+The decision uses the same path as the router (`scope["path"]` below its root path), so it cannot disagree
+with a second parser of the URL or the Host header. All keys are compared as hashes and in constant time, so
+the time of a rejection does not reveal how close a guess was. A key is sent as `authorization: Bearer KEY`,
+or as `x-api-key: KEY`, as Anthropic's clients do.
 
-With `cache_isolation=key` a keyed hash of the key goes into the record of the request, and from there into
-the salt of its prompts, so that two keys share no cached prefix. The hash's own key is made from all API
-keys, so every API process has the same one, and it cannot be computed without them.
+With `cache_isolation=key`, a keyed hash of the API key is stored in the request's record and becomes part of
+the salt of its prompts, so that two keys share no cached prefix. The hash is keyed with a secret that is
+derived from all API keys: every API process has the same secret, and nobody can compute it without them.
 
-A plain hash of the key is the asker, by which an alias of several models chooses one (state.py).
+A plain hash of the API key is the asker, by which an alias of several models chooses one (state.py).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ DOCS_PATH = "/docs"
 ADMIN_PREFIX = "/admin"
 EXPLAIN_PREFIX = "/explain/"
 LIVE_PATH = "/admin/live"
-ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's, for the operator here
-PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")  # the client may be anywhere
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM's paths; for the operator only
+PROXY_HEADERS = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")  # clients of proxies may be anywhere
 
 
 def route_path(scope: Scope) -> str:
-    """The path of a request below its root path, as the router matches it."""
+    """Return the path of a request below its root path, as the router matches it."""
     path, root_path = str(scope["path"]), str(scope.get("root_path", ""))
     below = path.removeprefix(root_path)
     return below if path == root_path or below.startswith("/") else path
 
 
 def header_of(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a request's header, the first of that name; None: there is none."""
+    """Return the value of a request's first header with a name; None: there is none."""
     return next((bytes(value) for key, value in scope["headers"] if key == name), None)
 
 
 def is_open(path: str, config: ServerConfig) -> bool:
-    """Return True if a path answers without a key."""
+    """Return True if a path needs no key."""
     is_page = config.ui and (path in PAGE_PATHS or path.startswith(PAGE_PREFIX))
     is_docs = config.docs and (path == DOCS_PATH or path.startswith(DOCS_PATH + "/"))
     return path == HEALTH_PATH or is_page or is_docs
@@ -68,7 +68,7 @@ def is_admin(path: str) -> bool:
 
 
 class KeyRing:
-    """A set of keys, kept as hashes."""
+    """A set of keys, stored as hashes."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -77,25 +77,25 @@ class KeyRing:
         return bool(self._digests)
 
     def opens(self, key: bytes) -> bool:
-        """Return True if this is one of the keys, in time that does not depend on the answer."""
+        """Return True if `key` is one of the keys, in constant time."""
         given = hashlib.sha256(key).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return any(matches)
 
 
 class Auth:
-    """ASGI layer: lets a request through, or answers 401 (404 where admin routes are off)."""
+    """ASGI middleware: passes a request on, or answers 401 (404 if admin routes are off)."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, *, is_private: bool = False) -> None:
         self._app = app
         self._config = config
-        self._is_private = is_private  # only this machine can ask, and it needs no key
+        self._is_private = is_private  # True: only this machine can connect, and it needs no key
         self._clients = KeyRing(config.api_key)
         self._tenants = _tenant_secret(config.api_key) if config.cache_isolation == "key" else None
         self._admins = KeyRing(() if config.admin_key is None else (config.admin_key,))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
+        """Pass one request on, or reject it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -128,7 +128,7 @@ class Auth:
         await error.send_unread(scope, receive, send)
 
     def _is_keyless(self, scope: Scope) -> bool:
-        """True if a request may look at the engines without a key, as far as its headers tell."""
+        """Return True if a request may view /admin/live without a key, judging by its headers."""
         is_direct = all(header_of(scope, name) is None for name in PROXY_HEADERS)
         return self._is_private and not self._admins and is_direct
 
@@ -139,7 +139,7 @@ def _tenant_secret(keys: Iterable[str]) -> bytes:
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key in the authorization header, else in Anthropic's header; empty without either."""
+    """Return the key in the authorization header, else in Anthropic's header; empty without either."""
     given = header_of(scope, b"authorization")
     if given is None:
         return (header_of(scope, b"x-api-key") or b"").strip()

@@ -1,9 +1,9 @@
-"""Requests that only process 0 of a server can answer are handed on to it.
+"""Forward requests that only process 0 of a server can answer.
 
 `/health`, `/metrics`, `/explain/...` and the operator's routes are about the whole server. Another API
-process hands them on with all their headers and passes the answer back, so it is the same everywhere.
-`/admin/live` is not handed on: it is about one engine, which every process can ask, and its answer has no
-end. If the client leaves before the answer, which may take long, process 0 is told.
+process forwards them with all their headers and returns the response, so it is the same in every process.
+`/admin/live` is not forwarded: it is about one engine, which every process can query, and its response is an
+endless stream. If the client leaves before the response, which may take long, process 0 is notified.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Ask: TypeAlias = Callable[[ForwardRequest | ClientLeft], Awaitable[ForwardedAnsw
 
 
 class Forward:
-    """ASGI layer: requests about the whole server are answered by process 0, which `ask` reaches."""
+    """ASGI middleware: forwards requests about the whole server to process 0 with `ask`."""
 
     def __init__(self, app: ASGIApp, ask: Ask) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class Forward:
         self._numbers = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on to the routes here, or to process 0."""
+        """Pass one request on to the routes of this process, or to process 0."""
         path = route_path(scope) if scope["type"] == "http" else ""
         is_whole = path in (HEALTH_PATH, METRICS_PATH) or path.startswith(EXPLAIN_PREFIX)
         if not is_whole and (path == LIVE_PATH or not is_admin(path)):
@@ -48,14 +48,14 @@ class Forward:
             path=scope["path"],
             query_string=scope["query_string"],
             headers=scope["headers"],
-            body=(await receive()).get("body", b""),  # whole: BodyLimit has read it
+            body=(await receive()).get("body", b""),  # complete: BodyLimit has read it
         )
         watcher = asyncio.ensure_future(self._tell_leaving(receive, request.name))
         try:
             answer = await self._ask(request)
         finally:
             watcher.cancel()
-        if answer is None:  # its client has left, and process 0 has sent nothing
+        if answer is None:  # the client left, and process 0 sent nothing
             return
         scope["route"] = SimpleNamespace(path=answer.route)  # the field that `route_of` reads
         start = {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
@@ -65,16 +65,16 @@ class Forward:
     async def _tell_leaving(self, receive: Receive, name: str) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        with suppress(EngineStopped):  # process 0 is gone, and with it what it did
+        with suppress(EngineStopped):  # process 0 is gone
             await self._ask(ClientLeft(name))
 
 
 class Forwarded:
-    """Answers, in process 0, the requests that other API processes hand on."""
+    """Answers, in process 0, the requests that other API processes forward."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._left: dict[str, asyncio.Event] = {}  # events by name of the request: its client has left
+        self._left: dict[str, asyncio.Event] = {}  # set when a client leaves, by request name
 
     async def answer(self, question: ForwardRequest | ClientLeft) -> ForwardedAnswer | None:
         """Answer a request, or note that a client has left."""

@@ -1,9 +1,9 @@
-"""The rights of pages from other origins: CORS, and protection of a loopback server against DNS rebinding.
+"""Access from web pages of other origins: CORS, and protection of a loopback server against DNS rebinding.
 
-A page from anywhere can point its own domain at 127.0.0.1 once it is loaded (DNS rebinding) and then
-talk to a local server as if it were its own. The browser still names the page's domain in the Host
-header. So a server that listens on loopback, and asks for no key, answers only for names that mean this
-machine, and for those its operator adds.
+After it is loaded, any web page can point its own domain at 127.0.0.1 (DNS rebinding) and then talk to a
+local server as if it were its own. The browser still sends the page's domain in the Host header. So a server
+that listens on loopback without a key accepts only host names of this machine, and names that the operator
+adds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infer.server.protocol.errors import ApiError
 
 _NAME_AND_PORT = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 
-_EXPOSED = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # pages can read these
+_EXPOSED = ("x-request-id", "x-infer-ignored", "x-infer-model", "retry-after")  # headers that pages can read
 
 
 def cors_options(config: ServerConfig) -> dict[str, Any]:
-    """The requests that pages of allowed origins may send, and the headers they may read."""
-    # OpenAI's client describes itself in a dozen x-stainless-... headers
+    """Return the options of CORS: requests that allowed origins may send, and headers they may read."""
+    # OpenAI's client sends a dozen x-stainless-... headers
     allowed = {"allow_origins": list(config.cors_origin), "allow_methods": ["GET", "POST", "DELETE"]}
     return {**allowed, "allow_headers": ["*"], "expose_headers": _EXPOSED}
 
@@ -35,14 +35,14 @@ def needs_host_check(config: ServerConfig) -> bool:
 
 
 class HostCheck:
-    """ASGI layer: answers 403 to requests made in the name of another host."""
+    """ASGI middleware: answers 403 to requests with the name of another host."""
 
     def __init__(self, app: ASGIApp, allowed_host: tuple[str, ...]) -> None:
         self._app = app
         self._allowed = frozenset(name.lower() for name in allowed_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
+        """Pass one request on, or reject it."""
         if scope["type"] == "http":
             host = _host_of(scope)
             if host is not None and not is_loopback(host) and host.lower() not in self._allowed:
@@ -56,7 +56,7 @@ class HostCheck:
 
 
 def _host_of(scope: Scope) -> str | None:
-    """The Host header without its port, or whole if it is not a name and a port.
+    """Return the Host header without its port, or unchanged if it is not a name and a port.
 
     None if the header is missing; browsers always send it.
     """

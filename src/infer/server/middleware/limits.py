@@ -1,13 +1,13 @@
-"""Limits on the body of a request, and on the time at which requests are taken at all.
+"""Limits on the bodies of requests, and on when requests are accepted at all.
 
 `BodyLimit` reads the whole body before a route sees it and counts the bytes, so a chunked upload without a
-content-length has the same limit, and a client that trickles bytes is cut off. This holds for every method,
-because a GET may have a body too. A compressed body is refused with 415, because its real size is unknown
+content-length has the same limit, and a client that trickles bytes is cut off. This applies to every method,
+because a GET may have a body, too. A compressed body is rejected with 415, because its real size is unknown
 before it is read.
 
 `Gate` answers 503 with a Retry-After while models are loading and once the server is draining. Monitoring
-routes (health, metrics, version, explain, the page) and the operator's routes pass. It also counts running
-requests, so that a drain knows when the last one has left.
+routes (health, metrics, version, explain, the web page) and the operator's routes pass. It also counts
+running requests, so that a drain knows when the last one has finished.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CLOSE = {"connection": "close"}
 
 
 class BodyTooLarge(Exception):
-    """More bytes came than are allowed; never leaves this file."""
+    """A body has more bytes than allowed; caught in this file."""
 
 
 class BodyLimit:
-    """ASGI layer: hands the application a whole body of bounded size, or answers 413, 408 or 415."""
+    """ASGI middleware: passes the application a complete, bounded body, or answers 413, 408 or 415."""
 
     def __init__(self, app: ASGIApp, max_body_size: str, *, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
@@ -84,7 +84,7 @@ class BodyLimit:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first and then whatever the connection has to say."""
+    """Return a `receive` that returns the body first and then further messages of the connection."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replaying() -> Message:
@@ -94,19 +94,19 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class Gate:
-    """ASGI layer: 503 for work that cannot be started now; counts the work that was."""
+    """ASGI middleware: answers 503 while no work can be started; counts running requests."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it for now."""
+        """Pass one request on, or reject it with 503."""
         if scope["type"] != "http" or self._is_always_open(route_path(scope)):
             await self._app(scope, receive, send)
             return
         board = self._state.board
-        board.count_request(1)  # before the look at the flags: a drain of all processes misses none
+        board.count_request(1)  # before reading the flags, so that a drain misses no request
         try:
             if board.is_starting or board.is_draining:
                 what = "draining and takes no new requests" if board.is_draining else "starting"
@@ -119,6 +119,6 @@ class Gate:
             board.count_request(-1)
 
     def _is_always_open(self, path: str) -> bool:
-        """Return True if a path (without the root path, as routers see it) watches or operates the server."""
+        """Return True if a path (without the root path, as routers see it) is for monitoring or operation."""
         is_watching = path in WATCHING or path.startswith(EXPLAIN_PREFIX)
         return is_watching or is_admin(path) or is_open(path, self._state.config)

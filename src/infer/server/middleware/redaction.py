@@ -1,4 +1,4 @@
-"""The reason of a refusal as the access log may show it: without the client's own words.
+"""Redact error messages for the access log: they must not quote the client's own words.
 
     the client reads    unknown field 'temprature'; did you mean 'temperature'?
     the log says        the same
@@ -6,17 +6,17 @@
     the client reads    model 'tell me about ...' is not served here; served: ...
     the log says        model '...
 
-A message to a client may quote what it has sent, and that may be a part of a prompt; a log is read by others
-and kept for long. What a message may quote, and what is logged of it:
+A message to a client may quote parts of its request, perhaps of a prompt; a log is read by others and stored
+for a long time. The table shows what a message may quote, and what is logged instead:
 
-    a value, after the word "got"; what a chat template says             nothing
+    a value, after the word "got"; the error of a chat template          nothing
     a role; how a body was sent; a content part's type other than text   "..."
-    the name of a field, a model, a type, between quotation marks        the name, else nothing from there on
-    the param: a path of keys into the body, as logit_bias.17            the same, else "..."
+    the quoted name of a field, a model or a type                        the name, else nothing from there on
+    the param: a path of keys into the body, such as logit_bias.17       the same, else "..."
     a number                                                             the number, "..." from 12 digits on
 
-A name is one word of at most 64 ASCII characters that does not look like a card or telephone number, nor like
-a key: those have a known beginning, or 20 letters and digits in a row.
+A name is one word of at most 64 ASCII characters that does not look like a card or phone number, nor like a
+key: keys have a known prefix, or 20 letters and digits in a row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEY_IN_NAME = re.compile(
 
 
 def redacted_reason(error: RequestFailure) -> str:
-    """The end of a log line: code and param, where they exist, and the part of the message that is ours."""
+    """Return the end of a log line: code and param, if any, and our own part of the message."""
     is_named = error.param is not None and _is_name(error.param)
     said = _hide_quoted(error.message)
     said = _HIDDEN.sub(" ...", _DROPPED.sub("", said))
@@ -61,7 +61,7 @@ def redacted_reason(error: RequestFailure) -> str:
 
 
 def _hide_quoted(message: str) -> str:
-    """The message up to the first quoted text that is not a name."""
+    """Return the message up to the first quoted text that is not a name."""
     for found in _QUOTED.finditer(message):
         word = found["word"]
         if word is None or not (_is_name(word) or word == "..."):

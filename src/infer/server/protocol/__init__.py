@@ -1,1 +1,1 @@
-"""Bodies to requests, outputs to bodies: what clients depend on byte by byte."""
+"""Conversion of bodies to requests and outputs to bodies, in formats that clients depend on exactly."""

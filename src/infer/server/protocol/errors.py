@@ -1,22 +1,22 @@
-"""Errors as each API's own clients understand them: statuses, bodies and codes.
+"""Errors in the formats of each API's clients: statuses, bodies and codes.
 
-`REFUSALS` has the statuses of requests that are refused. They differ by route: `/v1/completions` and
-`/v1/completions/stream` tell values that cannot be used (422) from bodies that cannot be read (400). All
-other routes answer like the APIs that they stand for, whose clients branch on 400 and 404. Besides these:
+`REFUSALS` has the statuses of rejected requests. They differ by route: `/v1/completions` and
+`/v1/completions/stream` distinguish unusable values (422) from unreadable bodies (400). All other routes
+answer like the APIs that they implement, whose clients branch on 400 and 404. Besides these:
 
-    QueueFull, EngineStopped       503     try again, after Retry-After seconds; `x-infer-refused: 1` says
-                                           that nothing was begun (an engine may end because of a request)
-    RequestTimeout                 504     ask for less, or for more time; not the same again
+    QueueFull, EngineStopped       503     retry after Retry-After seconds; `x-infer-refused: 1` means that
+                                           no work was started (an engine may end because of a request)
+    RequestTimeout                 504     ask for less, or for more time; do not retry the same request
     EngineError, anything else     500     tell the operator
 
-Every body is `{"error": {"message", "type", "param", "code"}}`, also for unknown routes. Under /v1/messages
+Every body is `{"error": {"message", "type", "param", "code"}}`, even for unknown routes. Under /v1/messages
 it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, from every layer of the server, and
-under /api/ Ollama's `{"error": "message"}`.
+under /api/ it is Ollama's `{"error": "message"}`.
 
-A message about a request is written here, or quotes the client's own words. A message of an engine or a
-template may quote another library's exception, with addresses and paths of this machine in it, so these are
-scrubbed: all paths but the names of our routes. The client learns that an unexpected exception happened, and
-nothing else about it.
+Our messages about a request contain only our own words and the client's. A message of an engine or a template
+may quote another library's exception, with addresses and paths of this machine in it, so they are scrubbed:
+all paths except our routes. The client learns that an unexpected exception happened, and nothing else about
+it.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ from infer.server.state import Api, RequestFailure, current_id, current_record
 
 logger = logging.getLogger(__name__)
 
-RETRY_SOON_S = 1  # a full queue moves within a second or so
-RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is about to leave
-REFUSED_HEADER = "x-infer-refused"  # set on a 503 if nothing was begun: another server may be asked
-CLIENT_GONE = 499  # the status that proxies log for it; it is never read
+RETRY_SOON_S = 1  # a full queue moves within about a second
+RETRY_LATER_S = 5  # a model is loading, an engine restarts, or this server is stopping
+REFUSED_HEADER = "x-infer-refused"  # set on a 503 if no work was started: another server may be tried
+CLIENT_GONE = 499  # status that proxies log for it; no client sees it
 MAX_MESSAGE_LEN = 1000
-SPECIFIED_PREFIX = "/v1/completions"  # the routes with finer statuses
+SPECIFIED_PREFIX = "/v1/completions"  # prefix of the routes with 422
 
 
 class Refusal(NamedTuple):
-    """The status and code of an exception that a client can mend."""
+    """The status and code of an exception that a client can fix."""
 
     error: type[RequestError]
     specified: int  # status on /v1/completions and /v1/completions/stream
     elsewhere: int  # status on every other route
-    code: str | None = None  # word that programs branch on; None: the status
+    code: str | None = None  # code that programs branch on; None: the status
 
 
-REFUSALS = (  # the first row whose class fits
+REFUSALS = (  # the first row whose class matches
     Refusal(MalformedRequest, 400, 400),
     Refusal(NameTaken, 409, 409),
     Refusal(UnknownModel, 422, 404, "model_not_found"),
@@ -99,14 +99,14 @@ ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
-    503: "overloaded_error",  # theirs has the status 529, which no proxy knows
+    503: "overloaded_error",  # theirs has status 529, which proxies do not know
     504: "timeout_error",
 }
-# details by the field to blame: with these Anthropic's tool runner sends whole conversations
+# details by field to blame: they make Anthropic's tool runner send whole conversations
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
 Path = tuple[str | int, ...]  # place of a value in a body: ("messages", 0, "content", 2)
-MAX_FORMS = 100  # errors that are looked at: each value of a long list may have one
+MAX_FORMS = 100  # most errors that are examined: each value of a long list may have one
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
 _PATH = re.compile(r"(?<![\w/.:<])/(?:[\w.@+~-]{1,255}/)*[\w.@+~-]{1,255}")  # </tag> is not a path
@@ -119,18 +119,18 @@ ROUTES = frozenset({  # routes that a hint may send a client to
     "/v1/rerank", "/v1/responses", "/v1/responses/input_tokens", "/v1/score", "/v2/rerank", "/version",
 })  # fmt: skip
 
-FOREIGN_ROUTES = {"/v1/complete": "/v1/messages"}  # routes of another API: the one that does the same here
+FOREIGN_ROUTES = {"/v1/complete": "/v1/messages"}  # another API's routes: our equivalents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError(RequestFailure):
-    """A failure in the forms that clients read."""
+    """A failure in the formats of our APIs."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def for_now(cls, message: str, **headers: str) -> ApiError:
-        """A 503 that asks to be tried again."""
+        """Return a 503 that asks the client to retry."""
         return cls(status=503, message=message, headers={"retry-after": str(RETRY_LATER_S), **headers})
 
     @property
@@ -142,7 +142,7 @@ class ApiError(RequestFailure):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The JSON body in Anthropic's form."""
+        """The JSON body in Anthropic's format."""
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
         error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, kind), "message": self.message}
         if self.param in ANTHROPIC_DETAILS:
@@ -150,7 +150,7 @@ class ApiError(RequestFailure):
         return {"type": "error", "error": error, "request_id": current_id()}
 
     def encode(self) -> bytes:
-        """The JSON body in the form of the current request's API; the error goes into its log line."""
+        """Return the JSON body in the format of the current request's API; its log line gets the error."""
         record = current_record()
         if record is not None:
             record.error = self
@@ -159,14 +159,14 @@ class ApiError(RequestFailure):
         return orjson.dumps(bodies[api])
 
     def response(self) -> Response:
-        """The error as a whole answer, of a route or (it is ASGI) of a layer around the routes."""
+        """Return the error as a response, for a route or (since it is ASGI) for middleware."""
         headers = dict(self.headers)
         return Response(self.encode(), self.status, headers=headers, media_type="application/json")
 
     async def send_unread(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request whose body has not been read; if it has a body, its connection ends here.
+        """Answer a request whose body has not been read; if it has a body, close its connection.
 
-        Keeping the connection would mean reading, and throwing away, whatever a refused sender sends.
+        A connection that stays open would have to read, and discard, whatever a rejected client sends.
         """
         has_body = any(
             name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
@@ -177,12 +177,12 @@ class ApiError(RequestFailure):
 
 
 def api_of(path: str) -> Api:
-    """The API that a path belongs to."""
+    """Return the API that a path belongs to."""
     return next((api for prefix, api in PREFIXES.items() if path.startswith(prefix)), "openai")
 
 
 def scrub(message: str) -> str:
-    """A message without memory addresses and file paths, of at most MAX_MESSAGE_LEN characters."""
+    """Return a message without memory addresses and file paths, cut to MAX_MESSAGE_LEN characters."""
 
     def hide(found: re.Match[str]) -> str:
         return found[0] if found[0].rstrip(".") in ROUTES else "[path]"
@@ -191,9 +191,9 @@ def scrub(message: str) -> str:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The status and message for an exception; failures of the server are logged with the request's id.
+    """Convert an exception to an `ApiError`; failures of the server are logged with the request's id.
 
-    The text of an unexpected exception is kept from the client.
+    The client does not get the text of an unexpected exception.
     """
     if isinstance(error, RequestError):
         refusal = next(each for each in REFUSALS if isinstance(error, each.error))
@@ -209,7 +209,7 @@ def to_api_error(error: BaseException) -> ApiError:
             headers = {"Retry-After": str(RETRY_SOON_S), REFUSED_HEADER: "1"}
         return ApiError(status=503, message=scrub(str(error)), headers=headers)
     if isinstance(error, RequestTimeout):
-        headers = {"x-should-retry": "false"}  # OpenAI's clients would send the same again, and wait again
+        headers = {"x-should-retry": "false"}  # OpenAI's clients would retry, and wait again
         return ApiError(status=504, message=scrub(str(error)), headers=headers)
     if isinstance(error, EngineError):
         logger.error("request failed request_id=%s reason=%r", current_id(), str(error))
@@ -219,10 +219,10 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -> RequestError:
-    """The error of the first wrong field: a wrong shape is malformed, a wrong value is invalid.
+    """Return the error of the first wrong field: a wrong type is malformed, a wrong value is invalid.
 
-    A value that may have one of several forms has an error for each of them: the one that is furthest inside
-    it says most, and errors that are equally far inside are reported together.
+    A value of a union type has an error for each member: the most deeply nested error is the most specific,
+    and errors at the same depth are reported together.
     """
     path = _steps(errors[0])
     of_field = [each for each in errors[:MAX_FORMS] if _steps(each)[: len(path)] == path]
@@ -238,7 +238,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
         if _steps(each) == _steps(first)
     ]
     said = " or ".join((forms[0], *(form.removeprefix("Input should be ") for form in forms[1:])))
-    said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # JSON's name for it
+    said = re.sub("dictionary( or object to extract fields from)?", "object", said)  # its name in JSON
     message = f"{where}: {said[:1].lower()}{said[1:]}, got {show_value(first['input'])}"
     if kind.endswith("_type") or kind.startswith("union"):
         return MalformedRequest(message, param=where)
@@ -246,7 +246,7 @@ def validation_error(errors: list[dict[str, Any]], headers: Mapping[str, str]) -
 
 
 def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-    """The message for a body in which no field could be read: how it was sent, or what it is."""
+    """Return the message for a body without readable fields: how it was sent, or its type."""
     example = "send a JSON object, such as {...}"
     media_type = headers.get("content-type")
     if kind == "json_invalid":
@@ -265,13 +265,13 @@ def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, 
 
 
 def spell_path(path: Path) -> str:
-    """("messages", 0, "content") -> messages[0].content."""
+    """Spell a path: ("messages", 0, "content") -> messages[0].content."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return "".join(steps).removeprefix(".")
 
 
 def _steps(error: Mapping[str, Any]) -> Path:
-    """The keys and places of an error's location in the body, without the names of a union's members."""
+    """Return the keys and indices of an error's location in the body, without names of union members."""
     return tuple(
         step
         for step in error["loc"][1:]
@@ -280,7 +280,7 @@ def _steps(error: Mapping[str, Any]) -> Path:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every failure of an application in OpenAI's form."""
+    """Install handlers that answer every failure in the format of the request's API."""
 
     async def on_error(http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -296,7 +296,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _http_error(http: Request, error: HTTPException) -> ApiError:
-    """The error of a route that is not there, or takes another method."""
+    """Return the error for an unknown route or a method that a route does not allow."""
     message = str(error.detail)
     path, headers = http.scope["path"][:100], dict(error.headers or {})
     if error.status_code == 404:
@@ -309,6 +309,6 @@ def _http_error(http: Request, error: HTTPException) -> ApiError:
 
 
 def _takes(http: Request, method: str) -> bool:
-    """Return True if any route takes this method at a request's path; the framework asks only the first."""
+    """Return True if any route accepts this method at a request's path; FastAPI checks only the first."""
     scope = {**http.scope, "method": method}
     return any(route.matches(scope)[0] is Match.FULL for route in http.app.routes)

@@ -1,4 +1,4 @@
-"""The answers to a job, on their way out of the engines as pieces of one token each.
+"""The outputs of a job, read from its engines as pieces of one token each.
 
     Job ──► Request 0 ──► engine ──┐
         └─► Request 1 ──► engine ──┴──► Generation.read() ──► Piece
@@ -26,8 +26,8 @@ from infer.server.protocol.timings import AnswerTimes
 from infer.server.protocol.translate import Job
 from infer.server.state import current_record
 
-PAUSES = (*[False] * 15, True)  # True: the event loop runs after a frame was sent, or an output read
-MERGE_AHEAD = 64  # outputs of several prompts that are read ahead of the writer
+PAUSES = (*[False] * 15, True)  # True: yield to the event loop after a frame or an output
+MERGE_AHEAD = 64  # outputs of several prompts that are buffered
 
 
 class Piece(NamedTuple):
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """The answers to one job, read from its engines; closing it aborts the requests that have not ended."""
+    """The outputs of one job, read from its engines; closing it aborts the requests that have not ended."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -55,36 +55,36 @@ class Generation:
         streams = [client.generate(request) for client, request in pairs]
         self._merged = merge(streams) if len(streams) > 1 else None
         self._first = streams[0]
-        self._reader: asyncio.Task[Any] | None = None  # the task that waits for an output
+        self._reader: asyncio.Task[Any] | None = None  # task that waits for an output
         self._is_late = False
-        self._timer: asyncio.TimerHandle | None = None  # one for all outputs: a timeout for each costs more
+        self._timer: asyncio.TimerHandle | None = None  # one for all outputs: a timeout for each is slower
         if job.time_limit_s is not None:
             self._timer = asyncio.get_running_loop().call_later(job.time_limit_s, self._end_in_time)
         self._num_prompt = sum(len(request.prompt) for request in job.requests)
         self._num_cached = [0] * len(job.requests)
         self._num_open = len(job.requests)
-        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and answer, where it had any
+        self._drafts: dict[tuple[int, int], DraftCounts] = {}  # drafts by prompt and output, if any
         self._failure: EngineError | None = None
         self._times: AnswerTimes | None = None  # set if the client asked for them
 
     def keep_times(self) -> None:
-        """Note when tokens come, for `metrics`."""
+        """Record when tokens arrive, for `metrics`."""
         record = current_record()
         self._times = AnswerTimes(perf_counter() if record is None else record.arrived_at)
 
     @property
     def is_open(self) -> bool:
-        """True if an output of a prompt is still to come."""
+        """True if an output of a prompt is still pending."""
         return self._num_open > 0
 
     @property
     def is_taken(self) -> bool:
-        """True if the engines have taken every request and refused none."""
+        """True if the engines have accepted every request."""
         pairs = zip(self._clients, self.job.requests, strict=True)
         return all(client.has_taken(request.request_id) for client, request in pairs)
 
     async def read(self) -> list[Piece]:
-        """Wait for the next output of an engine; returns its tokens, one piece each."""
+        """Wait for the next output of an engine; returns one piece per token."""
         if self._failure is not None:
             raise self._failure
         where, output = await self._next_output()
@@ -116,7 +116,7 @@ class Generation:
         return pieces
 
     async def collect(self, note: Callable[[Piece], object] | None = None) -> list[RequestOutput]:
-        """Wait for the whole answers and return them, prompt by prompt; `note` is shown every piece."""
+        """Wait for the complete outputs and return them, prompt by prompt; `note` gets every piece."""
         pauses = itertools.cycle(PAUSES)
         try:
             while self.is_open:
@@ -141,7 +141,7 @@ class Generation:
         await (self._first if self._merged is None else self._merged).aclose()
 
     def usage(self, num_output: int | None = None) -> dict[str, Any]:
-        """The number of tokens so far, in OpenAI's words."""
+        """Return the number of tokens so far, in OpenAI's format."""
         num_output = self.num_output if num_output is None else num_output
         usage: dict[str, Any] = {
             "prompt_tokens": self._num_prompt,
@@ -159,9 +159,9 @@ class Generation:
         return usage
 
     def metrics(self) -> dict[str, Any]:
-        """The times of the answer, if asked for, and the counts of drafts if there is a single answer.
+        """Return the times of the output, if requested, and the counts of drafts if there is one output.
 
-        In vLLM's words and place.
+        Names and place are vLLM's.
         """
         found: dict[str, Any] = {}
         if self._times is not None:
@@ -174,7 +174,7 @@ class Generation:
         return {"metrics": found} if found else {}
 
     def _count_drafts(self) -> tuple[int, int]:
-        """The drafts that were kept, and all that were judged."""
+        """Return the number of accepted drafts, and of all drafts."""
         counts = self._drafts.values()
         return sum(each.num_accepted for each in counts), sum(each.num_drafts for each in counts)
 
@@ -196,7 +196,7 @@ class Generation:
             self._reader = None
 
     def _end_in_time(self) -> None:
-        """Wake the reader, if there is one, and let it raise: the time is up."""
+        """Mark the time as up, and wake the reader, if there is one, so that it raises."""
         self._is_late = True
         if self._reader is not None:
             self._reader.cancel()
@@ -211,7 +211,7 @@ class Generation:
 async def merge(
     streams: Sequence[AsyncGenerator[StepOutput, None]],
 ) -> AsyncGenerator[tuple[int, StepOutput], None]:
-    """Several streams as one, each output with the number of its stream; the first error ends all."""
+    """Merge several streams, each output with the number of its stream; the first error ends all."""
     queue: asyncio.Queue[tuple[int, StepOutput | Exception | None]] = asyncio.Queue(MERGE_AHEAD)
 
     async def pump(where: int, stream: AsyncGenerator[StepOutput, None]) -> None:
@@ -219,7 +219,7 @@ async def merge(
             try:
                 async for output in stream:
                     await queue.put((where, output))
-            except Exception as error:  # raised again where the merged stream is read
+            except Exception as error:  # raised again by the merged stream
                 await queue.put((where, error))
             else:
                 await queue.put((where, None))
@@ -244,7 +244,7 @@ async def merge(
 
 
 def one_token_each(output: StepOutput) -> Iterator[StepOutput]:
-    """An output as outputs of one token each: a step may make several, and clients count a frame as one."""
+    """Split an output into one per token: a step may make several, and clients count a frame as one."""
     last = len(output.token_ids) - 1
     for i, token_id in enumerate(output.token_ids):
         yield msgspec.structs.replace(

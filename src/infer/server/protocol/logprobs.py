@@ -1,4 +1,4 @@
-r"""Logprobs in the two shapes of OpenAI's API, and logprobs of prompts in vLLM's.
+r"""Logprobs in the two formats of OpenAI's API, and logprobs of prompts in vLLM's format.
 
     completions   {"tokens": [..], "token_logprobs": [..], "top_logprobs": [{token: logprob}, ..],
                    "text_offset": [..]}                         parallel lists
@@ -6,11 +6,11 @@ r"""Logprobs in the two shapes of OpenAI's API, and logprobs of prompts in vLLM'
     chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [..]}, ..]}
     prompts       [null, {token id: {"logprob", "rank", "decoded_token"}, ..}, ..]
 
-A logprob is the float the engine computed, never rounded: evaluation programs decide whether a token was
-the likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
-cannot hold, becomes -9999. The offset of a token is the place in the answer's text of the character that its
-first byte belongs to: the three tokens of a euro sign have the same one. Bytes that turn out not to be a
-character show as U+FFFD as soon as a token comes that cannot continue them, and that token stands after it.
+A logprob is the float that the engine computed, never rounded: evaluation programs check if a token was the
+likeliest by comparing its logprob with the largest alternative for equality. Minus infinity, which JSON
+cannot represent, becomes -9999. The offset of a token is the index of the character that its first byte
+belongs to: the three tokens of a euro sign have the same offset. Bytes that turn out not to be a character
+become U+FFFD as soon as a token follows that cannot continue them, and that token's offset is after it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ LOWEST = -9999.0
 
 
 def to_json_number(logprob: float) -> float:
-    """The logprob, but at least -9999."""
+    """Return the logprob, but at least -9999."""
     return max(logprob, LOWEST)
 
 
 class CompletionLogprobs:
-    """Turns the tokens of one choice into parallel lists, piece by piece; it remembers where the text is."""
+    """Turns the tokens of one choice into parallel lists, piece by piece, and tracks the text offset."""
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = ()) -> None:
-        """`prompt_ids` are the tokens that the text continues; omit them if it begins with the prompt."""
+        """`prompt_ids` are the tokens that the text continues; omit them if the text includes the prompt."""
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids)
         self._offset = 0
 
     def take(self, ids: Sequence[int], rows: Sequence[RowLogprobs | None]) -> dict[str, Any]:
-        """The lists for some more tokens; a token without a row (the first of a prompt) has nulls."""
+        """Return the lists for more tokens; a token without a row (the first of a prompt) has nulls."""
         tokens: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
@@ -55,7 +55,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, row: RowLogprobs) -> dict[str, float]:
-        """The alternatives by name, with the token itself; the likelier one of two with the same bytes."""
+        """Return alternatives by name, and the token itself; of equal names the likelier one."""
         top: dict[str, float] = {}
         for token_id, logprob in (*row.top, (row.token_id, row.logprob)):
             top.setdefault(_name(self._tokenizer, token_id), to_json_number(logprob))
@@ -63,12 +63,12 @@ class CompletionLogprobs:
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The lists of two stretches, joined."""
+    """Concatenate the lists of two pieces."""
     return {name: first[name] + second[name] for name in first}
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs]) -> dict[str, Any]:
-    """The tokens of an answer, each with its alternatives."""
+    """Return the tokens of an output, each with its alternatives."""
     content = [
         {
             **_entry(tokenizer, row.token_id, row.logprob),
@@ -80,12 +80,12 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Sequence[RowLogprobs]) -> dict[str
 
 
 def spell(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; "" for the rows of a model that its tokenizer has no tokens for."""
+    """Return a token's text; "" for ids of the model that its tokenizer does not have."""
     return tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else ""
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text, or its bytes if they are not text: several of these tokens would be spelled alike."""
+    """Return a token's text, or its bytes if they are not text, since U+FFFD is ambiguous."""
     text = spell(tokenizer, token_id)
     if "\ufffd" not in text or tokenizer.token_bytes(token_id) == text.encode():
         return text
@@ -104,7 +104,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[RowLogprobs | None]
 ) -> list[dict[str, Any] | None]:
-    """The logprobs of a prompt in vLLM's form: for each token but the first, its own and the likeliest."""
+    """Return the logprobs of a prompt in vLLM's format: for each token but the first, its own and the top."""
     pairs = zip(ids, rows, strict=True)
     return [None if row is None else _ranked(tokenizer, token_id, row) for token_id, row in pairs]
 

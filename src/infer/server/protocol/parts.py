@@ -1,13 +1,13 @@
-"""An answer as parts, for APIs whose answers are lists: blocks of `/v1/messages`, items of `/v1/responses`.
+"""An output as a list of parts: content blocks of `/v1/messages`, output items of `/v1/responses`.
 
     ReasoningDelta ReasoningDelta ContentDelta CallStart CallDelta CallDelta       events of the answer
     └──────── reasoning ────────┘ └── text ──┘ └────────── call ─────────┘        parts
 
 A part ends where an event of another kind, or another call, begins. A stream opens a part, adds to it and
-closes it; a whole answer is the same parts, closed.
+closes it; an unstreamed answer has the same parts, closed.
 
-Logprobs belong to tokens, and events have none: a token that may begin a marker is held back, and a marker
-has no event. So the rows of tokens wait until a text comes, which takes the last ones that make it up.
+Logprobs belong to tokens, but events have no tokens: a token that may begin a marker is held back, and a
+marker has no event. So the rows of tokens are buffered until text arrives: the last rows cover it.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A stretch of an answer: reasoning, text, or a tool call, whose text is its arguments."""
+    """A part of an output: reasoning, text, or a tool call, whose text is its arguments."""
 
     kind: Kind
     index: int
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    rows: list[RowLogprobs] = field(default_factory=list)  # logprobs of a text's tokens, if asked for
+    rows: list[RowLogprobs] = field(default_factory=list)  # logprobs of a text's tokens, if requested
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
     @property
     def arguments(self) -> dict[str, Any] | None:
-        """The arguments of a call as an object that can be written; None: the call was cut short.
+        """The arguments of a call as a JSON-serialisable object; None: the call was cut short.
 
-        Integers of more than 64 bits become floats; with one too large for a float there is no object.
+        Integers of more than 64 bits become floats; None if one is too large for a float.
         """
         found = read_arguments(self.text)
         with suppress(ValueError):
@@ -70,12 +70,12 @@ class Part:
 
 
 def events_of(answer: TextDelta | CompletionOutput) -> Sequence[AnswerEvent]:
-    """The events of a piece or of a whole answer; one without a format is text."""
+    """Return the events of a piece or of a complete output; one without a format is text."""
     return answer.events or ([ContentDelta(answer.text)] if answer.text else ())
 
 
 def gather(output: CompletionOutput) -> list[Part]:
-    """The parts of a whole answer; one that says nothing has an empty text."""
+    """Return the parts of a complete output; an empty output has one empty text."""
     parts: list[Part] = []
     for event in events_of(output):
         place(event, parts)
@@ -83,7 +83,7 @@ def gather(output: CompletionOutput) -> list[Part]:
 
 
 def place(event: AnswerEvent, parts: list[Part]) -> tuple[Part, str]:
-    """Add an event to the last part, or begin another; returns the part and the text that is new in it."""
+    """Add an event to the last part, or begin another; returns the part and its new text."""
     match event:
         case CallStart(call_id=call_id, name=name):
             parts.append(Part("call", len(parts), call_id, name))
@@ -101,42 +101,42 @@ def place(event: AnswerEvent, parts: list[Part]) -> tuple[Part, str]:
 
 
 class PartWriter(FrameWriter):
-    """An answer of parts; in a stream, named events open, fill and close them."""
+    """Writes an answer as parts; in a stream, named events open, fill and close them."""
 
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         super().__init__(generation, body)
         self.parts: list[Part] = []
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
+        self.stop_reason: str | int | None = None  # stop string or stop token that ended it
         self._has_begun = False
-        self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is still to come
+        self._rows: list[RowLogprobs] = []  # logprobs of tokens whose text is pending
 
     def begin(self) -> list[bytes]:
-        """The frames before the first part."""
+        """Return the frames before the first part."""
         return []
 
     def open(self, part: Part) -> list[bytes]:
-        """The frames that begin a part."""
+        """Return the frames that begin a part."""
         return []
 
     @abstractmethod
     def add(self, part: Part, text: str) -> bytes:
-        """The frame of more text of a part; empty where it is sent with the end of the part."""
+        """Return the frame for more text of a part; empty if the text is sent at the part's end."""
 
     @abstractmethod
     def close(self, part: Part) -> list[bytes]:
-        """The frames that end a part."""
+        """Return the frames that end a part."""
 
     @abstractmethod
     def finish(self) -> list[bytes]:
-        """The frames after the last part."""
+        """Return the frames after the last part."""
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """The answer, made of its parts and the reason why it ended."""
+        """Return the answer, from its parts and its finish reason."""
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         output = answers[0].outputs[0]
         if self.note is None:
             self.parts = gather(output)
@@ -145,7 +145,7 @@ class PartWriter(FrameWriter):
         return self.body()
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frames that a piece adds to the answer."""
+        """Return the frames that a piece adds to the answer."""
         frames: list[bytes] = [] if self._has_begun else self.begin()
         self._has_begun = True
         num_parts = len(self.parts)
@@ -159,7 +159,7 @@ class PartWriter(FrameWriter):
         return frames
 
     def take(self, piece: Piece) -> Iterator[tuple[Part, str]]:
-        """Add a piece to the parts; yields each part that it adds to, with the text that is new in it."""
+        """Add a piece to the parts; yields each part that grows, with its new text."""
         tokenizer = self.generation.job.model.encoder.tokenizer if piece.delta.logprobs else None
         rows = []
         if tokenizer is not None:
@@ -175,7 +175,7 @@ class PartWriter(FrameWriter):
             yield part, text
 
     def end(self) -> list[bytes]:
-        """The end of the last part and of the answer; one that says nothing has an empty text."""
+        """Return the frames that end the last part and the answer; an empty answer has one empty text."""
         frames: list[bytes] = []
         if not self.parts:
             self.parts.append(Part("text", 0))
@@ -184,7 +184,7 @@ class PartWriter(FrameWriter):
 
 
 def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Sequence[RowLogprobs]:
-    """The last rows, as far as their tokens make up a text; those before them belong to markup."""
+    """Return the last rows, whose tokens make up a text; earlier rows belong to markup."""
     num_missing, first = len(text.encode()), len(rows)
     while first and num_missing > 0:
         first -= 1
@@ -194,5 +194,5 @@ def covering(tokenizer: Tokenizer, rows: Sequence[RowLogprobs], text: str) -> Se
 
 
 def reasoning_tokens(usage: Mapping[str, Any]) -> int:
-    """The number of an answer's tokens that are reasoning."""
+    """Return the number of an output's reasoning tokens."""
     return int(usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0))

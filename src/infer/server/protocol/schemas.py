@@ -1,18 +1,18 @@
-"""The bodies clients may send, field by field.
+"""The request bodies that clients may send, field by field.
 
 Every field of an OpenAI or vLLM client falls into one of four groups, and none is dropped silently:
 
-    honoured    a field of the classes below
-    neutral     known elsewhere; accepted at the value that changes nothing, refused with the reason otherwise
+    supported   a field of the classes below
+    neutral     known elsewhere; accepted with a value that changes nothing, else rejected with the reason
     ignored     about the client and not about the answer, or without effect on this server or next to
                 another field; named in the x-infer-ignored response header
-    unknown     refused with the closest known name, or with the route it belongs to; one that resembles
-                nothing is refused on /v1/completions* and ignored elsewhere, named as above and in the log
+    unknown     rejected with the closest known name, or with the route it belongs to; one that resembles
+                nothing is rejected on /v1/completions* and /admin, else ignored (named in header and log)
 
-The same holds for the keys of a chat message, so that a client can send back an answer of this or another
-server as its library stored it.
+The keys of a chat message are treated in the same way, so that a client can send back an answer of this or
+another server as its library stored it.
 
-Types are strict (`"1"` is not a number, nor `true` an integer); null means a missing field. Only shapes are
+Types are strict (`"1"` is not a number, nor `true` an integer); null means a missing field. Only types are
 checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
@@ -45,10 +45,10 @@ from infer.server.state import current_record
 logger = logging.getLogger(__name__)
 
 MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
-MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field that holds a schema or a grammar
+MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field with a schema or a grammar
 MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
-MAX_UNKNOWN = 20  # unknown fields of one body that are ignored; comparing more with all names takes long
-MAX_LOGGED_NAMES = 1000  # unknown fields that the log names, once each
+MAX_UNKNOWN = 20  # most unknown fields of one body that are ignored: comparing each with all names is slow
+MAX_LOGGED_NAMES = 1000  # most unknown fields that the log names, once each
 _LOGGED: set[str] = set()
 _PLACE = re.compile(r"\[\d+\]")
 _PLAIN = re.compile(r"[a-z][a-z_]*(\.[a-z][a-z_]*)*")
@@ -56,7 +56,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
 class Neutral(NamedTuple):
-    """A field of other servers: the values that change nothing, and why others are refused."""
+    """A field of other servers: the values that change nothing, and why others are rejected."""
 
     values: tuple[Any, ...]
     reason: str
@@ -102,14 +102,14 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 }
 
 
-# The keys of a message that templates see; the other keys that servers write tell a model nothing.
+# The keys of a message that templates get; other keys that servers write mean nothing to a model.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 MESSAGE_NEUTRAL: dict[str, Neutral] = {
     "audio": Neutral((), "this server reads and writes text"),
     "function_call": Neutral((), "use tool_calls"),
 }
-PART_IGNORED = frozenset({"annotations", "cache_control"})  # keys of a text in a list
-# `parsed` is an object that the openai package made of the content, `refusal` is given along with one
+PART_IGNORED = frozenset({"annotations", "cache_control"})  # ignored keys of a text part
+# `parsed` is an object that the openai package makes from the content; `refusal` comes with a content
 MESSAGE_IGNORED = frozenset({
     "annotations", "cache_control", "created_at", "id", "parsed", "provider_specific_fields",
     "reasoning_details", "refusal", "thinking_blocks", "timestamp",
@@ -123,9 +123,9 @@ class Body(BaseModel):
 
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, and what to do about them
-    renamed: ClassVar[Mapping[str, str]] = {}  # fields of a chat, as this body calls them
-    where: ClassVar[str] = ""  # the field of another body that holds this one, and a dot
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, with a hint
+    renamed: ClassVar[Mapping[str, str]] = {}  # chat fields: their names in this body
+    where: ClassVar[str] = ""  # field of the outer body that has this one, and a dot
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -136,7 +136,7 @@ class Body(BaseModel):
 
     @property
     def spellings(self) -> Mapping[str, str]:
-        """Fields of a chat and parameters of sampling, as the client called them."""
+        """Chat fields and sampling parameters, by the names that the client used."""
         return self.renamed
 
     def note_ignored(self, names: Iterable[str]) -> None:
@@ -160,30 +160,30 @@ class Body(BaseModel):
 
 
 def _integer(value: Any) -> Any:
-    """The value, or the integer that a float such as 4.0 stands for: some clients have no other numbers."""
+    """Convert a float such as 4.0 to an integer: some clients have only floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _whole(value: Any, depth: int = 2) -> Any:  # depth: prompts are lists in lists
-    """The value, or the integer beyond 64 bits that the JSON parser reads as a float: it is out of range."""
+    """Restore an integer of over 64 bits, which the JSON parser reads as a float, for range checks."""
     if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
         return [_whole(each, depth - 1) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > MAX_INT else value
 
 
 class Conversation(Body):
-    """A body that may hold messages."""
+    """A body that may have messages."""
 
     is_answered: ClassVar[bool] = True  # a model answers it: every tool result follows its call
 
     @model_validator(mode="after")
     def _account_for_message_keys(self) -> Self:
         messages: list[dict[str, Any]] = getattr(self, "messages", None) or []
-        ignored: dict[str, None] = {}  # keys in the order they were met
+        ignored: dict[str, None] = {}  # keys, in order
         call_ids: set[Any] = set()
         for i, message in enumerate(messages):
             if message.get("content") is None and isinstance(message.get("refusal"), str):
-                message["content"] = message.pop("refusal")  # the words in place of a content
+                message["content"] = message.pop("refusal")  # the text in place of content
             if message.get("role") == "tool" and self.is_answered:
                 check_call_id(message.get("tool_call_id"), call_ids, f"messages[{i}].tool_call_id")
             elif calls := message.get("tool_calls"):
@@ -191,7 +191,7 @@ class Conversation(Body):
             _, names = account_for(
                 message, MESSAGE_KEYS, MESSAGE_NEUTRAL, MESSAGE_IGNORED, where=f"messages[{i}]."
             )
-            # a null or an empty list says nothing
+            # a null or an empty list has no effect
             ignored |= {f"messages.{name}": None for name in names if message[name]}
             if isinstance(parts := message.get("content"), list):
                 keys = (key for part in parts if isinstance(part, dict) for key in part)
@@ -201,7 +201,7 @@ class Conversation(Body):
 
 
 def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
-    """Refuse the result of a tool call that no message before it makes; a call without an id fits any."""
+    """Reject a tool result without an earlier tool call; a call without an id matches any result."""
     if isinstance(call_id, str) and call_id not in call_ids and None not in call_ids:
         raise MalformedRequest.about(
             where,
@@ -211,7 +211,7 @@ def check_call_id(call_id: Any, call_ids: Collection[Any], where: str) -> None:
 
 
 def _ids_of(calls: Any) -> set[Any]:
-    """The ids of tool calls; None stands for a call without one. Anything but a list is refused elsewhere."""
+    """Return the ids of tool calls; None for a call without one. Non-lists are rejected elsewhere."""
     given = (
         [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
     )
@@ -227,9 +227,9 @@ def account_for(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     where: str = "",
 ) -> tuple[dict[str, Any], list[str]]:
-    """The known fields of an object, and the names of ignored ones; others are refused.
+    """Return the known fields of an object and the names of ignored ones; reject others.
 
-    `where` is the place of the object in the body, and ends with a dot.
+    `where` is the path of the object in the body, ending with a dot.
     """
     kept: dict[str, Any] = {}
     without_effect: list[str] = []
@@ -248,9 +248,9 @@ def account_for(
 
 
 def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
-    """Return True if the current request may hold an unknown field, and note it; misspelt known ones may not.
+    """Return True, and record the name, if an unknown field is ignored; likely misspellings are not.
 
-    The name goes into a header and a log line, so it is cut and cleaned.
+    The name goes into a header and a log line, so it is truncated and sanitised.
     """
     record = current_record()
     if record is None or not record.is_lenient or len(record.unknown) >= MAX_UNKNOWN:
@@ -259,7 +259,7 @@ def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
         return False
     shown = _UNSAFE.sub("?", _PLACE.sub("", where) + name[:MAX_SHOWN_NAME])
     record.unknown[shown] = None
-    logged = shown if _PLAIN.fullmatch(shown) else "..."  # others may be a client's data
+    logged = shown if _PLAIN.fullmatch(shown) else "..."  # other names may be a client's data
     if logged not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
         _LOGGED.add(logged)
         logger.warning("unknown field ignored field=%s path=%s (told once)", logged, record.path)
@@ -267,7 +267,7 @@ def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
 
 
 def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
-    """Refuse a field of other servers, unless it has a value that changes nothing."""
+    """Reject a field of other servers, unless it has a value that changes nothing."""
     if value is None or any(
         value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
         for allowed in neutral.values
@@ -284,7 +284,7 @@ Prompts = str | list[str] | TokenIds | list[TokenIds]
 
 
 def _check_prompts(value: Any) -> Any:
-    """One text, one list of ids, or a list of either; by hand, because a list may hold a million ids."""
+    """Check for a text, a list of ids, or a list of either; by hand, since a list may have a million ids."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -311,7 +311,7 @@ Int = Annotated[int, BeforeValidator(_integer)]
 
 
 class AskingBody(Body):
-    """A body that asks for text, whole or as a stream."""
+    """A body that requests text, streamed or not."""
 
     stream: bool | None = None
 
@@ -334,7 +334,7 @@ class MeasuredBody(AskingBody):
 
 
 class StreamOptions(Body):
-    """Options for what a stream carries in addition to its tokens."""
+    """Options for what a stream has in addition to its tokens."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "frames are not padded")}
@@ -344,7 +344,7 @@ class StreamOptions(Body):
 
 
 class TunedBody(MeasuredBody):
-    """The fields that every route that asks for text takes under the same names."""
+    """The fields that have the same names on all routes that generate text."""
 
     model: Name | None = None
     temperature: float | None = None
@@ -363,7 +363,7 @@ class TunedBody(MeasuredBody):
     include_stop_str_in_output: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    num_speculative_tokens: Int | None = None  # most drafts of a step; 0: none
+    num_speculative_tokens: Int | None = None  # most drafts per step; 0: none
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -374,7 +374,7 @@ class SamplingBody(TunedBody):
 
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None  # the newer name for the same
-    truncate_prompt_tokens: Int | None = None  # its last tokens are kept; -1: as many as fit
+    truncate_prompt_tokens: Int | None = None  # keep this many last tokens; -1: as many as fit
     prompt_logprobs: Int | None = None
     return_token_ids: bool | None = None
     n: Int | None = None
@@ -394,13 +394,13 @@ class SamplingBody(TunedBody):
 
     @property
     def spellings(self) -> Mapping[str, str]:
-        """Parameters by the names they were sent under."""
+        """Parameters, by the names that the client used."""
         names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
         return {name: sent for name, sent in names.items() if getattr(self, sent, None) is not None}
 
     @model_validator(mode="after")
     def _join_max_tokens(self) -> Self:
-        """Both names or either: from here on it is `max_tokens`."""
+        """Merge the two names into `max_tokens`."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise RequestError(
@@ -454,7 +454,7 @@ class ChatRequest(SamplingBody, Conversation):
 
     @model_validator(mode="after")
     def _read_hints(self) -> Self:
-        """Leave out hints that ask for nothing, and unknown keys of tools."""
+        """Remove hints without effect, and unknown keys of tools."""
         if self.top_logprobs == 0 and not self.logprobs:
             self.top_logprobs = None
             self.note_ignored(["top_logprobs"])
@@ -464,9 +464,9 @@ class ChatRequest(SamplingBody, Conversation):
 
 
 def _known_keys(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool without the unknown keys that may be passed over; its other faults are found later."""
+    """Return a tool without unknown keys that may be ignored; other errors are found later."""
     if any(key not in ("type", "function") for key in tool):
-        known = ("type", "function", *TOOL_KEYS)  # keys of the inner object are refused, with that hint
+        known = ("type", "function", *TOOL_KEYS)  # keys of the inner object are rejected, with that hint
         tool = {key: tool[key] for key in tool if key in known or not pass_over(key, where, known)}
     function = tool.get("function")
     if isinstance(function, dict) and any(key not in TOOL_KEYS for key in function):
@@ -479,7 +479,7 @@ def _known_keys(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 class CountedChat(ChatRequest):
-    """A chat whose prompt is counted and not answered: it may be the end of a history."""
+    """A chat whose prompt is only counted: its history may begin anywhere."""
 
     is_answered = False
 
@@ -511,7 +511,7 @@ class DetokenizeRequest(Body):
 
 
 class ReadingBody(Body):
-    """A body whose texts are read, and not answered."""
+    """A body whose texts are only read, not answered."""
 
     neutral = {"request_id": SAMPLING_NEUTRAL["request_id"]}
     ignored = ABOUT_THE_CLIENT
@@ -533,11 +533,11 @@ class EmbeddingRequest(ReadingBody):
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off: beginning, or end
+    truncation_side: Literal["left", "right"] | None = None  # the side that is cut off
 
 
 class ScoredText(Body):
-    """A document that stands in an object, as Jina's and Cohere's clients send it."""
+    """A document in an object, as Jina's and Cohere's clients send it."""
 
     where = "documents."
 
@@ -552,22 +552,22 @@ Documents = Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 class ScoringBody(ReadingBody):
     """The fields that rerank and score share."""
 
-    instruction: str | None = None  # what the query is for; rerankers with a prompt for it read it
+    instruction: str | None = None  # task description, for rerankers whose prompt has one
     use_activation: bool | None = None  # False: the logit of the score
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
 
 
 class RerankRequest(ScoringBody):
-    """`POST /v1/rerank`, as Jina, Cohere and vLLM have it."""
+    """`POST /v1/rerank`, as in Jina's, Cohere's and vLLM's APIs."""
 
     query: Text
     documents: Documents
-    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as for vLLM
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as in vLLM
     return_documents: bool | None = None
 
 
 class ScoreRequest(ScoringBody):
-    """`POST /v1/score`, as vLLM has it: two names for either side."""
+    """`POST /v1/score`, as in vLLM's API: each side has two names."""
 
     text_1: Text | Documents | None = None
     text_2: Text | Documents | None = None

@@ -1,4 +1,4 @@
-r"""A job's answer on its way to the client: pieces of one token, server-sent events, a response.
+r"""Stream a job's output to the client: pieces of one token, server-sent events, a response.
 
     Generation ──► Piece ──► FrameWriter ──► frames ──► EventStream ──► client
               └──► RequestOutput ──► FrameWriter ──► the whole body
@@ -6,15 +6,15 @@ r"""A job's answer on its way to the client: pieces of one token, server-sent ev
     data: {"id":...,"object":...,"created":...,"model":...,"choices":[{"index":0,"text":" sky",...}]}\n\n
           └──────── the same in every frame: bytes made once ────────┘
 
-A stream begins with its first token, so a request that is refused or fails before is an HTTP error with a
+A stream begins with its first token, so a request that is rejected or fails before that gets an HTTP error
 status. If the first token takes long (a prompt of thousands of tokens on a CPU, a full queue), the stream
-begins `BEGIN_S` after the engine has taken the request, and sends a sign of life every `PING_S`, because
-proxies and clients give up on a silent server. Once a stream has begun, a failure is a frame:
+begins once `BEGIN_S` have passed and the engine has accepted the request, and sends a ping every `PING_S`,
+because proxies and clients give up on a silent server. Once a stream has begun, a failure is a frame:
 `data: {"error": ...}`, then the end.
 
-A client that stops reading stops the stream, not the engine: unread outputs wait as token ids, up to a limit,
-until the connection's time is up. Sending to a disconnected client takes no time at all, so a backlog is sent
-with pauses, in which the event loop learns of the disconnect.
+A client that stops reading stops the stream, not the engine: unread outputs are buffered as token ids, up to
+a limit, until the stream's time is up. Sending to a disconnected client returns at once, so a backlog is sent
+with pauses, in which the event loop can notice the disconnect.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BEGIN_S = 2.0  # seconds after which the headers of a stream go out, if its request was not refused
-PING_S = 15.0  # seconds between two signs of life before the first token
-TAKEN_POLL_S = 0.1  # seconds between two looks at whether a slow engine has taken the request
+BEGIN_S = 2.0  # seconds after which the headers of a stream are sent, if its request was accepted
+PING_S = 15.0  # seconds between two pings before the first token
+TAKEN_POLL_S = 0.1  # seconds between two checks if a slow engine has accepted the request
 LAST_READ_S = 30.0  # seconds beyond a job's own time limit for a client to read the rest
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class FrameWriter(ABC):
-    """The form of an answer: the way the client sees the whole of it, or its pieces and end in a stream."""
+    """The format of an answer: its body, or the frames of a stream."""
 
-    ping = b": ping\n\n"  # a sign of life before the first piece, which readers skip; may be empty
+    ping = b": ping\n\n"  # sent before the first piece; readers skip it; may be empty
     media_type = "text/event-stream"  # type of a stream of its frames
 
-    note: Callable[[Piece], object] | None = None  # shown the pieces of an answer that is not streamed
+    note: Callable[[Piece], object] | None = None  # gets the pieces of an answer that is not streamed
 
     def __init__(self, generation: Generation, body: AskingBody) -> None:
         self.generation = generation
@@ -67,37 +67,37 @@ class FrameWriter(ABC):
             generation.keep_times()
 
     async def settle(self) -> None:
-        """Do what must be done before the client learns of the end."""
+        """Finish work that must be done before the client sees the end."""
         return
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed, for routes that have one."""
+        """Return the body of an answer that is not streamed, for routes that have one."""
         raise NotImplementedError
 
     @abstractmethod
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frames of one piece."""
+        """Return the frames of one piece."""
 
     @abstractmethod
     def end(self) -> list[bytes]:
-        """The frames after the last piece."""
+        """Return the frames after the last piece."""
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
-        """The only frame of a stream that fails before anything is known of its answer."""
+        """Return the only frame of a stream that fails before its job is open."""
         return named_event("error", to_api_error(error).encode())
 
     def error(self, error: BaseException) -> bytes:
-        """The last frame of a stream that fails."""
+        """Return the last frame of a stream that fails."""
         return self.failure(error)
 
     def is_slow(self, piece: Piece) -> bool:
-        """Return True if the frames of a piece take so long that a thread should write them."""
+        """Return True if the frames of a piece take so long that a thread should make them."""
         return False
 
 
 class ChunkWriter(FrameWriter):
-    """OpenAI's form: `data:` frames that are chunks of a completion, usage on request, then [DONE]."""
+    """OpenAI's format: `data:` frames with chunks of a completion, usage on request, then [DONE]."""
 
     kind: str  # the `object` field of a chunk
     prompt_in_choice = True  # True: the prompt's ids are a field of the choice; False: of the chunk
@@ -117,11 +117,11 @@ class ChunkWriter(FrameWriter):
         self.has_ids = bool(body.return_token_ids)
 
     def last_usage(self) -> Mapping[str, Any]:
-        """The usage at the end."""
+        """Return the usage at the end."""
         return self.generation.usage()
 
     def end(self) -> list[bytes]:
-        """The frame of usage and metrics where they were asked for, and [DONE]."""
+        """Return the frame of usage and metrics, if requested, and [DONE]."""
         if not self._ends_with_usage and not self._ends_with_metrics:
             return [DONE]
         rest = {"usage": self.last_usage()} if self._ends_with_usage else {}
@@ -130,7 +130,7 @@ class ChunkWriter(FrameWriter):
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
-        """The error as a frame, and [DONE]."""
+        """Return the error as a frame, and [DONE]."""
         return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
 
     def token(
@@ -140,7 +140,7 @@ class ChunkWriter(FrameWriter):
         logprobs: Mapping[str, Any] | None,
         prompt_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """The frame of one token; most hold nothing but its text, and are put together from three parts."""
+        """Return the frame of one token; most have only its text and are joined from three parts."""
         if logprobs is None and delta.finish_reason is None and not (self.has_usage or self.has_ids):
             return self._openings[index] + orjson.dumps(delta.text) + self._plain
         reasons = delta.finish_reason, delta.stop_reason
@@ -148,7 +148,7 @@ class ChunkWriter(FrameWriter):
         return self.frame(index, text, logprobs, *reasons, token_ids=ids, prompt_ids=prompt_ids)
 
     def text(self, text: str) -> bytes:
-        """The field of a choice that holds its text."""
+        """Return the field of a choice with its text."""
         return self.opening + orjson.dumps(text) + self.closing
 
     def frame(
@@ -162,9 +162,9 @@ class ChunkWriter(FrameWriter):
         token_ids: Sequence[int] = (),
         prompt_ids: Sequence[int] | None = None,
     ) -> bytes:
-        """A frame whose choice holds `inner`: a field with its name, without braces.
+        """Return a frame whose choice has `inner`: a field with its name, without braces.
 
-        `num_output` tokens are counted as made; by default, all so far. Ids are shown where that was asked.
+        Usage counts `num_output` tokens, by default all so far. Ids are included if they were requested.
         """
         reasons: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
         if finish_reason is not None:
@@ -182,20 +182,20 @@ class ChunkWriter(FrameWriter):
 
 
 def job_fields(job: Job, kind: str) -> dict[str, Any]:
-    """The fields with which every body and every chunk of OpenAI's first two routes begins."""
+    """Return the first fields of every body and chunk of OpenAI's completions and chat."""
     return {"id": job.job_id, "object": kind, "created": job.created, "model": job.model_name}
 
 
 def named_event(name: str, data: bytes) -> bytes:
-    """A frame with an event name."""
+    """Return a frame with an event name."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 class EventStream(Response):
     """A response of frames that closes its generation when the client leaves or does not read.
 
-    It may begin while its job is still being opened, because the model has to be loaded first: whatever goes
-    wrong then is a frame, a body that is refused included.
+    It may begin while its job is still being opened, because the model has to be loaded first: every later
+    error is then a frame, even if the body is rejected.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class EventStream(Response):
 
     @classmethod
     async def start(cls, http: Request, writer: FrameWriter, headers: Mapping[str, str]) -> EventStream:
-        """Wait until the stream can begin, so that a refusal is an HTTP error; returns the response."""
+        """Wait until the stream can begin, so that a rejection is an HTTP error; returns the response."""
         opening: asyncio.Future[FrameWriter] = asyncio.get_running_loop().create_future()
         opening.set_result(writer)
         stream = cls(type(writer), opening, headers)
@@ -221,15 +221,15 @@ class EventStream(Response):
         return stream
 
     async def _until_begun(self, generation: Generation) -> None:
-        """Wait for the first frames, or until they are late and the request has been taken."""
+        """Wait for the first frames, or until they are late and the request was accepted."""
         await asyncio.wait((self._first,), timeout=BEGIN_S)
         while not self._first.done() and not generation.is_taken:
             await asyncio.wait((self._first,), timeout=TAKEN_POLL_S)
         if self._first.done():
-            self._first.result()  # raises the error that took the place of frames
+            self._first.result()  # raises the error, if there is one
 
     async def _close(self) -> None:
-        """Abort what has not ended; a reader of first frames is cancelled, and its error is seen."""
+        """Abort unfinished requests; cancel the task of the first frames and retrieve its error."""
         self._first.cancel()
         if not self._first.done():
             await asyncio.wait((self._first,))
@@ -240,8 +240,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send every frame, for as long as the client is connected."""
         with suppress(ClientDisconnect):
-            # No layer does anything with a frame, so frames go past all of them; the first message and the
-            # last one do not.
+            # Middleware ignores frames, so frames bypass it; only the first message and the last one pass
+            # through it.
             await unless_disconnected(receive, self._send_frames(send, scope.get(RAW_SEND, send)))
 
     async def _send_frames(self, send: Send, send_frame: Send) -> None:
@@ -262,7 +262,7 @@ class EventStream(Response):
                     frames = await self._frames_of(self._read_frames())
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as error:
-            if not isinstance(error, TimeoutError):  # a send found the connection closed
+            if not isinstance(error, TimeoutError):  # the connection is closed
                 if (record := current_record()) is not None:
                     record.is_gone = True
                 return
@@ -271,21 +271,21 @@ class EventStream(Response):
             await self._close()
 
     async def _ping_until(self, awaited: asyncio.Future[Any], send_frame: Send) -> None:
-        """Wait, with a sign of life now and then."""
+        """Wait, and send pings meanwhile."""
         while not awaited.done():
             if self._kind.ping:
                 await send_frame({"type": "http.response.body", "body": self._kind.ping, "more_body": True})
             await asyncio.wait((awaited,), timeout=PING_S)
 
     def _ends_at(self) -> float | None:
-        """The time of the event loop by which the client must have read everything; None: at any time."""
+        """Return the event loop's time by which the client must have read everything; None: no limit."""
         job = None if self._opening.exception() is not None else self._opening.result().generation.job
         if job is None or job.time_limit_s is None:
             return None
         return asyncio.get_running_loop().time() + job.time_limit_s + LAST_READ_S
 
     async def _frames_of(self, reading: Awaitable[list[bytes]]) -> list[bytes]:
-        """The frames that were read; a failure becomes the last one, since the status 200 has been sent."""
+        """Return the next frames; a failure becomes the last one, since status 200 has been sent."""
         try:
             return await reading
         except Exception as error:
@@ -300,7 +300,7 @@ class EventStream(Response):
         return await self._read_frames()
 
     async def _read_frames(self) -> list[bytes]:
-        """Wait for the next frames; returns none once the stream has ended."""
+        """Wait for the next frames; returns an empty list once the stream has ended."""
         if self._has_ended:
             return []
         writer = self._opening.result()
@@ -320,9 +320,9 @@ class EventStream(Response):
 
 
 async def close_opening(opening: asyncio.Future[FrameWriter]) -> None:
-    """End the opening of a job that is not wanted any more, and its generation.
+    """Cancel the opening of a job that is no longer needed, and close its generation.
 
-    Nothing is waited for before that, where nothing must be: this may be cancelled, as its client has it all.
+    This awaits as little as possible, because it may itself be cancelled once the client has everything.
     """
     opening.cancel()
     if not opening.done():
@@ -332,7 +332,7 @@ async def close_opening(opening: asyncio.Future[FrameWriter]) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, but cancel it, and so abort its requests, if the client disconnects."""
+    """Return the result of `work`; if the client disconnects, cancel it, which aborts its requests."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-r"""The fields by which clients constrain the form of an answer; each becomes a `Structured`.
+r"""The fields by which clients constrain an answer; each becomes a `Structured`.
 
     OpenAI      response_format       {"type": "json_object"}
                                       {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}
@@ -8,8 +8,8 @@ r"""The fields by which clients constrain the form of an answer; each becomes a 
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
     SGLang      json_schema, regex, ebnf
 
-Two different constraints are refused, and so is an option without effect on the given one. The same
-constraint under two names, for servers of either kind, counts as one. `Structured` checks the contents of a
+Two different constraints are rejected, and so is an option that does not apply to the given one. The same
+constraint under two names, for different servers, counts as one. `Structured` checks the contents of a
 constraint.
 """
 
@@ -28,7 +28,7 @@ FORMATS = ("text", "json_object", "json_schema")
 FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description", "value")
 SCHEMA_KEYS = ("name", "schema", "strict", "description")
 
-KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's words; a schema may be a text that holds it
+KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's names; a schema may be JSON text
     "json": Structured.json_schema,
     "regex": Structured.regex,
     "choice": Structured.choice,
@@ -43,7 +43,7 @@ NEUTRAL = {
 GUIDED = {f"guided_{kind}": kind for kind in KINDS}
 SGLANG = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 BLANKS = "guided_whitespace_pattern"
-# the fields of a body that may hold a constraint, or an option of one
+# the fields of a body that may have a constraint, or an option of one
 CONSTRAINTS = ("response_format", "structured_outputs", *GUIDED, *SGLANG, BLANKS)
 
 NO_BLANKS = " {0}"
@@ -52,7 +52,7 @@ _BLANKS = re.compile(rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:[*+?]|\{{\d{{0,4}}(?
 
 
 def read_structured(body: SamplingBody) -> Structured | None:
-    """The constraint that a body asks for, checked; None where it asks for none."""
+    """Return the constraint of a body, checked; None if it has none."""
     found = [
         made
         for made in (
@@ -72,7 +72,7 @@ def read_structured(body: SamplingBody) -> Structured | None:
 
 
 def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
-    """The constraint of a format in OpenAI's words, in the field `param`; text has none."""
+    """Return the constraint of a `response_format` in the field `param`; None for text."""
     kind = field_of(given, "type", param)
     if kind not in FORMATS:
         error = RequestError if isinstance(kind, str) else MalformedRequest
@@ -101,7 +101,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
 
 
 def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
-    """Refuse a format without a schema; `form` is the way the route writes one."""
+    """Reject a format without a schema; `form` shows how the route writes one."""
     if given.get("schema") is None:
         raise MalformedRequest.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
 
@@ -136,7 +136,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
 
 
 def _read_fields(body: SamplingBody) -> Iterator[Structured]:
-    """Yield the constraints that are fields of the body."""
+    """Yield the constraints in fields of the body itself."""
     blanks = body.guided_whitespace_pattern
     if blanks is not None and all(getattr(body, name) is None for name in GUIDED):
         raise RequestError.about(BLANKS, "needs guided_json")
@@ -147,7 +147,7 @@ def _read_fields(body: SamplingBody) -> Iterator[Structured]:
 
 
 def _blanks(pattern: Any, param: str, kind: str) -> dict[str, str]:
-    """The option of a constraint that says which blanks may stand between JSON tokens, as a pattern."""
+    """Return the option for the whitespace between JSON tokens, checked, if there is one."""
     if pattern is None:
         return {}
     if not kind.startswith("json"):

@@ -1,8 +1,8 @@
-"""The times of one answer, for a client that asks for them (`metrics`): vLLM's names, and some more.
+"""The times of one answer, for a client that asks for them (`metrics`), with vLLM's names and some more.
 
-Times are as the client sees them: they run from the arrival of its HTTP request to the moments at which
-tokens came from the engine. A step may bring several tokens of a sequence, with drafts or where they had to
-come; the gap before them counts once among the gaps, and the mean is over tokens.
+Times are measured from the client's view: from the arrival of its HTTP request to the arrival of tokens from
+the engine. A step may produce several tokens of a sequence, from drafts or when a constraint leaves no
+choice; the gap before them counts once among the gaps, and the mean is per token.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any
 
 from infer.scheduling.request import StepOutput
 
-MAX_GAPS = 65_536  # most gaps that a percentile is taken of; the mean has no limit
+MAX_GAPS = 65_536  # most gaps for percentiles; the mean has no limit
 
 
 class AnswerTimes:
-    """The times at which the tokens of an answer came."""
+    """The times at which the tokens of an answer arrived."""
 
     def __init__(self, arrived_at: float) -> None:
         self._arrived_at = arrived_at
         self._first_at = self._last_at = 0.0
         self._queue_s = 0.0
-        self._last: dict[tuple[int, int], float] = {}  # time of the last token by prompt and sequence
+        self._last: dict[tuple[int, int], float] = {}  # time of the last token, by prompt and sequence
         self._gaps = array("d")
         self._gaps_s = 0.0
-        self._num_later = 0  # tokens that were not their sequence's first
+        self._num_later = 0  # tokens after their sequence's first output
 
     def take(self, where: int, output: StepOutput, now: float) -> None:
-        """Note an output of a prompt that has come now."""
+        """Record an output of a prompt that has just arrived."""
         count = len(output.token_ids)
         if not count:
             return
@@ -46,7 +46,7 @@ class AnswerTimes:
         self._first_at = self._first_at or now
 
     def to_wire(self, num_output: int, num_cached: int) -> dict[str, Any]:
-        """The times of an answer in milliseconds; null where there is no value."""
+        """Return the times of an answer in milliseconds; null if there is no value."""
         whole_s = self._last_at - self._arrived_at if self._last else 0.0
         return {
             "time_to_first_token_ms": _ms(self._first_at - self._arrived_at) if self._last else None,
@@ -60,7 +60,7 @@ class AnswerTimes:
 
 
 def percentile(values: array[float], share: float) -> float:
-    """The value that this share of all values does not exceed."""
+    """Return the value that this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 

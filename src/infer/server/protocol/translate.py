@@ -3,8 +3,8 @@
     body ──► SamplingParams ──┐
          └─► prompts ──► ids ─┴──► one Request per prompt ──► Job
 
-Missing fields come from the model's defaults (generation_config.json), then from `SamplingParams`. Tokenizing
-and rendering a long prompt takes milliseconds, so both happen in a thread.
+Missing fields come from the model's defaults (generation_config.json), then from `SamplingParams`. Rendering
+and tokenizing a long prompt takes milliseconds, so both happen in a thread.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from infer.server.protocol.structured import CONSTRAINTS, read_structured
 from infer.server.state import ServedModel, ServerState, engine_id, mark, salt_of
 from infer.tokenizer.chat_template import Opening
 
-DEFAULT_COMPLETION_TOKENS = 16  # the default everywhere; a chat answer may fill the context
+DEFAULT_COMPLETION_TOKENS = 16  # other servers' default, too; a chat may fill the context
 
-SAME_NAME = [  # fields that mean the same in a body and in SamplingParams
+SAME_NAME = [  # fields with the same meaning in a body and in SamplingParams
     name
     for name in SamplingBody.model_fields
     if name in SamplingParams.__dataclass_fields__ and name not in ("max_tokens", "logit_bias")
@@ -45,22 +45,22 @@ SAME_NAME = [  # fields that mean the same in a body and in SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One body, understood: a request for each of its prompts."""
+    """One parsed body: a request for each of its prompts."""
 
     job_id: str
     created: int  # seconds since 1970
     model: ServedModel
     model_name: str  # the name that the client used
     requests: tuple[Request, ...]
-    prompts: tuple[str | None, ...]  # the texts, where the client gave texts
+    prompts: tuple[str | None, ...]  # texts, if the client sent texts
     time_limit_s: float | None
     is_chat: bool = False
-    is_continued: bool = False  # the answer goes on inside of the last message
-    form: AnswerFormat | None = None  # the way to read answers that may hold reasoning or tool calls
+    is_continued: bool = False  # the answer continues the last message
+    form: AnswerFormat | None = None  # how to parse reasoning and tool calls
 
     @property
     def is_fresh(self) -> bool:
-        """True if answers are texts of their own, and continue none."""
+        """True if answers start a message of their own."""
         return self.is_chat and not self.is_continued
 
     @property
@@ -70,12 +70,12 @@ class Job:
 
     @property
     def has_tools(self) -> bool:
-        """True if an answer may hold tool calls."""
+        """True if an answer may have tool calls."""
         return self.form is not None and bool(self.form.tools)
 
 
 async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
-    """The job of a completion body; raises a `RequestError` that names the wrong field."""
+    """Return the job of a completion body; raises a `RequestError` that names the wrong field."""
     mark("parse")
     model = await state.use_model(body.model)
     prompts = split_prompts(
@@ -86,7 +86,7 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
     if max_tokens == 0:
         if not body.echo:
             raise RequestError.about("max_tokens", "is 0, which needs echo; set echo or max_tokens >= 1")
-        max_tokens = 1  # the engine computes a prompt by sampling what follows; the sample is not returned
+        max_tokens = 1  # the engine must sample a token to compute a prompt; the token is not returned
     params = await make_params(
         body,
         model,
@@ -109,10 +109,10 @@ async def open_completion(body: CompletionRequest, state: ServerState) -> Job:
 
 
 async def open_chat(body: ChatRequest, state: ServerState) -> Job:
-    """The job of a chat body; raises a `RequestError` that names the wrong field.
+    """Return the job of a chat body; raises a `RequestError` that names the wrong field.
 
-    Clients limit the reasoning of any model. A model that does not reason keeps every limit, so the field is
-    ignored and noted.
+    Clients send limits on reasoning to any model. A model that does not reason meets every limit, so the
+    field is ignored and reported as such.
     """
     mark("parse")
     model = await state.use_model(body.model)
@@ -142,7 +142,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
 
 
 def fill_context(job: Job) -> Job:
-    """The job, with an answer that may fill the context where it asks for more tokens than that."""
+    """Return the job without its `max_tokens` if that exceeds the rest of the context."""
     request, max_tokens = job.requests[0], job.params.max_tokens
     room = job.model.encoder.context_len - len(request.prompt)
     if max_tokens is None or not 0 < room < max_tokens:
@@ -151,7 +151,7 @@ def fill_context(job: Job) -> Job:
 
 
 def _ignore_limits(body: ChatRequest, encoder: PromptEncoder) -> None:
-    """Leave out limits on reasoning; wrong ones stay, and are refused."""
+    """Remove limits on reasoning; invalid ones stay and are rejected later."""
     if body.reasoning_effort is not None and EFFORTS.get(body.reasoning_effort, 0) != 0:
         body.reasoning_effort = None
         body.note_ignored(["reasoning_effort"])
@@ -174,7 +174,7 @@ def make_job(
     texts: tuple[str | None, ...] = (None,),
     form: AnswerFormat | None = None,
 ) -> Job:
-    """The job of a body: a fresh id, and a numbered request for each prompt."""
+    """Return the job of a body: a new id, and a numbered request for each prompt."""
     mark("tokenize")
     check_supported(body, params)
     if body.priority and model.scheduler.scheduler_policy != "priority":
@@ -201,7 +201,7 @@ def make_job(
 
 
 def request_options(body: SamplingBody | ReadingBody, state: ServerState) -> dict[str, Any]:
-    """The options of an engine's request that every body has."""
+    """Return the options of an engine's request that are common to all bodies."""
     return {
         "deadline": None if body.timeout is None else time.monotonic() + body.timeout,
         "cache_salt": salt_of(body.cache_salt),
@@ -210,7 +210,7 @@ def request_options(body: SamplingBody | ReadingBody, state: ServerState) -> dic
 
 
 def time_limit(body: SamplingBody | ReadingBody, state: ServerState) -> float | None:
-    """The seconds after which an answer is too late: the client's limit or the server's; None: any number."""
+    """Return the time limit of an answer in seconds, the client's or the server's; None: no limit."""
     return min((limit for limit in (body.timeout, state.config.request_timeout) if limit), default=None)
 
 
@@ -223,9 +223,9 @@ async def make_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The client's fields over the model's defaults; each route reads the last three in its own way."""
+    """Merge the client's fields with the model's defaults; the last three depend on the route."""
     fields: dict[str, Any] = dict(model.encoder.sampling_defaults)
-    if body.use_beam_search:  # takes no defaults
+    if body.use_beam_search:  # the model's defaults do not apply
         fields = {"temperature": 0.0}
     fields |= {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name in ("n", "best_of"):
@@ -244,7 +244,7 @@ async def make_params(
 
 
 def check_supported(body: SamplingBody, params: SamplingParams) -> None:
-    """Refuse combinations that cannot be honoured."""
+    """Reject combinations that are not supported."""
     if body.stream_options is not None and not body.stream:
         raise RequestError.about("stream_options", "needs stream to be true")
     if body.stream:
@@ -254,9 +254,9 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
 
 
 def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[str | list[int]]:
-    """The prompts of a body as a list, with `advice` for more than `most`.
+    """Return the prompts of a body as a list; the error for more than `most` has `advice`.
 
-    A text and a list of token ids are one prompt.
+    A text is one prompt, and so is a list of token ids.
     """
     if isinstance(given, str):
         return [given]
@@ -270,7 +270,7 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
 
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
-    """Refuse a body with more prompts than idle engines could take: no retry could succeed."""
+    """Reject a body with more prompts than idle engines could accept: no retry could succeed."""
     if (max_queue := model.scheduler.max_queue) is None:
         return
     room = sum(client.stats().max_batch_size + max_queue for client in model.clients)
@@ -285,7 +285,7 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
 def most_tokens(
     body: SamplingBody | ReadingBody, encoder: PromptEncoder, num_output: int | None
 ) -> int | None:
-    """The number of tokens at the end of a prompt that are kept; None: all.
+    """Return the number of last tokens of a prompt that are kept; None: all.
 
     -1 keeps as many as fit before `num_output` tokens.
     """
@@ -302,7 +302,7 @@ def most_tokens(
 
 
 def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
-    """The way in which the prompt of a conversation ends."""
+    """Return the way in which the prompt of a conversation ends."""
     if not body.continue_final_message:
         return "none" if body.add_generation_prompt is False else "answer"
     if body.add_generation_prompt:
@@ -314,7 +314,7 @@ def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
 
 
 def only_text(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> str:
-    """The text before a gap; a suffix with several prompts, token ids or an echo is refused."""
+    """Return the text before a gap; reject a suffix with several prompts, token ids or echo."""
     if len(prompts) != 1 or not isinstance(prompts[0], str) or body.echo:
         raise RequestError.about("suffix", "goes with one prompt, which is a text, and without echo")
     return prompts[0]
@@ -328,14 +328,14 @@ async def encode_prompts(
     add_special: bool = True,
     most: int | None = None,
 ) -> list[list[int]]:
-    """The last `most` ids of every prompt, tokenized in a thread."""
+    """Return the last `most` ids of every prompt, tokenized in a thread."""
     if any(isinstance(prompt, str) for prompt in prompts):
         return await asyncio.to_thread(encoder.encode_all, prompts, param, add_special=add_special, most=most)
     return encoder.encode_all(prompts, param, most=most)
 
 
 def check_has_template(encoder: PromptEncoder) -> None:
-    """Refuse a conversation with a model that has no chat template."""
+    """Reject a conversation with a model that has no chat template."""
     if not encoder.has_chat_template:
         raise RequestError(
             "this model has no chat template; use /v1/completions, or serve it with --chat-template",

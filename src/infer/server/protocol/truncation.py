@@ -1,10 +1,10 @@
-"""The items of a conversation that may be left out of a prompt that does not fit, and their order.
+"""Choose which items of a conversation to drop, and in which order, if its prompt does not fit.
 
     developer   user, assistant   user, call, output   user   call, output   call, output
     kept        └─── first ───┘   └──── second ────┘   kept   └─ third ──┘   kept: it is answered
 
-Whole turns go first, the oldest before the others, then steps after the user's last message. A call and its
-result go together, and so does the reasoning before them. Everything the operator said is kept, and so are
+Whole turns are dropped first, oldest first, then steps after the user's last message. A call and its result
+are dropped together, with the reasoning before them. All system and developer messages are kept, and so are
 the user's last message and the last step.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The places of items that may be left out together, in the order in which they go."""
+    """Return groups of indices of items that are dropped together, in order."""
     num_items = len(items)
     is_output = [item.get("type") == "function_call_output" for item in items]
     roles = [item.get("role") if item.get("type", "message") == "message" else None for item in items]
@@ -26,7 +26,7 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     while begin and is_user[begin - 1]:
         begin -= 1
     whole = _whole_cuts(items)
-    # the places at which a turn of the user begins, and those at which a step after the last turn does
+    # indices at which a turn of the user begins, and at which a step after the last turn begins
     turns = [i for i in range(begin + 1) if i in (0, begin) or (is_user[i] and not is_user[i - 1])]
     steps = [i for i in range(end, num_items) if i == end or (is_output[i - 1] and not is_output[i])]
     units = [
@@ -38,7 +38,7 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def _whole_cuts(items: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """For each cut, before an item or after the last: True if every call stays together with its result."""
+    """Return, for each cut before an item or after the last, True if it separates no call from its result."""
     results = {item.get("call_id"): i for i, item in enumerate(items) if "output" in item}
     furthest, whole = -1, []
     for i, item in enumerate(items):

@@ -1,13 +1,13 @@
-"""A conversation written in blocks or items, as the messages that a chat template reads.
+"""Convert a conversation of blocks or items to the messages that a chat template reads.
 
 `/v1/messages` has blocks inside messages and `/v1/responses` a flat list of items; a chat has one message per
-turn, which holds the turn's reasoning, its text and its tool calls:
+turn, with the turn's reasoning, its text and its tool calls:
 
     thinking, text, tool_use   |   reasoning, message, function_call     ──►   one assistant message
     tool_result                |   function_call_output                  ──►   one tool message each
     text, text                 |   message, message                      ──►   one user message
 
-Blocks and items are bodies of their own (schemas.py): every field of each is accounted for.
+Blocks and items are bodies themselves (schemas.py): none of their fields is dropped silently.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Block = TypeVar("Block", bound=Body)
 
 
 class Turns:
-    """The messages of a conversation, put together in the order in which its parts are given."""
+    """Builds the messages of a conversation from its parts, in order."""
 
     def __init__(self, *, is_answered: bool = True) -> None:
         self._is_answered = is_answered  # a model answers it: every tool result follows its call
         self._turns: list[dict[str, Any]] = []
         self._call_ids: set[str] = set()
-        self.ignored: dict[str, None] = {}  # fields without effect, in the order they were met
+        self.ignored: dict[str, None] = {}  # fields without effect, in order
 
     def say(self, role: str, text: str) -> None:
-        """Add text to a turn of this role; texts of one turn stand on lines of their own."""
+        """Add text to a turn of this role; texts of one turn are joined by newlines."""
         self._turn(role)["content"].append(text)
 
     def think(self, text: str) -> None:
@@ -50,13 +50,13 @@ class Turns:
         self._call_ids.add(call_id)
 
     def answer_call(self, call_id: str, text: str, path: Path) -> None:
-        """Add the result of a tool call, whose id stands at `path`."""
+        """Add the result of a tool call; `path` is the place of its id."""
         if self._is_answered:
             check_call_id(call_id, self._call_ids, spell_path(path))
         self._turns.append({"role": "tool", "tool_call_id": call_id, "content": [text]})
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as chat messages."""
+        """Return the conversation as chat messages."""
         joined = ("content", "reasoning_content")
         return [
             {key: "\n".join(value) if key in joined else value for key, value in turn.items()}
@@ -72,9 +72,9 @@ class Turns:
         refused: Mapping[str, str] | str = "",
         default: str | None = None,
     ) -> Block:
-        """A block, an item or a tool as the class of its type; an error names its place in the body.
+        """Parse a block, an item or a tool as the class of its type; an error names its place in the body.
 
-        `refused` is the reason why other types are not taken, or a table of reasons by type.
+        `refused` is the reason why other types are not supported, or a table of reasons by type.
         """
         where = spell_path(path)
         if not isinstance(given, dict):
@@ -90,14 +90,14 @@ class Turns:
         return self.read_as(kinds[kind], {name: given[name] for name in given if name != "type"}, path)
 
     def read_as(self, kind: type[Block], given: dict[str, Any], path: Path) -> Block:
-        """An object as this class; an error names its place in the body."""
+        """Parse an object as this class; an error names its place in the body."""
         try:
             made = kind.model_validate(given, context={"where": f"{spell_path(path)}."})
         except ValidationError as error:
             found = [{**each, "loc": ("body", *path, *each["loc"])} for each in error.errors()]
             raise validation_error(found, {}) from None
         for name in made.ignored_fields:
-            if given[name] not in (None, [], {}):  # values that say nothing
+            if given[name] not in (None, [], {}):  # values without effect
                 self.ignored[f"{path[0]}.{name}"] = None
         return made
 
@@ -109,7 +109,7 @@ class Turns:
 
 @contextmanager
 def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
-    """Tell errors about fields of a chat in the words of another API, which `spellings` has."""
+    """Rename chat fields in errors to those of another API, given by `spellings`."""
     try:
         yield
     except RequestError as error:
