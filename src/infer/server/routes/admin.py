@@ -1,4 +1,4 @@
-"""The operator's routes, behind the admin key (auth.py).
+"""The operator's routes, which need the admin key (auth.py).
 
 POST /admin/models/load      {"name": "b", "model": "path or hub id", "knobs": {...}, "replace": false}
 POST /admin/models/unload    {"name": "b"}
@@ -6,10 +6,10 @@ POST /admin/models/alias     {"alias": "gpt-4", "name": "b"}
                              {"alias": "chat", "models": {"v1": 90, "v2": 10}}
 POST /admin/adapters/load    {"name": "sql", "path": "directory", "model": "b", "replace": false}
 POST /admin/adapters/unload  {"name": "sql"}
-POST /v1/load_lora_adapter   {"lora_name": "sql", "lora_path": "directory"}    the same in vLLM's words
+POST /v1/load_lora_adapter   {"lora_name": "sql", "lora_path": "directory"}    the same in vLLM's API
 POST /v1/unload_lora_adapter {"lora_name": "sql"}
 POST /admin/reset_prefix_cache   {} or {"model": "b"}
-POST /admin/drain            {} stops taking requests, {"drain": false} takes them again
+POST /admin/drain            {} rejects new requests, {"drain": false} accepts them again
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ vllm_router = APIRouter(tags=["admin"], route_class=JsonRoute)
 
 
 class LoadBody(Body):
-    """A model to add, or to serve in place of one; `knobs` are the engine's, by name."""
+    """A model to add or replace; `knobs` are the engine's, by name."""
 
     name: str = Field(min_length=1, max_length=200)
     model: str = Field(min_length=1, max_length=4096)
@@ -50,7 +50,7 @@ class UnloadBody(Body):
 
 
 class AliasBody(Body):
-    """A second name for a model, or for several by weight; with a name of null it is removed."""
+    """An alias of a model, or of several by weight; a name of null removes it."""
 
     alias: str = Field(min_length=1, max_length=200)
     name: str | None = None
@@ -58,7 +58,7 @@ class AliasBody(Body):
 
 
 class AdapterBody(Body):
-    """A LoRA adapter to load for a model, the default one unless named."""
+    """A LoRA adapter to load for a model, by default for the default model."""
 
     name: str = Field(min_length=1, max_length=200)
     path: str = Field(min_length=1, max_length=4096)
@@ -67,7 +67,7 @@ class AdapterBody(Body):
 
 
 class VllmAdapterBody(Body):
-    """An adapter to load or unload on the default model, in the words of vLLM's API."""
+    """A LoRA adapter to load for the default model, in vLLM's format."""
 
     lora_name: str = Field(min_length=1, max_length=200)
     lora_path: str = Field(min_length=1, max_length=4096)
@@ -75,19 +75,19 @@ class VllmAdapterBody(Body):
 
 
 class VllmUnloadBody(Body):
-    """A LoRA adapter to remove, in vLLM's words."""
+    """A LoRA adapter to unload, in vLLM's format."""
 
     lora_name: str
 
 
 class ResetBody(Body):
-    """The model whose prefix caches to empty; without one, all of them."""
+    """The model whose prefix caches are cleared; without one, all models."""
 
     model: str | None = None
 
 
 class DrainBody(Body):
-    """The choice to stop taking requests, or to take them again."""
+    """The choice to reject new requests, or to accept them again."""
 
     drain: bool = True
 
@@ -99,7 +99,7 @@ def _fleet(http: Request) -> Fleet:
 
 @router.post("/models/load")
 async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
-    """Start the engines of one more model; answers when it is ready; a client that leaves ends it."""
+    """Load one more model; answers when it is ready. If the client leaves, the load is cancelled."""
     try:
         table = knob_table()
         knobs = {name: parse_knob(table[name], v) if name in table else v for name, v in body.knobs.items()}
@@ -121,7 +121,7 @@ async def load_model(body: LoadBody, http: Request) -> dict[str, Any]:
 
 @router.post("/models/unload")
 async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
-    """Serve a model no longer, or end its load; answers when its engines have stopped."""
+    """Unload a model, or cancel its load; answers when its engines have stopped."""
     fleet = _fleet(http)
     ended = {"cut_off_requests": await fleet.unload(body.name)}
     return {"name": body.name, "default_model": fleet.state.default_model} | ended
@@ -129,7 +129,7 @@ async def unload_model(body: UnloadBody, http: Request) -> dict[str, Any]:
 
 @router.post("/models/alias")
 async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
-    """Let a second name mean a model, several models by weight, or nothing any more."""
+    """Set an alias of a model, or of several models by weight, or remove it."""
     if ("name" in body.model_fields_set) == (body.models is not None):
         raise MalformedRequest(
             "give either name, the model that the alias means (null removes it), or models, their weights",
@@ -149,14 +149,14 @@ async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
 
 @router.post("/adapters/load")
 async def load_adapter(body: AdapterBody, http: Request) -> dict[str, Any]:
-    """Load a LoRA adapter, which requests then name as their model."""
+    """Load a LoRA adapter, which requests can then name as their model."""
     base = await _load_adapter(http, body.name, body.path, body.model, replaces=body.replace)
     return {"name": body.name, "model": base}
 
 
 @router.post("/adapters/unload")
 async def unload_adapter(body: UnloadBody, http: Request) -> dict[str, Any]:
-    """Serve a LoRA adapter no longer; requests that began with it go on."""
+    """Unload a LoRA adapter; requests that began with it finish."""
     await _fleet(http).unload_adapter(body.name)
     return {"name": body.name}
 
@@ -171,7 +171,7 @@ async def load_lora_adapter(body: VllmAdapterBody, http: Request) -> str:
 
 @vllm_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(body: VllmUnloadBody, http: Request) -> str:
-    """Serve a LoRA adapter no longer."""
+    """Unload a LoRA adapter of the default model."""
     with _in_vllm_words():
         await _fleet(http).unload_adapter(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -179,7 +179,7 @@ async def unload_lora_adapter(body: VllmUnloadBody, http: Request) -> str:
 
 @contextmanager
 def _in_vllm_words() -> Iterator[None]:
-    """Blame the fields that a body in vLLM's words has."""
+    """Name vLLM's fields in errors."""
     try:
         yield
     except RequestError as error:
@@ -203,7 +203,7 @@ async def reset_prefix_cache(body: ResetBody, http: Request) -> dict[str, Any]:
 
 @router.post("/drain")
 async def drain(body: DrainBody, http: Request) -> dict[str, Any]:
-    """Take no new requests; those inside go on. Poll until `num_active` is 0."""
+    """Reject new requests; running ones continue. Poll until `num_active` is 0."""
     board = _fleet(http).state.board
     board.is_draining = body.drain
     return {"is_draining": board.is_draining, "num_active": board.num_active}

@@ -1,9 +1,9 @@
 """`POST /v1/chat/completions`: answer a conversation.
 
 The model's chat template turns messages and tools into a prompt. After that, a chat is a completion whose
-frames are called deltas. The first frame of every choice holds the role, the last one the finish reason.
+frames are called deltas. The first frame of every choice has the role, the last one the finish reason.
 
-An answer that may hold reasoning or tool calls has a format (`Job.form`), and its pieces have events:
+An answer that may have reasoning or tool calls has a format (`Job.form`), and its pieces have events:
 
     ReasoningDelta   delta: {"reasoning_content": …, "reasoning": …}     clients read one name or the other
     ContentDelta     delta: {"content": …}
@@ -34,13 +34,13 @@ router = make_router()
 @router.post("/v1/chat/completions", response_model=None)
 async def create_chat_completion(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
-    if body.max_tokens == -1:  # no limit, as some clients say it
+    if body.max_tokens == -1:  # some clients' way to say no limit
         body.max_tokens = None
     return await answer(http, body, open_chat(body, server_state(http)), ChatWriter)
 
 
 class ChatWriter(ChunkWriter):
-    """OpenAI's chat: in a stream, a role for each choice, a frame per token, usage if asked for, [DONE]."""
+    """OpenAI's chat: in a stream, a role for each choice, a frame per token, usage on request, [DONE]."""
 
     kind, opening, closing = "chat.completion.chunk", b'"delta":{"content":', b"}"
     prompt_in_choice = False
@@ -52,10 +52,10 @@ class ChatWriter(ChunkWriter):
         self._has_logprobs = bool(body.logprobs)
         self._num_roles = num_choices  # roles that have not been sent
         self._has_form = generation.job.form is not None
-        self._shows_reasoning = body.include_reasoning is not False  # what the model writes for itself
+        self._shows_reasoning = body.include_reasoning is not False  # True: reasoning is sent
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frame of one token; before the first of all, the role of every choice."""
+        """Return the frame of one token; before the very first one, also the role of every choice."""
         delta = piece.delta
         logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._has_logprobs else None
         if self._has_form:
@@ -64,7 +64,7 @@ class ChatWriter(ChunkWriter):
             frames = [self.token(delta.index, delta, logprobs)]
         if not self._num_roles:
             return frames
-        # as OpenAI does: null where the answer may be a tool call and nothing else
+        # as in OpenAI's API: null if the answer may be only a tool call
         content = b"null" if self.generation.job.has_tools else b'""'
         role = b'"delta":{"role":"assistant","content":' + content + b"}"
         prompt_ids = self.generation.job.requests[0].prompt
@@ -76,7 +76,7 @@ class ChatWriter(ChunkWriter):
         return [*roles, *frames]
 
     def _event_frames(self, piece: Piece, logprobs: Mapping[str, Any] | None) -> list[bytes]:
-        """A frame for each event, and one for the end; none for a token that is held back."""
+        """Return a frame for each event, and one for the end; none for a token that is held back."""
         delta, index = piece.delta, piece.delta.index
         inners = []
         for event in delta.events:
@@ -95,7 +95,7 @@ class ChatWriter(ChunkWriter):
         return frames
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = [self._choice(output) for output in answers[0].outputs]
         fields = job_fields(self.generation.job, "chat.completion")
         fields |= {"choices": choices, "usage": self.generation.usage()} | self.generation.metrics()
@@ -126,7 +126,7 @@ class ChatWriter(ChunkWriter):
 
 
 def event_delta(event: AnswerEvent) -> dict[str, Any]:
-    """An event in OpenAI's words."""
+    """Return an event in OpenAI's format."""
     match event:
         case ReasoningDelta(text):
             return {"reasoning_content": text, "reasoning": text}

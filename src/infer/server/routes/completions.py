@@ -1,6 +1,6 @@
-"""`POST /v1/completions`: continue a text. And `/v1/completions/stream`, the same with named events.
+"""`POST /v1/completions`: continue a text; `/v1/completions/stream`: the same, with named events.
 
-A body may hold several prompts and ask for n outputs of each; the choices of prompt p are p*n ... p*n+n-1.
+A body may have several prompts and ask for n outputs of each; the choices of prompt p are p*n ... p*n+n-1.
 
     event: token    {"text", "id", "index"}        one per token, in order
     event: done     {"finish_reason", "usage", ..}  exactly one of these two
@@ -32,7 +32,7 @@ router = make_router()
 
 @router.post("/v1/completions", response_model=None)
 async def create_completion(body: CompletionRequest, http: Request) -> Response:
-    """Continue one prompt or several."""
+    """Continue one or several prompts."""
     return await answer(http, body, open_completion(body, server_state(http)), CompletionWriter)
 
 
@@ -74,15 +74,15 @@ class CompletionView:
 
     @property
     def num_choices(self) -> int:
-        """The number of answers that the client gets."""
+        """The number of choices that the client gets."""
         return len(self.job.requests) * self.job.params.n
 
     def choice(self, prompt: int, index: int) -> int:
-        """The number of a prompt's output among all choices."""
+        """Return the number of a prompt's output among all choices."""
         return prompt * self.job.params.n + index
 
     def prompt_text(self, prompt: int) -> str:
-        """The text that echo puts in front: as given, or decoded from ids up to its last whole character."""
+        """Return the text to echo: as sent, or decoded from ids up to the last complete character."""
         text = self.job.prompts[prompt]
         if text is not None:
             return text
@@ -91,18 +91,18 @@ class CompletionView:
     def prompt_logprobs(
         self, choice: int, prompt: int, rows: Sequence[RowLogprobs | None] | None
     ) -> dict[str, Any] | None:
-        """The logprobs of an echoed prompt."""
+        """Return the logprobs of an echoed prompt."""
         if self._logprobs is None:
             return None
         ids = self.job.requests[prompt].prompt
         return self._logprobs[choice].take(ids, rows or [None] * len(ids))
 
     def logprobs(self, choice: int, ids: Sequence[int], rows: Sequence[RowLogprobs]) -> dict[str, Any] | None:
-        """The logprobs of some tokens of an output."""
+        """Return the logprobs of some tokens of an output."""
         return None if self._logprobs is None else self._logprobs[choice].take(ids, rows)
 
     def whole(self, prompt: int, answer: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
-        """A choice of an answer that is not streamed."""
+        """Return a choice of an answer that is not streamed."""
         choice = self.choice(prompt, output.index)
         text, logprobs = "", None
         if self.echoes:
@@ -129,7 +129,7 @@ class CompletionView:
 
 
 class CompletionWriter(ChunkWriter):
-    """OpenAI's form: in a stream, a data frame per token, after an echoed prompt on request, then [DONE]."""
+    """OpenAI's format: in a stream, the echoed prompt on request, a data frame per token, then [DONE]."""
 
     kind, opening, closing = "text_completion", b'"text":', b""
 
@@ -140,11 +140,11 @@ class CompletionWriter(ChunkWriter):
         self._not_begun = set(range(view.num_choices)) if self.has_ids else set()
 
     def last_usage(self) -> Mapping[str, Any]:
-        """The usage at the end, where a sample that is not shown is not counted."""
+        """Return the usage at the end, without a sampled token that is not sent."""
         return self.generation.usage(None if self._view.shows_output else 0)
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = [
             self._view.whole(prompt, answer, output)
             for prompt, answer in enumerate(answers)
@@ -154,12 +154,12 @@ class CompletionWriter(ChunkWriter):
         return job_fields(self.generation.job, self.kind) | rest
 
     def is_slow(self, piece: Piece) -> bool:
-        """True for the first piece of a choice whose prompt is echoed: the prompt may be long."""
+        """Return True for the first piece of a choice whose prompt is echoed: the prompt may be long."""
         waiting = self._not_echoed
         return bool(waiting) and self._view.choice(piece.prompt, piece.delta.index) in waiting
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frame of one token, after the echoed prompt if it is the first of its choice."""
+        """Return the frame of one token; before a choice's first one, also its echoed prompt."""
         view, delta = self._view, piece.delta
         choice = view.choice(piece.prompt, delta.index)
         frames = []
@@ -185,7 +185,7 @@ class EventWriter(FrameWriter):
         self._ends: dict[int, dict[str, Any]] = {}
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """A `token` event, if the piece holds a token."""
+        """Return a `token` event, if the piece has a token."""
         delta, frames = piece.delta, []
         choice = self._view.choice(piece.prompt, delta.index)
         for token_id in delta.token_ids:
@@ -201,7 +201,7 @@ class EventWriter(FrameWriter):
         return frames
 
     def end(self) -> list[bytes]:
-        """The `done` event."""
+        """Return the `done` event."""
         ends = self._ends
         content = {
             "id": self.generation.job.job_id,

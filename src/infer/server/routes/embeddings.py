@@ -1,8 +1,7 @@
 """`POST /v1/embeddings`: a text as a vector, the model's final hidden state.
 
-frontend/embeddings.py decides what is made of a text and what is refused, for the library and this route.
-Here are the HTTP side and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit
-floats.
+frontend/embeddings.py prepares and checks texts, for the library and this route. This file has the HTTP side
+and the encodings: OpenAI's client asks for base64, the bytes of little-endian 32-bit floats.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ MAX_TOGETHER = 16  # inputs of one body that are in the engine at a time
 
 @router.post("/v1/embeddings", response_model=None)
 async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
-    """One vector per input."""
+    """Return one vector per input."""
     encoding = body.encoding_format or FORMATS[0]
     if encoding not in FORMATS:
         raise RequestError.about(
@@ -58,7 +57,7 @@ async def create_embeddings(body: EmbeddingRequest, http: HttpRequest) -> Respon
 async def make_vectors(
     http: HttpRequest, body: EmbeddingRequest, write: Callable[[int, list[float]], bytes]
 ) -> tuple[list[bytes], int, str]:
-    """The vectors of a body's inputs, written by `write`, the number of tokens, and the model's name."""
+    """Return the vectors of a body's inputs, encoded by `write`, the number of tokens and the model name."""
     state = server_state(http)
     model = await state.use_model(body.model)
     inputs = split_prompts(body.input, MAX_INPUTS, "input", "send several requests")
@@ -89,7 +88,7 @@ async def run_job(
     finish: Callable[[int, list[float]], T],
     param: str,
 ) -> list[T]:
-    """The results of `finish` for the hidden states of a job's inputs, which the body calls `param`."""
+    """Return the results of `finish` for the hidden states of a job's inputs, in the body's field `param`."""
     mark("tokenize")
     state = server_state(http)
     limit = time_limit(body, state)
@@ -104,10 +103,10 @@ async def run_job(
 async def _embed(
     model: ServedModel, requests: Sequence[Request], finish: Callable[[int, list[float]], T], param: str
 ) -> list[T]:
-    """The results for all hidden states, a few inputs in the engine at a time: others wait there too.
+    """Return the results for all inputs; only a few are in the engine at a time, to leave room for others.
 
-    A thread writes each vector as soon as it is there. As Python floats, millions of numbers take half a
-    gigabyte, and writing them all at once would keep the interpreter's lock from every stream.
+    A thread encodes each vector as soon as it arrives. As Python floats, millions of numbers take half a
+    gigabyte, and encoding them all at once would hold the GIL and block every stream.
     """
     window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
 
@@ -126,7 +125,7 @@ async def _embed(
 
 
 def join_list(opening: bytes, items: Sequence[bytes], rest: Mapping[str, object]) -> bytes:
-    """The JSON of a list and of the fields after it; `bytes.join` keeps no lock over long texts."""
+    """Return the JSON of a list and the fields after it; `bytes.join` releases the GIL for long texts."""
     commas = (text for item in items for text in (b",", item))
     return b"".join([opening, *list(commas)[1:], b"],", orjson.dumps(rest)[1:]])
 
@@ -134,13 +133,13 @@ def join_list(opening: bytes, items: Sequence[bytes], rest: Mapping[str, object]
 async def list_response(
     opening: bytes, items: Sequence[bytes], rest: Mapping[str, object], body: Body
 ) -> Response:
-    """An answer of a list and the fields after it."""
+    """Return a response with a list and the fields after it."""
     content = await asyncio.to_thread(join_list, opening, items, rest)
     return Response(content, headers=ignored_headers(body), media_type="application/json")
 
 
 def encode_vector(vector: list[float], encoding: str) -> list[float] | str:
-    """A vector as JSON numbers, or as base64 of its bytes."""
+    """Encode a vector as JSON numbers, or as base64 of its bytes."""
     if encoding == "float":
         return vector
     numbers = array.array("f", vector)

@@ -1,8 +1,8 @@
-"""`GET /explain/{id}`: the life of a request, and what would have made it faster.
+"""`GET /explain/{id}`: the story of a request, and what would have made it faster.
 
-The id is the answer's `x-request-id`, or its `id`. A request is explained to the API key that it came with,
-and to the operator; any other key gets the same 404, whether there is one or not. The answer is JSON, or
-plain text where the client asks for it (`accept: text/plain`).
+The id is the response's `x-request-id`, or its `id`. A request is explained to the API key that it came with,
+and to the operator; any other key gets the same 404, whether the request exists or not. The answer is JSON,
+or plain text if the client asks for it (`accept: text/plain`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ router = make_router()
     responses={404: {"model": ErrorBody}},
 )
 async def get_explanation(request_id: str, http: Request) -> Response:
-    """Why a request took as long as it did."""
+    """Explain why a request took as long as it did."""
     fleet: Fleet = http.app.state.fleet
     record = current_record()
     owner = "" if record is None else record.owner
@@ -44,7 +44,7 @@ async def get_explanation(request_id: str, http: Request) -> Response:
 
 
 def wants_text(accept: str) -> bool:
-    """True if a client asks for plain text, and not for JSON before it."""
+    """Return True if a client accepts plain text, and does not name JSON before it."""
     kinds = [kind.partition(";")[0].strip().lower() for kind in accept.split(",")]
     named = [kind for kind in kinds if kind in ("text/plain", "application/json")]
     return named[:1] == ["text/plain"]

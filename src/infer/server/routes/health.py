@@ -1,8 +1,8 @@
-"""`/health`, `/version` and `/metrics`: the routes of whatever watches the server.
+"""`/health`, `/version` and `/metrics`: the routes for monitoring.
 
 `/health` is 200 only if every engine is alive and makes progress. It is 503 while the first models are
-loading (so traffic waits), while the server drains (so traffic goes elsewhere), and when an engine is
-dead or stuck (so that it is restarted); the message says which.
+loading (so that traffic waits), while the server drains (so that traffic goes elsewhere), and when an engine
+is dead or stuck (so that the server is restarted); the message gives the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ router = APIRouter(tags=["watching"])
 
 
 def why_unwell(state: ServerState) -> str | None:
-    """The reason why this server should get no traffic; None if it should."""
+    """Return the reason this server should get no traffic; None if it should."""
     if state.board.is_starting:
         return "starting: a model is being loaded"
     if state.board.is_draining:
@@ -35,7 +35,7 @@ def why_unwell(state: ServerState) -> str | None:
 @router.head("/health", response_model=None, include_in_schema=False)
 @router.get("/health", response_model=None)
 async def get_health(http: Request) -> dict[str, str] | Response:
-    """200 if every engine can serve; 503 and the reason otherwise."""
+    """Answer 200 if every engine can serve, else 503 with the reason."""
     reason = why_unwell(http.app.state.server)
     if reason is None:
         return {"status": "ok"}
@@ -45,13 +45,13 @@ async def get_health(http: Request) -> dict[str, str] | Response:
 @router.head("/version", response_model=None, include_in_schema=False)
 @router.get("/version")
 async def get_version() -> dict[str, str]:
-    """The version of this package."""
+    """Return the version of this package."""
     return {"version": __version__}
 
 
 @router.head("/metrics", response_model=None, include_in_schema=False)
 @router.get("/metrics", response_model=None)
 async def get_metrics(http: Request) -> Response:
-    """Counts and times in Prometheus' text format."""
+    """Return counters and histograms in Prometheus' text format."""
     fleet: Fleet = http.app.state.fleet
     return Response(await fleet.metrics_text(), media_type=CONTENT_TYPE)

@@ -1,19 +1,19 @@
 """The common part of all JSON routes: strict JSON in, JSON out, and large work in a thread.
 
     body ──► job (translate.py) ──► Generation ──► FrameWriter ──► a stream, or the whole answer      `answer`
-      └───► chat, of a body of another API (messages.py, responses.py) ──► job                    `open_agent`
+      └───► chat, from a body of another API (messages.py, responses.py) ──► job                  `open_agent`
 
-FastAPI's own JSON reader accepts NaN, Infinity and lone surrogates; this one does not. A route module gets it
-from `make_router`. A body without a content-type, or with the one that `curl -d` gives to every body, is JSON
-unless it comes from a page in a browser, which names its origin: a page of another site can send such a body
+FastAPI's own JSON parser accepts NaN, Infinity and lone surrogates; this one does not. A route module gets it
+from `make_router`. A body without a content-type, or with the default of `curl -d`, is read as JSON unless it
+comes from a web page, whose browser sends an Origin header: a page of another site can send such a body
 without permission, but not one of type JSON.
 
-Parsing holds Python's lock, even in a thread, and 8 MiB of small objects take a second. So a large body is
-scanned before it is parsed, without making objects. First its values are counted, piece by piece, with the
-event loop's other work in between, because the time to parse and check a body depends on its strings,
-objects, lists and escapes, and hardly on long texts. Then its fields are measured. All bytes outside the
-measured fields count together: unknown fields, and earlier copies of a field that is given twice (the last
-copy counts).
+Parsing holds the GIL, even in a thread, and 8 MiB of small objects take a second. So a large body is scanned
+before it is parsed, without creating objects. Its values are counted, piece by piece, with the event loop's
+other work in between, because the time to parse and check a body depends on its strings, objects, lists and
+escapes, and hardly on long texts. Its fields are measured, too (first, if the body is not very large). All
+bytes outside the measured fields count together: unknown fields, and earlier copies of a repeated field (the
+last copy counts).
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ T = TypeVar("T")
 Asking = TypeVar("Asking", bound=AskingBody)
 Agent = TypeVar("Agent", bound=Body)
 
-LARGE = 2_000  # tokens or logprobs to spell: some milliseconds
+LARGE = 2_000  # tokens or logprobs to spell in a few milliseconds
 
 IGNORED_HEADER = "x-infer-ignored"
-CURL_TYPE = "application/x-www-form-urlencoded"  # type that `curl -d` gives to every body
+CURL_TYPE = "application/x-www-form-urlencoded"  # default type of `curl -d`
 
-MAX_FIELD_BYTES = {  # JSON bytes of fields that hold schemas
+MAX_FIELD_BYTES = {  # largest size in JSON bytes of fields with schemas
     **dict.fromkeys(CONSTRAINTS, MAX_CONSTRAINT_BYTES),
     **dict.fromkeys(
         ("format", "grammar", "json_schema", "output_config", "output_format", "text"), MAX_CONSTRAINT_BYTES
     ),
     "tools": 4 * MAX_CONSTRAINT_BYTES,
 }
-LARGE_FIELDS = (  # may fill the body
+LARGE_FIELDS = (  # fields that may fill the body
     "context", "documents", "input", "instructions", "messages", "prompt", "queries", "system", "text_1",
     "text_2", "tokens",
 )  # fmt: skip
-MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # bytes of all other fields together
-MAX_VALUES = 100_000  # strings, objects and lists of a large body: messages, their parts, calls, tools
-MAX_COMMAS = 1_000_000  # commas between values: token ids have nothing else
-MAX_ESCAPES = 1_500_000  # characters of texts that are written with a backslash
-PIECE = 65_536  # bytes that are looked at in one go
-_QUICKLY_MEASURED = 2 << 20  # bytes of a body whose fields are measured in milliseconds, whatever is in it
+MAX_REST_BYTES = 4 * MAX_CONSTRAINT_BYTES  # most bytes of all other fields together
+MAX_VALUES = 100_000  # most strings, objects and lists of a large body
+MAX_COMMAS = 1_000_000  # most commas between values, such as token ids
+MAX_ESCAPES = 1_500_000  # most characters written with a backslash
+PIECE = 65_536  # bytes that are scanned at a time
+_QUICKLY_MEASURED = 2 << 20  # bytes of any body whose fields can be measured within milliseconds
 _FIELDS = msgspec.json.Decoder(
     msgspec.defstruct(
         "_Fields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in (*MAX_FIELD_BYTES, *LARGE_FIELDS)]
@@ -73,7 +73,7 @@ _FIELDS = msgspec.json.Decoder(
 
 
 class ErrorDetail(BaseModel):
-    """The message of an error, and the field to blame."""
+    """The message of an error and the field to blame."""
 
     message: str
     type: str
@@ -82,16 +82,16 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error answer."""
+    """The body of every error."""
 
     error: ErrorDetail
 
 
 class JsonRequest(Request):
-    """A request whose JSON is JSON: no NaN, no Infinity, no half characters."""
+    """A request with strict JSON: no NaN, no Infinity, no lone surrogates."""
 
     async def json(self) -> Any:
-        """The parsed body; its user goes into the record. Raises a `json.JSONDecodeError`."""
+        """Return the parsed body; the record gets its user. Raises a `json.JSONDecodeError`."""
         body = orjson.loads(await self.body())
         if (record := current_record()) is not None:
             record.note_user(body)
@@ -99,7 +99,7 @@ class JsonRequest(Request):
 
 
 class BodyCounts:
-    """Counts of what a JSON text is made of, taken as its bytes come, however they are cut."""
+    """Counts the values, commas and escapes of a JSON text, which may be given in any pieces."""
 
     def __init__(self) -> None:
         self.num_values = self.num_commas = self.num_escapes = 0
@@ -109,9 +109,9 @@ class BodyCounts:
         """Count more bytes of the text."""
         piece = self._rest + piece
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        self._rest = b"\\" if num_backslashes % 2 else b""  # half of an escape: the other half is to come
+        self._rest = b"\\" if num_backslashes % 2 else b""  # half of an escape: the other half follows
         whole = piece[: len(piece) - len(self._rest)]
-        bare = whole.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+        bare = whole.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes delimit strings
         self.num_escapes += (len(whole) - len(bare)) // 2 + bare.count(b"\\")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
@@ -121,7 +121,7 @@ class BodyCounts:
         self._in_string ^= len(parts) % 2 == 0
 
     def check(self) -> None:
-        """Refuse a text that has more than can be parsed at once."""
+        """Reject a text that is too large to be parsed at once."""
         for count, limit, what in (
             (self.num_values, MAX_VALUES, "strings, objects and lists"),
             (self.num_commas, MAX_COMMAS, "values in lists and objects"),
@@ -132,7 +132,7 @@ class BodyCounts:
 
 
 def check_fields(body: bytes) -> None:
-    """Refuse a body that is not a JSON object, or has a part that is too large to be parsed at once."""
+    """Reject a body that is not a JSON object, or has a part that is too large to be parsed at once."""
     try:
         fields = _FIELDS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -151,7 +151,7 @@ def check_fields(body: bytes) -> None:
 
 
 async def check_values(text: bytes) -> None:
-    """Refuse JSON of more values than can be parsed at once; the event loop does other work meanwhile."""
+    """Reject JSON with more values than can be parsed at once, yielding to the event loop meanwhile."""
     counts = BodyCounts()
     for start in range(0, len(text), PIECE):
         counts.add(text[start : start + PIECE])
@@ -160,8 +160,8 @@ async def check_values(text: bytes) -> None:
 
 
 async def check_body(body: bytes) -> None:
-    """Refuse a body that would take long to parse."""
-    if is_measured := len(body) <= _QUICKLY_MEASURED:  # an error that names the field says more
+    """Reject a body that would take long to parse."""
+    if is_measured := len(body) <= _QUICKLY_MEASURED:  # an error that names the field is better
         check_fields(body)
     await check_values(body)
     if not is_measured:
@@ -172,7 +172,7 @@ class JsonRoute(APIRoute):
     """A route that reads its body as a `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler, given our request."""
+        """Return FastAPI's handler, wrapped to pass it a `JsonRequest`."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -194,14 +194,14 @@ class JsonRoute(APIRoute):
 
 
 def make_router(error_body: type[BaseModel] = ErrorBody) -> APIRouter:
-    """A router for JSON routes, with their errors in the OpenAPI schema."""
+    """Return a router for JSON routes, with their errors in the OpenAPI schema."""
     statuses = (400, 401, 413, 422, 500, 503, 504)
     errors: dict[int | str, dict[str, Any]] = {status: {"model": error_body} for status in statuses}
     return APIRouter(route_class=JsonRoute, responses=errors)
 
 
 def server_state(http: Request) -> ServerState:
-    """The state that `build_app` gave to the routes."""
+    """Return the state that `build_app` has set for the routes."""
     state: ServerState = http.app.state.server
     return state
 
@@ -209,9 +209,9 @@ def server_state(http: Request) -> ServerState:
 async def answer(
     http: Request, body: Asking, job: Awaitable[Job], form: Callable[[Generation, Asking], FrameWriter]
 ) -> Response:
-    """Answer a body that asks for text: generate what its job says, and stream it or send it whole.
+    """Answer a body that requests text: run its job, and stream the output or send it as one body.
 
-    Where models are on demand, a stream begins while its model is loaded.
+    With models on demand, a stream may begin while its model is loading.
     """
     if server_state(http).demand is None:
         writer = await _open_writer(body, job, form)
@@ -227,7 +227,7 @@ async def answer(
             kind = form.func if isinstance(form, partial) else form
             assert isinstance(kind, type) and issubclass(kind, FrameWriter)
             return EventStream(kind, opening, {})
-        writer = opening.result()  # raises the fault of the body, or of the model
+        writer = opening.result()  # raises the error of the body or the model
     with spelled(body.spellings):
         if body.stream:
             return await EventStream.start(http, writer, ignored_headers(body))
@@ -250,8 +250,8 @@ async def _open_writer(
 async def open_agent(
     http: Request, body: Agent, to_chat: Callable[[Agent], ChatRequest], *, num_items: int = 0
 ) -> Job:
-    """The job of a body of another API: `to_chat` makes a chat of it and of stored items."""
-    size = len(await http.body()) // 4  # a block of 30 bytes takes as long as some tokens
+    """Return the job of another API's body: `to_chat` makes a chat of it and `num_items` stored items."""
+    size = len(await http.body()) // 4  # a block of 30 bytes takes as long as a few tokens
     chat = await in_thread_if_large(size + 10 * num_items, to_chat, body)
     job = await open_chat(chat, server_state(http))
     body.note_ignored(body.spellings.get(name, name) for name in chat.ignored_fields)
@@ -259,13 +259,13 @@ async def open_agent(
 
 
 def json_response(content: Mapping[str, Any], body: Body | None = None) -> Response:
-    """A JSON answer; a header names the fields of `body` that had no effect."""
+    """Return a JSON response; a header names the fields of `body` that had no effect."""
     headers = ignored_headers(body) if body is not None else {}
     return Response(orjson.dumps(content), headers=headers, media_type="application/json")
 
 
 def ignored_headers(body: Body) -> dict[str, str]:
-    """The header that names the fields without effect, if there are any."""
+    """Return the header that names the fields without effect, if there are any."""
     record = current_record()
     names = list(body.ignored_fields)
     if record is not None:
@@ -275,10 +275,10 @@ def ignored_headers(body: Body) -> dict[str, str]:
 
 
 async def in_thread_if_large(size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Return the result of some work of a known size; a thread does it if it is large.
+    """Run `work` and return its result, in a thread if `size` is large.
 
-    An event loop that is busy for a tenth of a second stops every stream of the server for that long. Small
-    work takes less time than the way to a thread and back.
+    An event loop that is busy for a tenth of a second stalls every stream of the server for that long. Small
+    work takes less time than switching to a thread and back.
     """
     if size < LARGE:
         return work(*args, **options)

@@ -1,11 +1,11 @@
-"""GET /admin/live?model=NAME&replica=0: an engine at work, as server-sent events, for the page's tab "Live".
+"""GET /admin/live?model=NAME&replica=0: an engine at work, as server-sent events, for the page's Live tab.
 
     data: {"models": {"tiny": 1}, "model": "tiny", "replica": 0, "number": 7, "cells": [...], ...}
 
 An event is a `LiveSnapshot` (engine/live.py) with the steps that this page has not seen, and the names of all
-models with their numbers of engines. A page asks for nothing and gets at most ten events a second. Pages that
-look at the same engine share each question to it. When the last one has left no question is asked, and a few
-seconds later the engine stops writing steps down.
+models with their numbers of engines. A page gets at most ten events a second. Pages that watch the same
+engine share each request to it. After the last one has left, no more requests are sent, and a few seconds
+later the engine stops recording steps.
 
 It needs the admin key; a server on loopback without keys shows it to everyone on this machine (auth.py).
 """
@@ -33,10 +33,10 @@ from infer.server.protocol.errors import ApiError, to_api_error
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.state import ServedModel, ServerState
 
-INTERVAL_S = 0.1  # time between two questions to one engine
-MAX_INTERVAL_S = 1.0  # the same, where snapshots take long: the engine forgets pages that ask more rarely
-SILENCE_S = 5.0  # silence after which a stream says that it is alive
-MAX_PAGES = 16  # pages that one API process feeds at a time
+INTERVAL_S = 0.1  # time between two requests to one engine
+MAX_INTERVAL_S = 1.0  # longest such time: an engine that is asked less often stops recording
+SILENCE_S = 5.0  # silence after which a stream sends a comment
+MAX_PAGES = 16  # most pages of one API process at a time
 TOTALS = ("steps", "output_tokens", "prompt_tokens", "queried_tokens", "hit_tokens", "preemptions")
 ALIVE = b": the engine is busy with a step\n\n"
 
@@ -44,7 +44,7 @@ router = APIRouter(tags=["admin"])
 
 
 class LiveFeed:
-    """The snapshots of one engine, on their way to all pages of this process that look at it."""
+    """The snapshots of one engine, shared by all pages of this process that watch it."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -53,8 +53,8 @@ class LiveFeed:
         self._asking: asyncio.Task[LiveSnapshot] | None = None
 
     async def next(self, seen: LiveSnapshot | None) -> LiveSnapshot:
-        """Wait for a snapshot that is not the one seen; all who wait share one question."""
-        if monotonic() - self._asked_at > 2 * MAX_INTERVAL_S:  # nobody has looked for a while
+        """Wait for a snapshot after `seen`; all waiters share one request."""
+        if monotonic() - self._asked_at > 2 * MAX_INTERVAL_S:  # nobody has watched for a while
             self._last = None
         while self._last is None or (seen is not None and self._last.number == seen.number):
             if self._asking is None:
@@ -73,19 +73,19 @@ class LiveFeed:
 
 
 class LiveFeeds:
-    """One feed for each engine that pages look at."""
+    """One feed for each engine that pages watch."""
 
     def __init__(self) -> None:
         self._feeds: dict[EngineClient, tuple[LiveFeed, int]] = {}  # each with its number of pages
 
     @property
     def num_pages(self) -> int:
-        """The number of pages that look."""
+        """The number of open pages."""
         return sum(number for _, number in self._feeds.values())
 
     @contextlib.contextmanager
     def looking(self, client: EngineClient) -> Iterator[LiveFeed]:
-        """Let one more page look at an engine; its feed ends with the last of them."""
+        """Add a page that watches an engine; the feed ends with the last page."""
         feed, number = self._feeds.get(client) or (LiveFeed(client), 0)
         self._feeds[client] = feed, number + 1
         try:
@@ -116,14 +116,14 @@ class LiveStream(Response):
     async def _send_all(self, feed: LiveFeed, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
-        with contextlib.suppress(OSError):  # a send found the connection closed
+        with contextlib.suppress(OSError):  # the connection is closed
             async with contextlib.aclosing(self._events(feed)) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, feed: LiveFeed) -> AsyncGenerator[bytes, None]:
-        """Yield snapshots, and signs of life between them; the last event says why no more come."""
+        """Yield snapshots, and comments while there are none; the last event is the error that ended them."""
         seen: LiveSnapshot | None = None
         while True:
             next_one = asyncio.ensure_future(feed.next(seen))
@@ -151,13 +151,13 @@ class LiveStream(Response):
         return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
     def _totals(self) -> dict[str, int]:
-        """The engine's counts by its last report, for rates."""
+        """Return the engine's counters from its last report, for rates."""
         stats = self._model.clients[self._replica].stats()
         return {name: getattr(stats, f"num_{name}") for name in TOTALS}
 
 
 def new_steps(snapshot: LiveSnapshot, seen: LiveSnapshot | None) -> list[list[int]]:
-    """The steps of a snapshot that are not in the one seen before."""
+    """Return the steps of a snapshot that are not in the one seen before."""
     rows = np.frombuffer(snapshot.steps, np.int64).reshape(-1, len(STEP_COLUMNS))
     if seen is not None and seen.steps and snapshot.number > seen.number:
         last = np.frombuffer(seen.steps, np.int64)[-len(STEP_COLUMNS)]
@@ -172,7 +172,7 @@ async def look(http: HttpRequest, model: str | None = None, replica: int = Query
     state: ServerState = http.app.state.server
     feeds: LiveFeeds = http.app.state.live
     wanted = model or state.default_model or ""
-    served = next(iter(state.models_of(wanted)), None)  # not held: a page keeps no model from unloading
+    served = next(iter(state.models_of(wanted)), None)  # not held: a page does not prevent unloading
     if served is None:
         raise UnknownModel(f"model {wanted!r} is not loaded; it is when it is asked for", param="model")
     if replica >= len(served.clients):

@@ -1,12 +1,12 @@
-"""`POST /completion`, `GET /props`, `GET /slots`: the routes that clients of llama.cpp's server call.
+"""`POST /completion`, `GET /props`, `GET /slots`: routes for clients of llama.cpp's server.
 
     prompt, n_predict, samplers, grammar, json_schema  ──►  CompletionRequest, as /v1/completions
 
     data: {"content": " sky", "tokens": [9], "stop": false, ...}                            one per token
     data: {"content": "", "stop": true, "stop_type": "eos", "timings": {...}, ...}          the end
 
-Without `n_predict` a text goes on to its end or the context's. `/completions` is the same route: some
-clients add the s. A grammar is in GBNF, which the grammar compiler translates.
+Without `n_predict`, a text continues until it ends or fills the context. `/completions` is the same route:
+some clients add the s. A grammar is in GBNF, which the grammar compiler translates.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ router = make_router()
 
 NO_LIMIT = (-2, -1)  # values of n_predict
 RANDOM_SEED = -1
-NEVER_DRAWN = -100.0  # bias of a token that must not be drawn
-CHAT_NAMES = {  # fields of a completion, as this body calls them
+NEVER_DRAWN = -100.0  # bias of a token that must not be sampled
+CHAT_NAMES = {  # fields of a completion: their names in this body
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
     "logprobs": "n_probs",
@@ -112,7 +112,7 @@ class LlamaCompletion(AskingBody):
 
 
 async def open_llama(body: LlamaCompletion, http: Request) -> Job:
-    """The job of a body, read as the completion that it stands for."""
+    """Return the job of a body, after converting it to a completion."""
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         raise RequestError.about(
             "prompt", "is a list of prompts; send one per request, or several to /v1/completions"
@@ -128,7 +128,7 @@ async def open_llama(body: LlamaCompletion, http: Request) -> Job:
         "logit_bias": None if body.logit_bias is None else _bias(body.logit_bias),
         "logprobs": body.n_probs or None,
         "guided_grammar": body.grammar or None,
-        "cache_salt": uuid.uuid4().hex if body.cache_prompt is False else None,  # shared with no other
+        "cache_salt": uuid.uuid4().hex if body.cache_prompt is False else None,  # unique: no sharing
         "seed": None if body.seed == RANDOM_SEED else body.seed,
     }
     if fields["max_tokens"] == 0:
@@ -139,7 +139,7 @@ async def open_llama(body: LlamaCompletion, http: Request) -> Job:
 
 
 def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:
-    """Biases by token id, from an object, or from pairs, whose second may be false for never."""
+    """Return biases by token id, from an object or from pairs; false in a pair means never."""
     if isinstance(given, dict):
         return given
     bias: dict[str, float] = {}
@@ -157,7 +157,7 @@ def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dic
 
 
 class LlamaWriter(FrameWriter):
-    """llama.cpp's form: data frames with a token each, and at the end the settings, counts and timings."""
+    """llama.cpp's format: a data frame per token, and at the end the settings, counts and timings."""
 
     def __init__(self, generation: Generation, body: LlamaCompletion) -> None:
         super().__init__(generation, body)
@@ -169,7 +169,7 @@ class LlamaWriter(FrameWriter):
         self._stop_reason: str | int | None = None
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frame of one token; none for a piece that adds nothing."""
+        """Return the frame of one token; none for a piece that adds nothing."""
         delta = piece.delta
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
         if not delta.text and not delta.token_ids:
@@ -178,16 +178,16 @@ class LlamaWriter(FrameWriter):
         return [_frame({**said, **self._counts(), **self._probs(delta.token_ids, delta.logprobs)})]
 
     def end(self) -> list[bytes]:
-        """The last frame."""
+        """Return the last frame."""
         return [_frame(self._ending("", ()))]
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
-        """The error as a frame."""
+        """Return the error as a frame."""
         return b"data: " + to_api_error(error).encode() + b"\n\n"
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         output = answers[0].outputs[0]
         self._finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
         ids = output.token_ids if self._returns_tokens else ()
@@ -198,7 +198,7 @@ class LlamaWriter(FrameWriter):
         return {"tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"]}
 
     def _probs(self, token_ids: Sequence[int], rows: Sequence[RowLogprobs]) -> dict[str, Any]:
-        """The logprobs of some tokens, each with its alternatives, if they were asked for."""
+        """Return the logprobs of some tokens, each with its alternatives, if requested."""
         if not self._has_probs:
             return {}
         found = chat_logprobs(self.generation.job.model.encoder.tokenizer, rows)["content"]
@@ -222,7 +222,7 @@ class LlamaWriter(FrameWriter):
             "tokens_cached": self.generation.usage()["prompt_tokens_details"]["cached_tokens"],
             "generation_settings": settings_of(job.model, job.params, is_stream=self._is_stream),
             "prompt": job.prompts[0] or "",
-            "truncated": False,  # a prompt is never cut
+            "truncated": False,  # prompts are never truncated
             "stop_type": "limit" if is_limited else "word" if is_word else "eos",
             "stopping_word": word if is_word else "",
             "timings": self._timings(),
@@ -255,7 +255,7 @@ def _frame(fields: dict[str, Any]) -> bytes:
 
 
 def settings_of(model: ServedModel, params: SamplingParams, *, is_stream: bool) -> dict[str, Any]:
-    """Parameters of sampling in llama.cpp's words."""
+    """Return sampling parameters with llama.cpp's names."""
     return {
         "n_ctx": model.encoder.context_len,
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
@@ -283,9 +283,9 @@ async def complete(body: LlamaCompletion, http: Request) -> Response:
 
 @router.get("/props", response_model=None)
 async def get_props(http: Request, model: str | None = None) -> Response:
-    """The defaults of a model and the number of sequences it runs at a time, but not the place of its files.
+    """Return a model's defaults and the number of sequences it runs at a time, but not the path of its files.
 
-    Nothing is loaded to be looked at: an unloaded on-demand model has no defaults and no places.
+    This never loads a model: an unloaded on-demand model has no defaults and no slots.
     """
     state = server_state(http)
     served = state.look_at(model)
@@ -321,7 +321,7 @@ async def get_props(http: Request, model: str | None = None) -> Response:
 
 @router.get("/slots", response_model=None)
 async def get_slots(http: Request, model: str | None = None, fail_on_no_slot: int = 0) -> Response:
-    """The places for sequences in a model's engines, and which are taken; an unloaded model has none."""
+    """Return the slots for sequences in a model's engines, free or taken; an unloaded model has none."""
     served = server_state(http).look_at(model)
     if served is None:
         return Response(b"[]", media_type="application/json")

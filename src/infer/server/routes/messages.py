@@ -1,19 +1,19 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as a chat in other words.
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, converted to a chat.
 
     system, messages of blocks   ──►  messages             turns.py
     tools, tool_choice           ──►  tools, tool_choice, parallel_tool_calls
     thinking, output_config      ──►  reasoning fields, response_format
     max_tokens, stop_sequences   ──►  max_tokens, stop
 
-From there on a message is a chat: the same checks, the same template, the same engine. Its answer is blocks:
+From there on, a message is a chat: the same checks, template and engine. Its answer consists of blocks:
 
     message_start, ping
     content_block_start, content_block_delta ..., content_block_stop     each block: thinking, text, tool_use
-    message_delta, message_stop                                          why it ended, and the usage
-    error                                                                in place of the rest, if it fails
+    message_delta, message_stop                                          the stop reason and the usage
+    error                                                                instead of the rest, if it fails
 
-A request whose max_tokens do not fit after its prompt is not refused, as it would be in a chat: agents ask
-for more than small models have. Its answer may fill the context, and then ends with the reason
+A request whose max_tokens do not fit after its prompt is not rejected, unlike in a chat: agents ask for more
+than small models have. Its answer may fill the context, and then ends with the stop reason
 model_context_window_exceeded.
 """
 
@@ -42,11 +42,11 @@ _NO_SERVER_TOOLS = "tools run where the client runs; describe one with name and 
 _NOT_KEPT = Neutral((), "this server keeps nothing between requests; send the whole conversation")
 
 
-# -- what clients send -----------------------------------------------------------------------------
+# -- request bodies --------------------------------------------------------------------------------
 
 
 class TextBlock(Body):
-    """A piece of text of any author."""
+    """Text by any author."""
 
     ignored = frozenset({"cache_control", "citations", "parsed_output"})
 
@@ -57,11 +57,11 @@ class ThinkingBlock(Body):
     """Reasoning of an earlier answer."""
 
     thinking: str
-    signature: str | None = None  # no meaning here: answers carry the word "unsigned"
+    signature: str | None = None  # ignored: our answers have the signature "unsigned"
 
 
 class HiddenThinkingBlock(Body):
-    """Reasoning that another server has encrypted: no model here can read it."""
+    """Reasoning that another server has encrypted, which no model here can read."""
 
     ignored = frozenset({"data"})
 
@@ -107,7 +107,7 @@ class CustomTool(Body):
 
 
 class ToolChoice(Body):
-    """The choice whether tools are called, and which."""
+    """The setting whether tools are called, and which."""
 
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -138,14 +138,14 @@ THINKING = dict.fromkeys(("enabled", "disabled", "adaptive"), Thinking)
 
 
 class Message(Body):
-    """The words of one author: a text, or blocks."""
+    """A message by one author: a text, or blocks."""
 
     role: str
     content: str | list[dict[str, Any]]
 
 
 class CountTokensRequest(Body):
-    """`POST /v1/messages/count_tokens`, and what it shares with `POST /v1/messages`."""
+    """`POST /v1/messages/count_tokens`, and the fields shared with `POST /v1/messages`."""
 
     neutral = {
         "compaction": _NOT_KEPT,
@@ -155,7 +155,7 @@ class CountTokensRequest(Body):
         "speed": Neutral(("standard",), "there is one speed"),
         "thread": _NOT_KEPT,
     }
-    # context_management says which parts may be left out of a prompt: none are
+    # context_management allows dropping parts of a prompt: we never drop any
     ignored = frozenset({
         "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "service_tier",
         "user_profile_id", "workspace_id",
@@ -181,7 +181,7 @@ class CountTokensRequest(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # the older name of output_config.format
+    output_format: dict[str, Any] | None = None  # older name of output_config.format
 
 
 class MessagesRequest(CountTokensRequest, MeasuredBody):
@@ -197,17 +197,17 @@ class MessagesRequest(CountTokensRequest, MeasuredBody):
 
 
 class OutputConfig(Body):
-    """The form of the answer, and the effort that goes into it."""
+    """The format of the answer, and the reasoning effort."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
-# -- the chat that it is ---------------------------------------------------------------------------
+# -- conversion to a chat --------------------------------------------------------------------------
 
 
 def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
-    """The chat that a message is; raises a `RequestError` that names the field of the message."""
+    """Convert a body to a chat; raises a `RequestError` that names the field of the body."""
     is_answered = isinstance(body, MessagesRequest)
     turns = Turns(is_answered=is_answered)
     if body.system is not None:
@@ -215,15 +215,15 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
     for i, message in enumerate(body.messages):
         _add_message(turns, message, ("messages", i))
     fields: dict[str, Any] = {"model": body.model, "messages": turns.messages()}
-    last = fields["messages"][-1] if fields["messages"] else {}  # an assistant's blocks may say nothing
+    last = fields["messages"][-1] if fields["messages"] else {}  # an assistant's blocks may be empty
     if last.get("role") == "assistant" and (is_answered or "tool_calls" not in last):
-        fields["continue_final_message"] = True  # the answer goes on where its text ends
+        fields["continue_final_message"] = True  # the answer continues its text
     if body.tools:
         fields["tools"] = [_tool(turns, tool, ("tools", i)) for i, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         fields |= _tool_choice(turns, body.tool_choice)
     fields |= _output(turns, body)
-    if body.thinking is not None:  # says more than the effort
+    if body.thinking is not None:  # takes precedence over the effort
         fields |= _thinking(turns, body.thinking)
     if isinstance(body, MessagesRequest):
         names = (
@@ -237,7 +237,7 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
 
 
 def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
-    """Add a message: a text, or blocks of what its author may say."""
+    """Add a message: a text, or blocks of the types that its role allows."""
     said = turns.read_as(Message, message, path)
     if said.role not in BLOCKS:
         where = spell_path((*path, "role"))
@@ -252,7 +252,7 @@ def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:
 def _add_content(
     turns: Turns, role: str, content: str | list[Any], path: Path, kinds: Mapping[str, type[Body]]
 ) -> None:
-    """Add a text, or blocks of these kinds."""
+    """Add a text, or blocks of these types."""
     if isinstance(content, str):
         turns.say(role, content)
         return
@@ -271,7 +271,7 @@ def _add_content(
 
 
 def _result_text(turns: Turns, result: ToolResultBlock, path: Path) -> str:
-    """The text of a tool's result; a model has no other sign of failure."""
+    """Return the text of a tool's result; its text is the only way to tell a model of an error."""
     said = Turns()
     if result.content is not None:
         _add_content(said, "tool", result.content, (*path, "content"), BLOCKS["system"])
@@ -306,7 +306,7 @@ def _thinking(turns: Turns, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
-    """Refuse a field that one type needs and no other takes, where it is missing or does not belong."""
+    """Check a field that one type requires and no other type allows."""
     if (value is None) == (kind == wanted):
         error, given, advice = RequestError, f"is {show_value(value)}", "leave it out"
         if value is None:
@@ -317,7 +317,7 @@ def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
 
 
 def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
-    """The schema of the answer and the effort, by either of their names."""
+    """Return the answer's schema, under either name, and the effort."""
     fields: dict[str, Any] = {}
     form = body.output_format
     if body.output_config is not None:
@@ -333,18 +333,18 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
     return fields
 
 
-# -- the answer ------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 
 class MessageError(BaseModel):
-    """The kind and the message of an error."""
+    """The type and message of an error."""
 
     type: str
     message: str
 
 
 class MessageErrorBody(BaseModel):
-    """Every error answer of these routes."""
+    """The body of every error of these routes."""
 
     type: Literal["error"]
     error: MessageError
@@ -353,7 +353,7 @@ class MessageErrorBody(BaseModel):
 
 router = make_router(MessageErrorBody)
 
-UNSIGNED = "unsigned"  # clients want a signature under reasoning, and send it back; it says nothing here
+UNSIGNED = "unsigned"  # signature of reasoning, which clients require and send back
 DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -369,14 +369,14 @@ async def create_message(body: MessagesRequest, http: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountTokensRequest, http: Request) -> Response:
-    """The length of a conversation's prompt."""
+    """Return the number of tokens of a conversation's prompt."""
     with spelled(body.spellings):
         job = await open_agent(http, body, messages_to_chat)
     return json_response({"input_tokens": len(job.requests[0].prompt)}, body)
 
 
 async def open_message(body: MessagesRequest, http: Request) -> Job:
-    """The job of a chat, with an answer that may fill the context where it asks for more than that."""
+    """Return the job of a chat; without its `max_tokens` if that exceeds the rest of the context."""
     try:
         job = await open_agent(http, body, messages_to_chat)
     except ContextOverflow as error:
@@ -388,45 +388,45 @@ async def open_message(body: MessagesRequest, http: Request) -> Job:
 
 
 def _too_long(num_prompt_tokens: int, context_len: int) -> ContextOverflow:
-    """The error in the words by which agents know that they must shorten a conversation."""
+    """Return the error with the words that make agents shorten a conversation."""
     message = f"prompt is too long: {num_prompt_tokens} tokens > {context_len} maximum; shorten the messages"
     return ContextOverflow.in_words(message, param="messages")
 
 
 class MessageWriter(PartWriter):
-    """Anthropic's form: in a stream, blocks are opened, filled and closed between the start and the end."""
+    """Anthropic's format: a stream opens, fills and closes blocks between its start and its end."""
 
     ping = named_event("ping", b'{"type":"ping"}')
 
     def begin(self) -> list[bytes]:
-        """The message without content, and the ping that Anthropic sends after it."""
+        """Return the message without content, and the ping that Anthropic sends after it."""
         message = self._message([], {"stop_reason": None, "stop_sequence": None})
         return [_event("message_start", message=message), _event("ping")]
 
     def open(self, part: Part) -> list[bytes]:
-        """An empty block."""
+        """Return the event of an empty block."""
         return [_event("content_block_start", index=part.index, content_block=block(part, is_open=True))]
 
     def add(self, part: Part, text: str) -> bytes:
-        """More of a block."""
+        """Return the event of a block's next text."""
         kind, key = DELTAS[part.kind]
         return _delta(part, {"type": kind, key: text})
 
     def close(self, part: Part) -> list[bytes]:
-        """The end of a block; reasoning is signed first."""
+        """Return the end of a block; reasoning is signed first."""
         stop = _event("content_block_stop", index=part.index)
         if part.kind != "reasoning":
             return [stop]
         return [_delta(part, {"type": "signature_delta", "signature": UNSIGNED}), stop]
 
     def finish(self) -> list[bytes]:
-        """Why the answer ended, and what it cost."""
+        """Return the events with the stop reason and the usage."""
         metrics = self.generation.metrics()
         ended = _event("message_delta", delta=self._reason(), usage=self._usage(), **metrics)
         return [ended, _event("message_stop")]
 
     def body(self) -> dict[str, Any]:
-        """The whole message; calls that were cut, whose arguments are not an object, are left out."""
+        """Return the whole message, without calls that were cut short (arguments that are not an object)."""
         whole = [part for part in self.parts if part.kind != "call" or part.arguments is not None]
         content = [block(part) for part in whole or [Part("text", 0)]]
         return self._message(content, self._reason()) | self.generation.metrics()
@@ -443,7 +443,7 @@ class MessageWriter(PartWriter):
         }
 
     def _reason(self) -> dict[str, Any]:
-        """Why the answer ended, in Anthropic's words."""
+        """Return the stop reason, with Anthropic's names."""
         sequence = self.stop_reason if isinstance(self.stop_reason, str) else None
         calls = [part for part in self.parts if part.kind == "call"]
         if self.finish_reason == FinishReason.LENGTH:
@@ -456,7 +456,7 @@ class MessageWriter(PartWriter):
         return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """The tokens so far; Anthropic counts the prompt tokens that came from the cache separately."""
+        """Return the usage so far; Anthropic counts cached prompt tokens separately."""
         counts = self.generation.usage()
         num_cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -477,11 +477,11 @@ def _delta(part: Part, delta: dict[str, str]) -> bytes:
 
 
 def block(part: Part, *, is_open: bool = False) -> dict[str, Any]:
-    """A part of an answer as a block; the block of a stream begins empty."""
+    """Convert a part of an answer to a block; with `is_open`, an empty one."""
     text = "" if is_open else part.text
     match part.kind:
         case "text":
-            return {"type": "text", "text": text}  # no citations: some clients refuse a null there
+            return {"type": "text", "text": text}  # no citations: some clients reject a null there
         case "reasoning":
             return {"type": "thinking", "thinking": text, "signature": "" if is_open else UNSIGNED}
         case "call":

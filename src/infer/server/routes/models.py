@@ -1,6 +1,6 @@
-"""`GET /v1/models`: what is served here, with the fields that clients of vLLM and of Anthropic's API read.
+"""`GET /v1/models`: the served models, with the fields that clients of vLLM and of Anthropic's API read.
 
-`HEAD` has the same status and headers and no body: enough to learn whether a model is there.
+`HEAD` has the same status and headers and no body: enough to check if a model exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED = {"object": "model", "type": "model", "owned_by": "infer", "permission":
 @router.head("/v1/models", response_model=None, include_in_schema=False)
 @router.get("/v1/models", response_model=None)
 async def list_models(http: Request) -> Response:
-    """Every model, and every other name it goes by."""
+    """List all models, aliases and adapters."""
     state = server_state(http)
     names = [*state.names, *state.other_names]
     cards = [model_card(state, name) for name in names]
@@ -34,19 +34,19 @@ async def list_models(http: Request) -> Response:
 @router.head("/v1/models/{name:path}", response_model=None, include_in_schema=False)
 @router.get("/v1/models/{name:path}", response_model=None)
 async def get_model(name: str, http: Request) -> Response:
-    """One model."""
+    """Return one model."""
     state = server_state(http)
     try:
         return json_response(model_card(state, name))
-    except UnknownModel as error:  # here the name is the resource, so an unknown one is not found
+    except UnknownModel as error:  # the name is the resource here: 404
         return replace(to_api_error(error), status=404).response()
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """The facts about a model that clients may know; the place of its files is not among them.
+    """Return the facts about a model that clients may know, which do not include the path of its files.
 
-    An alias of several models shows the one with the largest weight, and the shortest context of all. There
-    is little to tell about an on-demand model that is not loaded.
+    An alias of several models shows the one with the largest weight, and the shortest context of all. Little
+    is known about an on-demand model that is not loaded.
     """
     models = state.models_of(name)
     weights = state.aliases.get(name, {})

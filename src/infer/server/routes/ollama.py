@@ -1,4 +1,4 @@
-"""Ollama's API under `/api/`, as a chat or a completion in other words.
+"""Ollama's API under `/api/`, converted to a chat or a completion.
 
     /api/chat        messages, tools, think, format, options  ──►  ChatRequest         as /v1/chat/completions
     /api/generate    system, prompt                           ──►  ChatRequest         of one or two messages
@@ -9,12 +9,12 @@ A stream, the default here, is lines of JSON (NDJSON):
 
     {"model", "created_at", "message": {"role", "content"}, "done": false}       a piece of text
     {..., "message": {"role", "content": "", "thinking"}, ...}                   a piece of reasoning
-    {..., "message": {"role", "content": "", "tool_calls": [...]}, ...}          a whole call
+    {..., "message": {"role", "content": "", "tool_calls": [...]}, ...}          a complete call
     {..., "done": true, "done_reason", "total_duration", "eval_count", ...}      the end
-    {"error": "..."}                                                             in place of the rest
+    {"error": "..."}                                                             instead of the rest
 
-Only the operator chooses the models: `/api/pull` fetches none, and `keep_alive` has an effect only
-on models on demand. Ollama's names have a tag, so `my-model` is listed as `my-model:latest` and found by
+Only the operator chooses the models: `/api/pull` downloads nothing, and `keep_alive` has an effect only
+on on-demand models. Ollama's names have a tag, so `my-model` is listed as `my-model:latest` and found by
 either name.
 """
 
@@ -68,31 +68,31 @@ from infer.server.routes.json_route import (
 )
 from infer.server.state import ServedModel, ServerState, current_record
 
-FOLLOWED = "0.12.11"  # version of Ollama whose API this is; VS Code refuses servers below 0.6.4
+FOLLOWED = "0.12.11"  # version of Ollama's API; VS Code rejects servers below 0.6.4
 LATEST = ":latest"
 DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
 DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means for ever
-NEVER = "9999-12-31T23:59:59Z"  # the time of a model that is never unloaded
+LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means forever
+NEVER = "9999-12-31T23:59:59Z"  # expiry time of a model that is never unloaded
 NDJSON = "application/x-ndjson"
 _TEXT_ONLY = Neutral(([],), "this server reads and writes text")
 _NO_IMAGES = Neutral((), "this server makes no images")
 _FILTERS = "filters are top_k, top_p and min_p"
 
 
-# -- what clients send -----------------------------------------------------------------------------
+# -- request bodies --------------------------------------------------------------------------------
 
 
 class OllamaOptions(Body):
-    """The sampling parameters of a request, and how Ollama would run the model."""
+    """The sampling parameters of a request, and Ollama's options for running a model."""
 
     neutral = {
         "mirostat": Neutral((0,), _FILTERS),
         "tfs_z": Neutral((1.0,), _FILTERS),
         "typical_p": Neutral((1.0,), _FILTERS),
     }
-    # num_ctx is the operator's choice (max_seq_len); penalties see the whole text, not repeat_last_n tokens
+    # the operator sets num_ctx (max_seq_len); penalties apply to the whole text, not to repeat_last_n tokens
     ignored = frozenset({
         "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
         "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
@@ -115,11 +115,11 @@ SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_pen
 CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # embeddings only
 NO_LIMIT = (-2, -1, 0)  # values of num_predict
 RANDOM_SEED = -1
-THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts of a chat
+THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts in a chat
 
 
 class OllamaMessage(Body):
-    """The words of one author."""
+    """A message by one author."""
 
     neutral = {"images": _TEXT_ONLY}
 
@@ -142,7 +142,7 @@ class OllamaCall(Body):
 
 
 class OllamaFunction(Body):
-    """The function that a call names."""
+    """The function of a call."""
 
     ignored = frozenset({"index"})
 
@@ -153,7 +153,7 @@ class OllamaFunction(Body):
 class OllamaBody(AskingBody):
     """The fields that `/api/chat` and `/api/generate` share."""
 
-    ignored = frozenset({"shift", "truncate"})  # a prompt is never cut
+    ignored = frozenset({"shift", "truncate"})  # prompts are never truncated
     elsewhere = {
         **dict.fromkeys((*OllamaOptions.model_fields, *OllamaOptions.ignored), "put it into options"),
         "max_tokens": "put num_predict into options",
@@ -212,11 +212,11 @@ class OllamaEmbed(Body):
     model: Name
     input: str | list[str]
     dimensions: Int | None = None
-    truncate: bool | None = None  # True: the end of a text that does not fit is cut off; False: it is refused
+    truncate: bool | None = None  # False: reject a text that does not fit; else cut off its end
 
 
 class OllamaEmbeddings(Body):
-    """`POST /api/embeddings`, the older form for one text."""
+    """`POST /api/embeddings`, the older route for one text."""
 
     ignored = frozenset({"keep_alive", "options"})
     elsewhere = {"input": "this route takes prompt, /api/embed takes input"}
@@ -226,7 +226,7 @@ class OllamaEmbeddings(Body):
 
 
 class OllamaNamed(AskingBody):
-    """A body about one model, by the newer name of the field or the older one."""
+    """A body about one model, named in the newer field or the older one."""
 
     ignored = frozenset({"insecure", "options", "password", "system", "template", "username", "verbose"})
 
@@ -245,12 +245,12 @@ class OllamaNamed(AskingBody):
 
 
 def tagged(name: str) -> str:
-    """A name as Ollama lists it, with a tag."""
+    """Return a name as Ollama lists it, with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def find_name(state: ServerState, name: str) -> str:
-    """The served name that a client means; one of the two may lack the tag."""
+    """Return the served name that a client means; either name may lack the tag."""
     known = [*state.names, *state.other_names]
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
@@ -260,7 +260,7 @@ def find_name(state: ServerState, name: str) -> str:
 
 
 async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedModel:
-    """The model of a served name; one on demand stays loaded for as long as the body says."""
+    """Return the model of a served name; an on-demand model stays loaded for the body's `keep_alive`."""
     keep_s = None if body.keep_alive is None else read_keep_alive(body.keep_alive)
     model = await state.use_model(name)
     if keep_s is not None and state.demand is not None:
@@ -269,9 +269,9 @@ async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedMo
 
 
 def read_keep_alive(given: str | float) -> float:
-    """Seconds that a model is to stay loaded after its last request.
+    """Return the seconds that a model stays loaded after its last request.
 
-    A number below 0 means for ever, and so does one above ten years.
+    A number below 0 means forever, and so does one above ten years.
     """
     if isinstance(given, str) and DURATION.fullmatch(given):
         seconds = sum(float(number) * UNIT_S[unit] for number, unit in DURATION_PART.findall(given))
@@ -288,11 +288,11 @@ def read_keep_alive(given: str | float) -> float:
     return math.inf if seconds < 0 or seconds > LONGEST_KEEP_S else seconds
 
 
-# -- the chat that it is ---------------------------------------------------------------------------
+# -- conversion to a chat --------------------------------------------------------------------------
 
 
 def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
-    """The chat that a body of `/api/chat` is; raises a `RequestError` that names the field."""
+    """Convert a body of `/api/chat` to a chat; raises a `RequestError` that names the field."""
     turns = Turns()
     messages: list[dict[str, Any]] = []
     waiting = OpenCalls()
@@ -314,14 +314,14 @@ def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
         messages.append(message)
     fields: dict[str, Any] = {"model": name, "messages": messages}
     if messages and messages[-1]["role"] == "assistant":
-        fields["continue_final_message"] = True  # the answer goes on where its text ends
+        fields["continue_final_message"] = True  # the answer continues its text
     if body.tools:
         fields["tools"] = body.tools
     return _make_chat(turns, body, fields)
 
 
 def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
-    """A tool call in OpenAI's words; one without an id gets one."""
+    """Convert a tool call to OpenAI's format; a call without an id gets one."""
     call = turns.read_as(OllamaCall, given, path)
     function = turns.read_as(OllamaFunction, call.function, (*path, "function"))
     made_up = "call_" + "_".join(str(step) for step in path if isinstance(step, int))
@@ -330,7 +330,7 @@ def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> d
 
 
 class OpenCalls:
-    """Calls without a result, in order; a long conversation takes time in proportion to its length."""
+    """Calls without a result, in order; adding and closing take amortized constant time."""
 
     def __init__(self) -> None:
         self._ids: deque[str] = deque()
@@ -338,12 +338,12 @@ class OpenCalls:
         self._closed: set[str] = set()
 
     def add(self, call: Mapping[str, Any]) -> None:
-        """Note a call."""
+        """Add a call."""
         self._ids.append(call["id"])
         self._ids_by_name[call["function"]["name"]].append(call["id"])
 
     def close(self, said: OllamaMessage) -> str | None:
-        """The id of the call that a result answers: by its id, by its tool's name, else the next one."""
+        """Return the id of the call that a result answers: by id, by its tool's name, else the next one."""
         named = [] if said.tool_call_id is None else [said.tool_call_id]
         for waiting in (deque(named), self._ids_by_name[said.tool_name], self._ids):
             while waiting:
@@ -355,21 +355,21 @@ class OpenCalls:
 
 
 def generate_to_chat(body: OllamaGenerate, name: str) -> ChatRequest:
-    """The chat that a body of `/api/generate` is: the system's message, if any, and the user's."""
+    """Convert a body of `/api/generate` to a chat: a system message, if any, and a user message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
     return _make_chat(Turns(), body, {"model": name, "messages": messages})
 
 
 def _make_chat(turns: Turns, body: OllamaBody, fields: dict[str, Any]) -> ChatRequest:
-    """A chat with the fields that both routes have."""
+    """Return a chat, adding the fields that both routes share."""
     fields |= _sampling(turns, body) | _thinking(body) | _format(body)
     body.note_ignored(turns.ignored)
     return ChatRequest.model_validate(fields)
 
 
 def _sampling(turns: Turns, body: OllamaBody) -> dict[str, Any]:
-    """Options, logprobs and the stream, as a chat has them."""
+    """Return options, logprobs and stream as fields of a chat."""
     options = turns.read_as(OllamaOptions, body.options or {}, ("options",))
     given = {name: getattr(options, name) for name in OllamaOptions.model_fields}
     if given["num_predict"] in NO_LIMIT:
@@ -382,7 +382,7 @@ def _sampling(turns: Turns, body: OllamaBody) -> dict[str, Any]:
 
 
 def _thinking(body: OllamaBody) -> dict[str, Any]:
-    """The limit on reasoning; without `think` the model reasons as it does by itself."""
+    """Return the limit on reasoning; without `think`, the model's own default applies."""
     if body.think is None:
         return {}
     if isinstance(body.think, bool):
@@ -394,7 +394,7 @@ def _thinking(body: OllamaBody) -> dict[str, Any]:
 
 
 def _format(body: OllamaBody) -> dict[str, Any]:
-    """The form of the answer: any, some JSON object, or what a schema allows."""
+    """Return the format of the answer: free text, any JSON object, or a JSON schema."""
     if isinstance(body.format, dict):
         schema = {"name": "format", "schema": body.format}
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -406,7 +406,7 @@ def _format(body: OllamaBody) -> dict[str, Any]:
 
 
 async def open_conversation(body: OllamaChat, http: Request) -> Job:
-    """The job of `/api/chat`."""
+    """Return the job of `/api/chat`."""
     name = find_name(server_state(http), body.model)
     model = await use_model(server_state(http), name, body)
     check_abilities(body, model.encoder, has_tools=bool(body.tools))
@@ -414,7 +414,7 @@ async def open_conversation(body: OllamaChat, http: Request) -> Job:
 
 
 async def open_generate(body: OllamaGenerate, http: Request) -> Job:
-    """The job of `/api/generate`: a completion of the raw prompt, or a chat after an earlier context."""
+    """Return the job of `/api/generate`: a completion of a raw prompt, or a chat after an earlier context."""
     state = server_state(http)
     name = find_name(state, body.model)
     encoder = (await use_model(state, name, body)).encoder
@@ -431,7 +431,7 @@ async def open_generate(body: OllamaGenerate, http: Request) -> Job:
 
 
 async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
-    """The job of a prompt that is continued as it is."""
+    """Return the job of a prompt that is continued without a template."""
     for field in ("system", "context", "think"):
         if getattr(body, field):
             why = "raw is true" if body.raw else "this model has no chat template"
@@ -450,7 +450,7 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
 
 
 def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
-    """Refuse what the model cannot do, in Ollama's words: clients look for them and retry without it."""
+    """Reject what the model cannot do, in Ollama's words: clients look for them and retry without it."""
     for field, is_wanted, how in (
         ("tools", has_tools, encoder.dialect),
         ("think", body.think, encoder.think),
@@ -460,46 +460,46 @@ def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool
             raise RequestError(f'"{body.model}" does not support {word}; leave {field} out', param=field)
 
 
-# -- the answer ------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 
 class OllamaErrorBody(BaseModel):
-    """Every error answer of these routes."""
+    """The body of every error of these routes."""
 
     error: str
 
 
 router = make_router(OllamaErrorBody)
-root = APIRouter(include_in_schema=False)  # only for servers without the page, which has this address
+root = APIRouter(include_in_schema=False)  # only for servers without the web page, which has this path
 
 
 @root.head("/")
 @root.get("/")
 async def probe() -> Response:
-    """Tell that the server is there, as Ollama's clients ask before anything else."""
+    """Answer that the server is running, which Ollama's clients check first."""
     return Response("infer is running", media_type="text/plain")
 
 
 def spell_time(at: datetime) -> str:
-    """A time of UTC, as Ollama writes it."""
+    """Format a UTC time as Ollama does."""
     return at.isoformat().replace("+00:00", "Z")
 
 
 def now() -> str:
-    """The time now."""
+    """Return the current time."""
     return spell_time(datetime.now(UTC))
 
 
 def nanoseconds(start: float, end: float) -> int:
-    """A duration between two times of `perf_counter`."""
+    """Return the nanoseconds between two times of `perf_counter`."""
     return max(int((end - start) * 1e9), 0)
 
 
 class OllamaWriter(PartWriter):
-    """Ollama's form of a chat: lines of JSON, of which the last has the counts; a call is sent whole."""
+    """Ollama's format of a chat: lines of JSON, the last with the counts; calls are sent complete."""
 
     media_type = NDJSON
-    ping = b""  # every line is read as an object
+    ping = b""  # clients parse every line
 
     def __init__(self, generation: Generation, body: OllamaBody) -> None:
         super().__init__(generation, body)
@@ -507,25 +507,25 @@ class OllamaWriter(PartWriter):
         self._model = body.model
         self._started_at = perf_counter()
         self._has_logprobs = bool(body.logprobs)
-        self._logprobs: list[dict[str, Any]] = []  # logprobs of tokens that were not sent yet
+        self._logprobs: list[dict[str, Any]] = []  # logprobs that were not sent yet
 
     def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields with a piece of the answer; `rest` are its reasoning and calls."""
+        """Return the fields of a piece of the answer; `rest` has its reasoning and calls."""
         return {"message": {"role": "assistant", "content": content, **rest}}
 
     def frames(self, piece: Piece) -> list[bytes]:
-        """The frames that a piece adds to the answer."""
+        """Return the frames that a piece adds to the answer."""
         self._take(piece.delta.token_ids, piece.delta.logprobs)
         return super().frames(piece)
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         output = answers[0].outputs[0]
         self._take(output.token_ids, output.logprobs or ())
         return super().whole(answers)
 
     def add(self, part: Part, text: str) -> bytes:
-        """A line with more text or reasoning; a call waits for its end."""
+        """Return a line with more text or reasoning; empty for a call, which is sent at its end."""
         match part.kind:
             case "text":
                 return self._line(self.said(text, {}))
@@ -535,16 +535,16 @@ class OllamaWriter(PartWriter):
                 return b""
 
     def close(self, part: Part) -> list[bytes]:
-        """The line of a call; one that was cut is left out."""
+        """Return the line of a call; none for a call that was cut short."""
         calls = self._calls([part])
         return [self._line(self.said("", {"tool_calls": calls}))] if calls else []
 
     def finish(self) -> list[bytes]:
-        """The last line."""
+        """Return the last line."""
         return [self._line(self.said("", {}) | self.ending())]
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         joined = {
             kind: "".join(part.text for part in self.parts if part.kind == kind)
             for kind in ("text", "reasoning")
@@ -556,11 +556,11 @@ class OllamaWriter(PartWriter):
 
     @classmethod
     def failure(cls, error: BaseException) -> bytes:
-        """The last line of a stream that fails."""
+        """Return the last line of a stream that fails."""
         return to_api_error(error).encode() + b"\n"
 
     def ending(self) -> dict[str, Any]:
-        """Why the answer ended, how long it took and how many tokens it has."""
+        """Return why the answer ended, how long it took and how many tokens it has."""
         record, at = current_record(), perf_counter()
         first_at, usage = self.generation.first_at or at, self.generation.usage()
         return {
@@ -582,7 +582,7 @@ class OllamaWriter(PartWriter):
             self._logprobs += chat_logprobs(tokenizer, rows)["content"]
 
     def _calls(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """The calls among some parts, with their numbers within the whole answer."""
+        """Return the calls among some parts, with their numbers within the whole answer."""
         numbers = {part.index: i for i, part in enumerate(each for each in self.parts if each.kind == "call")}
         return [
             {
@@ -604,18 +604,18 @@ class OllamaWriter(PartWriter):
 
 
 class GenerateWriter(OllamaWriter):
-    """Ollama's form of a completion; at its end the tokens so far, with which a client may go on."""
+    """Ollama's format of a completion; it ends with all tokens so far, so that a client can continue it."""
 
     def __init__(self, generation: Generation, body: OllamaGenerate) -> None:
         super().__init__(generation, body)
         self._has_context = generation.job.is_chat
 
     def said(self, content: str, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields with a piece of the answer."""
+        """Return the fields of a piece of the answer."""
         return {"response": content, **rest}
 
     def ending(self) -> dict[str, Any]:
-        """The end of a chat, and the context where the prompt was not raw."""
+        """Return the last fields, with the context unless the prompt was raw."""
         ended = super().ending()
         if self._has_context:
             ended["context"] = [*self.generation.job.requests[0].prompt, *self.token_ids]
@@ -623,7 +623,7 @@ class GenerateWriter(OllamaWriter):
 
 
 async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Response:
-    """The answer to a body without a prompt: clients send one to load a model, or to unload one on demand."""
+    """Answer a body without a prompt, which clients send to load a model or unload an on-demand one."""
     state = server_state(http)
     name = find_name(state, body.model)
     is_unload = body.keep_alive is not None and read_keep_alive(body.keep_alive) == 0
@@ -639,7 +639,7 @@ async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Resp
 
 
 def read_wishes(http: Request, body: OllamaBody) -> None:
-    """Make this API's default explicit (a stream), and note fields without effect."""
+    """Make this API's default (a stream) explicit, and note fields without effect."""
     body.stream = body.stream is not False
     if body.keep_alive is not None and server_state(http).demand is None:
         body.note_ignored(["keep_alive"])
@@ -665,7 +665,7 @@ async def generate(body: OllamaGenerate, http: Request) -> Response:
 
 @router.post("/api/embed", response_model=None)
 async def embed(body: OllamaEmbed, http: Request) -> Response:
-    """One vector per text."""
+    """Return one vector per text."""
     started_at = perf_counter()
     most: dict[str, Any] = {"truncate_prompt_tokens": None} if body.truncate is False else {}
     wishes: dict[str, Any] = {"input": body.input, "dimensions": body.dimensions}
@@ -681,7 +681,7 @@ async def embed(body: OllamaEmbed, http: Request) -> Response:
 
 @router.post("/api/embeddings", response_model=None)
 async def embed_one(body: OllamaEmbeddings, http: Request) -> Response:
-    """The vector of one text."""
+    """Return the vector of one text."""
     with spelled({"input": "prompt"}):
         vectors, _ = await _vectors(http, body.model, {"input": body.prompt} | CUT_AT_END)
     content = b'{"embedding":' + vectors[0] + b"}"
@@ -689,18 +689,18 @@ async def embed_one(body: OllamaEmbeddings, http: Request) -> Response:
 
 
 async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tuple[list[bytes], int]:
-    """The vectors of texts as JSON, and the number of their tokens."""
+    """Return the vectors of texts as JSON, and the number of tokens."""
     name = find_name(server_state(http), model)
     asked = EmbeddingRequest.model_validate({"model": name, **wishes})
     vectors, num_tokens, _ = await make_vectors(http, asked, lambda _, vector: orjson.dumps(vector))
     return vectors, num_tokens
 
 
-# -- what is served --------------------------------------------------------------------------------
+# -- served models ---------------------------------------------------------------------------------
 
 
 def details(state: ServerState, name: str, model: ServedModel | None) -> dict[str, Any]:
-    """Ollama's details of a name, as far as they are known here; None: its model is not loaded."""
+    """Return Ollama's details of a model, as far as they are known; `model` is None if it is not loaded."""
     family, form = "", ""
     if model is not None:
         stats, family = model.clients[0].stats(), model.encoder.family
@@ -716,7 +716,7 @@ def details(state: ServerState, name: str, model: ServedModel | None) -> dict[st
 
 
 def listed(state: ServerState, name: str) -> dict[str, Any]:
-    """A model in a list; its digest is made of its name, and clients tell models apart by it."""
+    """Return a model's entry in a list; its digest, by which clients identify models, hashes its name."""
     model = next(iter(state.models_of(name)), None)
     return {
         "name": tagged(name),
@@ -729,12 +729,12 @@ def listed(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def made_at(model: ServedModel | None) -> str:
-    """The time at which a model was loaded; 1970 if it is not."""
+    """Return the time at which a model was loaded; 1970 if it is not."""
     return spell_time(datetime.fromtimestamp(0 if model is None else model.created, UTC))
 
 
 def expires_at(state: ServerState, model: ServedModel) -> str:
-    """The time at which a model will be unloaded if nobody asks for it."""
+    """Return the time at which a model will be unloaded if no request uses it."""
     keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
     if math.isinf(keep_s):
         return NEVER
@@ -745,14 +745,14 @@ def expires_at(state: ServerState, model: ServedModel) -> str:
 @router.head("/api/tags", response_model=None, include_in_schema=False)
 @router.get("/api/tags", response_model=None)
 async def list_tags(http: Request) -> Response:
-    """Every model, and every other name it goes by."""
+    """List all models, aliases and adapters."""
     state = server_state(http)
     return json_response({"models": [listed(state, name) for name in (*state.names, *state.other_names)]})
 
 
 @router.get("/api/ps", response_model=None)
 async def list_running(http: Request) -> Response:
-    """The models that are loaded."""
+    """List the loaded models."""
     state = server_state(http)
     models = []
     for name, model in state.models.items():
@@ -764,9 +764,9 @@ async def list_running(http: Request) -> Response:
 
 @router.post("/api/show", response_model=None)
 async def show(body: OllamaNamed, http: Request) -> Response:
-    """The facts that clients may know about a model, above all its context length and abilities.
+    """Return the facts that clients may know about a model, above all its context length and capabilities.
 
-    Nothing is loaded to be looked at: little more than the name of an unloaded on-demand model is known.
+    This never loads a model: little more than the name of an unloaded on-demand model is known.
     """
     state = server_state(http)
     name = find_name(state, body.wanted)
@@ -798,13 +798,13 @@ async def show(body: OllamaNamed, http: Request) -> Response:
 @router.head("/api/version", response_model=None, include_in_schema=False)
 @router.get("/api/version", response_model=None)
 async def get_version() -> Response:
-    """The version of Ollama's API, which clients compare with what they need, and this package's."""
+    """Return the version of Ollama's API, which clients check, and this package's version."""
     return json_response({"version": FOLLOWED, "infer": __version__})
 
 
 @router.post("/api/pull", response_model=None)
 async def pull(body: OllamaNamed, http: Request) -> Response:
-    """Tell that a served model is there; others are not fetched."""
+    """Report success for a served model; other models are not downloaded."""
     try:
         find_name(server_state(http), body.wanted)
     except UnknownModel as error:
@@ -822,7 +822,7 @@ async def pull(body: OllamaNamed, http: Request) -> Response:
 @router.post("/api/push", response_model=None)
 @router.post("/api/blobs/{digest}", response_model=None)
 async def refuse_change(http: Request) -> Response:
-    """Refuse to change which models are served: that is up to the operator."""
+    """Reject changes to the served models, which only the operator can make."""
     raise RequestError(
         f"{http.url.path[:100]} is not supported: the operator chooses the models when "
         "the server starts or through /admin/models"

@@ -1,7 +1,7 @@
-"""The playground and the API's docs: static files, read once, under a policy that forbids everything else.
+"""The playground and the API's docs: static files, read once, with a strict content security policy.
 
-Scripts, styles and connections may come from this server only, nothing may be inlined, and no other
-page may put this one into a frame. Even text that a model wrote as markup would find no way to run.
+Scripts, styles and connections may come only from this server, inline code is forbidden, and no other page
+may put this one into a frame. So even if a model's output were rendered as markup, its scripts could not run.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ HEADERS = {
 
 
 def make_router() -> APIRouter:
-    """Routes of the playground."""
+    """Return the routes of the playground."""
     router = _make_router(DIRECTORY, "/ui", "/")
 
     @router.get("/ui/")
     async def get_page_by_its_directory() -> Response:
-        return RedirectResponse("../ui")  # relative: right behind any proxy, whatever Host it sends
+        return RedirectResponse("../ui")  # relative: works with any proxy and Host header
 
     return router
 
 
 def make_docs_router() -> APIRouter:
-    """Routes of the page that lists the API, which reads /openapi.json."""
+    """Return the routes of the page that lists the API, which reads /openapi.json."""
     return _make_router(DOCS_DIRECTORY, "/docs")
 
 
 def _make_router(directory: Path, path: str, *other_paths: str) -> APIRouter:
-    """Routes of a page and its files; the files that exist now are all that are ever served."""
+    """Return the routes of a page and its files; only files that exist now are ever served."""
     files = {
         file.name: (file.read_bytes(), MEDIA_TYPES[file.suffix])
         for file in sorted(directory.iterdir())

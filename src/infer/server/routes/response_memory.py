@@ -1,10 +1,10 @@
 """Stored responses: `GET` and `DELETE /v1/responses/{id}`, its `input_items`, and how a request uses one.
 
-    previous_response_id    the items of the response's conversation, and its output, come before the input
-    item_reference          an item of a stored response's output takes its place in the input
+    previous_response_id    prepends the items of the response's conversation, and its output, to the input
+    item_reference          is replaced by an item of a stored response's output
 
-An item's id says which response made it (`msg_KEY_0` is from `resp_KEY`), so there is no list of items.
-Instructions are not items: they hold for one response.
+An item's id contains the key of its response (`msg_KEY_0` is from `resp_KEY`), so items need no index.
+Instructions are not items: they apply to one response only.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ router = make_router()
 
 
 def owner_of(http: Request) -> str:
-    """The hash of a request's API key, which owns the responses it may see; "" without keys: all."""
+    """Return the owner of a request's responses: the hash of its API key; "" if the server has no keys."""
     if not server_state(http).config.api_key:
         return ""
     return hashlib.sha256(key_of(http.scope)).hexdigest()
 
 
 async def keep(http: Request, response: dict[str, Any], items: list[Item]) -> None:
-    """Store a response and the items that it answers, each with an id."""
+    """Store a response and its input items, each with an id."""
     key = response["id"].removeprefix("resp_")
     named = [
         item if isinstance(item.get("id"), str) else {**item, "id": f"item_{key}_in{i}"}
@@ -53,7 +53,7 @@ async def keep(http: Request, response: dict[str, Any], items: list[Item]) -> No
 
 
 async def recall(http: Request, previous_id: str) -> list[Item]:
-    """The conversation up to a stored response, its output included."""
+    """Return the conversation up to a stored response, including its output."""
     config = server_state(http).config
     param = "previous_response_id"
     if not config.response_store:
@@ -75,9 +75,9 @@ async def recall(http: Request, previous_id: str) -> list[Item]:
 
 
 async def resolve(http: Request, items: list[Item]) -> list[Item]:
-    """The items, with stored ones in the place of references to them."""
+    """Return the items, with references replaced by stored items."""
     outputs: dict[str, dict[str, Item]] = {}  # items by id, by the key of their response
-    sizes: dict[str, int] = {}  # bytes of items by id
+    sizes: dict[str, int] = {}  # bytes of items, by id
     num_left = parse_bytes((limit := server_state(http).config.max_body_size), "max_body_size")
     made: list[Item] = []
     for i, item in enumerate(items):
@@ -91,7 +91,7 @@ async def resolve(http: Request, items: list[Item]) -> list[Item]:
             found = await server_state(http).responses.get(owner_of(http), f"resp_{key}")
             stored = [] if found is None else orjson.loads(found.output)
             outputs[key] = {each["id"]: each for each in stored}
-            await asyncio.sleep(0)  # a list may name many responses
+            await asyncio.sleep(0)  # yields: a list may name many responses
         if item_id not in outputs.get(key, {}):
             said = f"refers to {item_id[:80]!r}, which is no item of a stored response; send the item itself"
             raise UnknownResponse.about(spell_path(("input", i)), said)
@@ -105,16 +105,16 @@ async def resolve(http: Request, items: list[Item]) -> list[Item]:
 
 
 def is_reference(item: Any) -> bool:
-    """Return True if an item stands for a stored one."""
+    """Return True if an item refers to a stored one."""
     return isinstance(item, dict) and (item.get("type") == "item_reference" or item.keys() == {"id"})
 
 
-# -- what is asked about a stored response ---------------------------------------------------------
+# -- routes of a stored response -------------------------------------------------------------------
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)
 async def get_response(response_id: str, http: Request, stream: bool = False) -> Response:
-    """A stored response, as it was sent."""
+    """Return a stored response, as it was sent."""
     if stream:
         raise RequestError.about("stream", "is true, but a stored response is sent whole; leave it out")
     found = await _find(http, response_id)
@@ -123,7 +123,7 @@ async def get_response(response_id: str, http: Request, stream: bool = False) ->
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, http: Request) -> Response:
-    """Forget a stored response; responses that continue it have their own copy of its items."""
+    """Delete a stored response; responses that continue it have their own copy of its items."""
     if not await server_state(http).responses.delete(owner_of(http), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -133,7 +133,7 @@ async def delete_response(response_id: str, http: Request) -> Response:
 async def list_input_items(
     response_id: str, http: Request, after: str | None = None, limit: int = 20, order: str = "desc"
 ) -> Response:
-    """The input items of a stored response, including the items of earlier responses."""
+    """List the input items of a stored response, including the items of earlier responses."""
     if not 1 <= limit <= MAX_LISTED:
         raise RequestError.about("limit", f"must be in 1..{MAX_LISTED}, got {limit}")
     if order not in ("asc", "desc"):
@@ -153,7 +153,7 @@ async def list_input_items(
 
 
 def _as_listed(item: Item) -> Item:
-    """An item with the type and the list of texts that a client may have left out."""
+    """Return an item with the defaults of fields that a client may have omitted."""
     listed: Item = {"type": "message"} | item
     if listed["type"] == "message":
         listed.setdefault("status", "completed")

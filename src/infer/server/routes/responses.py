@@ -1,17 +1,17 @@
-"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's newer API, as a chat in other words.
+"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's newer API, converted to a chat.
 
     instructions, input items    ──►  messages             turns.py
-    tools, tool_choice           ──►  tools, tool_choice   flat here, nested there; namespaces are opened
+    tools, tool_choice           ──►  tools, tool_choice   flat here, nested there; namespaces are flattened
     text.format                  ──►  response_format
     reasoning.effort             ──►  reasoning_effort
     max_output_tokens            ──►  max_tokens
     sampling fields              ──►  the same names       `TunedBody`
 
-A response is stored when it is complete (response_memory.py), before the client learns that it is, and
-another one can continue it. One that fails, or whose client leaves before the end, is not stored. With
-`truncation` auto a prompt that is too long loses the oldest items (truncation.py).
+A response is stored when it is complete (response_memory.py), before the client sees its end, so that another
+one can continue it. A response that fails, or whose client leaves before the end, is not stored. With
+`truncation` auto, the oldest items of a prompt that is too long are dropped (truncation.py).
 
-The answer is items; every event of a stream has a number of its own, from 0.
+The answer consists of items; the events of a stream are numbered from 0.
 
     response.created, response.in_progress
     response.output_item.added                    an item: reasoning, a message, or a function call
@@ -19,8 +19,8 @@ The answer is items; every event of a stream has a number of its own, from 0.
       response.{output_text, reasoning_text, function_call_arguments}.delta ... .done
       response.content_part.done
     response.output_item.done
-    response.completed | response.incomplete      the whole response; incomplete: its limit was reached
-    response.failed, error                        in place of the rest, if it fails
+    response.completed | response.incomplete      the whole response; incomplete: at its limit
+    response.failed, error                        instead of the rest, if it fails
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _TEXT_ONLY = "this server reads and writes text"
 _DIRECT = Neutral(({"type": "direct"},), _NO_HOSTED_TOOLS)
 
 
-# -- what clients send -----------------------------------------------------------------------------
+# -- request bodies --------------------------------------------------------------------------------
 
 
 class TextPart(Body):
-    """Text of a message, or what a tool said."""
+    """Text of a message or of a tool's output."""
 
     ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
@@ -81,13 +81,13 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A refusal in an earlier answer, in place of a text."""
+    """A refusal in an earlier answer, instead of text."""
 
     refusal: str
 
 
 class MessageItem(Body):
-    """The words of a user, an operator or the assistant."""
+    """A message of a user, the operator or the assistant."""
 
     ignored = frozenset({"id", "phase", "status"})
 
@@ -117,7 +117,7 @@ class CallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer: its text, or a summary where there is no text."""
+    """Reasoning of an earlier answer: its text, or a summary if there is no text."""
 
     ignored = frozenset({"encrypted_content", "id", "status"})
 
@@ -142,7 +142,7 @@ class ResponsesTool(Body):
 
 
 class NamespaceTool(Body):
-    """Tools under a common name, which comes back with their calls."""
+    """Tools under a common name, which is returned with their calls."""
 
     name: str
     tools: list[dict[str, Any]]
@@ -156,7 +156,7 @@ class NamedTool(Body):
 
 
 class TextOptions(Body):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     where = "text."
     ignored = frozenset({"verbosity"})
@@ -168,7 +168,7 @@ class ReasoningOptions(Body):
     """The amount of reasoning before the answer."""
 
     where = "reasoning."
-    ignored = frozenset({"summary", "generate_summary"})  # reasoning is shown as it is
+    ignored = frozenset({"summary", "generate_summary"})  # reasoning is sent unchanged
     neutral = {"context": Neutral(("auto",), _NOT_KEPT), "mode": Neutral(("standard",), "there is one mode")}
 
     effort: str | None = None
@@ -191,7 +191,7 @@ HOSTED_TOOL = re.compile(  # types of tools that OpenAI defines; some end in a d
 )
 ROLES = ("user", "assistant", "system", "developer")
 WITH_LOGPROBS = "message.output_text.logprobs"
-INCLUDED_ANYWAY = frozenset({  # parts of answers that `include` may name: shown always, or of hosted tools
+INCLUDED_ANYWAY = frozenset({  # values of `include` without effect: always sent, or of hosted tools
     "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "reasoning.encrypted_content", "web_search_call.action.sources",
     "web_search_call.results",
@@ -199,7 +199,7 @@ INCLUDED_ANYWAY = frozenset({  # parts of answers that `include` may name: shown
 
 
 class ResponseStreamOptions(Body):
-    """Options for what a stream carries in addition to its events."""
+    """Options for what a stream has in addition to its events."""
 
     where = "stream_options."
     neutral = {"include_obfuscation": Neutral((False,), "events are not padded")}
@@ -215,7 +215,7 @@ class ResponsesRequest(TunedBody):
         "moderation": Neutral((), "this server does not moderate"),
         "prompt": Neutral((), "this server keeps no prompts; send instructions and input"),
     }
-    # max_tool_calls counts calls of hosted tools, of which there are none
+    # max_tool_calls counts calls of hosted tools, and there are none
     ignored = (ABOUT_THE_CLIENT - {"metadata", "store", "user"}) | {"client_metadata", "max_tool_calls"}
     elsewhere = {
         "max_tokens": "this route takes max_output_tokens",
@@ -236,7 +236,7 @@ class ResponsesRequest(TunedBody):
 
     input: str | list[Item]
     previous_response_id: Name | None = None
-    store: bool | None = None  # null: true, where the server keeps responses
+    store: bool | None = None  # null: true, if the server stores responses
     truncation: str | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -253,8 +253,8 @@ class ResponsesRequest(TunedBody):
     user: str | None = None
 
     _namespaces: dict[str, str] = PrivateAttr(default_factory=dict)  # namespaces of functions, by name
-    _history: list[Item] = PrivateAttr(default_factory=list)  # the conversation that it continues
-    _left_out: frozenset[int] = PrivateAttr(default=frozenset())  # places of items that do not fit
+    _history: list[Item] = PrivateAttr(default_factory=list)  # conversation that it continues
+    _left_out: frozenset[int] = PrivateAttr(default=frozenset())  # indices of items that do not fit
 
     @property
     def items(self) -> list[Item]:
@@ -263,24 +263,24 @@ class ResponsesRequest(TunedBody):
 
 
 class InputTokensRequest(ResponsesRequest):
-    """`POST /v1/responses/input_tokens`: a body whose prompt is counted; it may be the end of a history."""
+    """`POST /v1/responses/input_tokens`: a body whose prompt is only counted; it may lack earlier turns."""
 
     is_answered = False
     ignored = ResponsesRequest.ignored | {"personality"}
 
-    input: str | list[Item] | None = None  # type: ignore[assignment]  # the rest may be all there is
+    input: str | list[Item] | None = None  # type: ignore[assignment]  # may be absent
 
     @property
     def items(self) -> list[Item]:
-        """The input as items, of which there may be none."""
+        """The input as items; there may be none."""
         return [] if self.input is None else super().items
 
 
-# -- the chat that it is ---------------------------------------------------------------------------
+# -- conversion to a chat --------------------------------------------------------------------------
 
 
 def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat that a response answers; raises a `RequestError` that names the field of this API."""
+    """Convert a body to a chat; raises a `RequestError` that names the field of this API."""
     turns = Turns(is_answered=body.is_answered)
     if body.instructions is not None:
         turns.say("system", body.instructions)
@@ -288,13 +288,13 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     for i, item in enumerate(body._history):
         if i not in body._left_out:
             _add_item(turns, item, ("previous_response_id", i))
-    turns.ignored.clear()  # stored items are not news
+    turns.ignored.clear()  # fields of stored items were reported before
     for i, item in enumerate(body.items):
         if num_history + i not in body._left_out:
             _add_item(turns, item, ("input", i))
     fields: dict[str, Any] = {"messages": turns.messages(), "max_tokens": body.max_output_tokens}
     for value in (body.items, body.tools, body.tool_choice):
-        map_strings(value, str)  # bounds the depth of what is stored or sent back, seen by a template or not
+        map_strings(value, str)  # checks the depth of what is stored or sent back, used by a template or not
     if body.tools:
         fields["tools"] = list(_functions(turns, body, body.tools, ("tools",)))
     if isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools":
@@ -350,7 +350,7 @@ def _add_item(turns: Turns, given: Any, path: Path) -> None:
 def _texts(
     turns: Turns, content: str | list[dict[str, Any]], path: Path, kinds: Mapping[str, type[Body]] = PARTS
 ) -> list[str]:
-    """The texts of a list of parts."""
+    """Return the texts of a list of parts."""
     if isinstance(content, str):
         return [content]
     texts: list[str] = []
@@ -364,9 +364,9 @@ def _texts(
 def _functions(
     turns: Turns, body: ResponsesRequest, tools: list[dict[str, Any]], path: Path, namespace: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yields the functions of a list of tools and of its namespaces, without the hosted tools.
+    """Yield the functions of a list of tools and of its namespaces, without hosted tools.
 
-    A hosted tool that may be left uncalled is named as ignored; with `required` it is refused.
+    A hosted tool is reported as ignored; with `required`, which may need it, it is rejected.
     """
     for i, given in enumerate(tools):
         hosted = HOSTED_TOOL.fullmatch(str(given.get("type")))
@@ -385,7 +385,7 @@ def _functions(
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """The format of a chat, where a schema stands one level deeper."""
+    """Return the format for a chat, where a schema is nested one level deeper."""
     if given.get("type") != "json_schema":
         return given
     check_has_schema(given, "text.format", '"name": ..., "schema": {...}')
@@ -393,7 +393,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 async def open_response(http: Request, body: ResponsesRequest) -> Job:
-    """The job of the chat that a body stands for, with the items that it continues and refers to."""
+    """Return the job of a body, after loading the stored items that it continues or refers to."""
     if body.previous_response_id is not None:
         body._history = await recall(http, body.previous_response_id)
     if any(map(is_reference, body.items)) and server_state(http).config.response_store:
@@ -406,15 +406,15 @@ async def open_response(http: Request, body: ResponsesRequest) -> Job:
 async def _open_shortened(
     body: ResponsesRequest, items: list[Item], open_chat: Callable[[], Awaitable[Job]]
 ) -> Job:
-    """The job without the oldest items, as few of them as are needed to make the prompt fit.
+    """Return the job after dropping as few of the oldest items as necessary to make the prompt fit.
 
-    They are found by halving: the number of renderings is the logarithm of the number of items.
+    Binary search: the number of renderings is logarithmic in the number of items.
     """
     fitting = await _open_if_it_fits(open_chat)
     if fitting is not None:
         return fitting
     units = find_units(items)
-    too_few, enough = 0, len(units)  # units to leave out
+    too_few, enough = 0, len(units)  # numbers of units to drop
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         body._left_out = frozenset(place for unit in units[:middle] for place in unit)
@@ -426,11 +426,11 @@ async def _open_shortened(
     if fitting is not None:
         return fitting
     body._left_out = frozenset(place for unit in units for place in unit)
-    return await open_chat()  # a prompt that is still too long is refused as any other
+    return await open_chat()  # a prompt that is still too long is rejected as usual
 
 
 async def _open_if_it_fits(open_chat: Callable[[], Awaitable[Job]]) -> Job | None:
-    """The job; None if its prompt and the tokens it asks for do not fit."""
+    """Return the job; None if its prompt and the requested tokens do not fit."""
     try:
         job = await open_chat()
     except ContextOverflow:
@@ -439,7 +439,7 @@ async def _open_if_it_fits(open_chat: Callable[[], Awaitable[Job]]) -> Job | Non
     return job if num_tokens <= job.model.encoder.context_len else None
 
 
-# -- the answer ------------------------------------------------------------------------------------
+# -- responses -------------------------------------------------------------------------------------
 
 router = make_router()
 
@@ -466,7 +466,7 @@ async def _store(http: Request, body: ResponsesRequest, response: dict[str, Any]
 
 @router.post("/v1/responses/input_tokens", response_model=None)
 async def count_input_tokens(body: InputTokensRequest, http: Request) -> Response:
-    """The length of a conversation's prompt."""
+    """Return the number of tokens of a conversation's prompt."""
     with spelled(body.spellings):
         job = await open_response(http, body)
     counted = {"object": "response.input_tokens", "input_tokens": len(job.requests[0].prompt)}
@@ -474,14 +474,14 @@ async def count_input_tokens(body: InputTokensRequest, http: Request) -> Respons
 
 
 class ResponseWriter(PartWriter):
-    """OpenAI's response; in a stream, its items are added, filled and done."""
+    """OpenAI's response; a stream adds, fills and finishes its items."""
 
     def __init__(self, generation: Generation, body: ResponsesRequest, *, keep: Keep | None = None) -> None:
         super().__init__(generation, body)
         self._keep = keep
-        self._response: dict[str, Any] = {}  # once it is whole
+        self._response: dict[str, Any] = {}  # set once it is complete
         self._has_logprobs = generation.job.params.logprobs is not None
-        self._num_rows_sent = 0  # sent logprobs of the part that is open
+        self._num_rows_sent = 0  # logprobs of the open part that were sent
         if self._has_logprobs:
             self.note = lambda piece: list(self.take(piece))
         job, self._num_sent, self._namespaces = generation.job, 0, body._namespaces
@@ -513,12 +513,12 @@ class ResponseWriter(PartWriter):
         }
 
     def begin(self) -> list[bytes]:
-        """The response without an item, twice: it was created, and it is in progress."""
+        """Return the response without items, twice: as created, and as in progress."""
         begun = self._at("in_progress", [])
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
     def open(self, part: Part) -> list[bytes]:
-        """An empty item, with an empty text in it."""
+        """Return the events of an empty item, with an empty text in it."""
         self._num_rows_sent = 0
         item = self._item(part, "in_progress")
         frames = [self._event("output_item.added", output_index=part.index, item=item)]
@@ -528,13 +528,13 @@ class ResponseWriter(PartWriter):
         return frames
 
     def add(self, part: Part, text: str) -> bytes:
-        """More of an item."""
+        """Return the event of an item's next text."""
         fields = self._logprobs(part, self._num_rows_sent)
         self._num_rows_sent = len(part.rows)
         return self._event(f"{DELTAS[part.kind]}.delta", **self._place(part), delta=text, **fields)
 
     def close(self, part: Part) -> list[bytes]:
-        """The whole item."""
+        """Return the events of the whole item."""
         status = "incomplete" if self.finish_reason == FinishReason.LENGTH else "completed"
         place, name = self._place(part), f"{DELTAS[part.kind]}.done"
         if part.kind == "call":
@@ -548,12 +548,12 @@ class ResponseWriter(PartWriter):
         return [*frames, self._event("output_item.done", output_index=part.index, item=item)]
 
     def finish(self) -> list[bytes]:
-        """The whole response."""
+        """Return the event of the whole response."""
         response = self.body()
         return [self._event(response["status"], response=response)]
 
     def body(self) -> dict[str, Any]:
-        """The whole response; incomplete if its limit was reached, inside its last item."""
+        """Return the whole response; incomplete, as is its last item, if its limit was reached."""
         is_cut = self.finish_reason == FinishReason.LENGTH
         items = [self._item(part, "completed") for part in self.parts]
         if is_cut:
@@ -566,12 +566,12 @@ class ResponseWriter(PartWriter):
         return response
 
     async def settle(self) -> None:
-        """Store the response, so that a client that knows its end can continue it."""
+        """Store the response, so that a client that has seen its end can continue it."""
         if self._keep is not None:
             await self._keep(self._response)
 
     def error(self, error: BaseException) -> bytes:
-        """The response that has failed, and the event by which OpenAI's package raises."""
+        """Return the failed response, and the event that makes OpenAI's package raise an error."""
         told = to_api_error(error)
         response = self._at("failed", [self._item(part, "incomplete") for part in self.parts])
         response["error"] = {"code": "server_error", "message": told.message}
@@ -587,12 +587,12 @@ class ResponseWriter(PartWriter):
         return named_event(kind, data)
 
     def _place(self, part: Part) -> dict[str, Any]:
-        """The item, and the text within it, that an event is about."""
+        """Return the fields that identify an item, and the text in it."""
         place = {"item_id": self._item_id(part), "output_index": part.index}
         return place if part.kind == "call" else place | {"content_index": 0}
 
     def _item(self, part: Part, status: str) -> dict[str, Any]:
-        """A part of the answer as an item; one that is in progress is empty."""
+        """Return a part of the answer as an item; an item in progress is empty."""
         made: dict[str, Any] = {"id": self._item_id(part), "status": status}
         is_open = status == "in_progress"
         match part.kind:
@@ -609,17 +609,17 @@ class ResponseWriter(PartWriter):
         return made | {"content": [] if is_open else [self._content(part)]}
 
     def _item_id(self, part: Part) -> str:
-        """The id of a part's item."""
+        """Return the id of a part's item."""
         return f"{PREFIXES[part.kind]}_{self._key}_{part.index}"
 
     def _content(self, part: Part) -> dict[str, Any]:
-        """The text of an item."""
+        """Return the content of an item."""
         if part.kind == "reasoning":
             return {"type": "reasoning_text", "text": part.text}
         return {"type": "output_text", "text": part.text, "annotations": [], **self._logprobs(part)}
 
     def _logprobs(self, part: Part, first: int = 0) -> dict[str, Any]:
-        """The logprobs of a text's tokens, from `first` on; other parts do not have the field."""
+        """Return the logprobs of a text's tokens, from `first` on; other parts have no such field."""
         if part.kind != "text":
             return {}
         rows = part.rows[first:]

@@ -1,7 +1,7 @@
 """`POST /v1/rerank` and `POST /v1/score`: how well documents answer a query.
 
-The bodies have the forms of Jina, Cohere (v1 and v2) and vLLM, under each of their paths.
-frontend/scoring.py decides how a model scores, and what is refused.
+The bodies have the formats of Jina, Cohere (v1 and v2) and vLLM, under each of their paths.
+frontend/scoring.py decides how a model scores, and checks the texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ router = make_router()
 @router.post("/v2/rerank", response_model=None)
 @router.post("/rerank", response_model=None)
 async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
-    """The documents by their scores, the best first."""
+    """Return the documents by score, best first."""
     documents = _texts(body.documents)
     scores, about = await _score(http, body, _texts([body.query]), documents)
     results = [
@@ -45,7 +45,7 @@ async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
 @router.post("/v1/score", response_model=None)
 @router.post("/score", response_model=None)
 async def score(body: ScoreRequest, http: HttpRequest) -> Response:
-    """The score of each pair of texts."""
+    """Return the score of each pair of texts."""
     first = _one_of(body, "text_1", "queries")
     second = _one_of(body, "text_2", "documents")
     scores, about = await _score(http, body, first, second)
@@ -57,7 +57,7 @@ async def score(body: ScoreRequest, http: HttpRequest) -> Response:
 async def _score(
     http: HttpRequest, body: ScoringBody, queries: Sequence[str], documents: Sequence[str]
 ) -> tuple[list[float], dict[str, Any]]:
-    """The scores of a body's pairs, and the fields about them that all answers have."""
+    """Return the scores of a body's pairs, and the fields that all answers have."""
     model = await server_state(http).use_model(body.model)
     mark("parse")
     job = await asyncio.to_thread(
@@ -79,7 +79,7 @@ async def _score(
 
 
 def _one_of(body: ScoreRequest, *names: str) -> list[str]:
-    """The texts of the one field that is given."""
+    """Return the texts of the one field that is given; reject none or both."""
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
         raise RequestError(f"give {' or '.join(names)}, and not both", param=(given or names)[0])

@@ -1,7 +1,6 @@
 """`POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info`: the tokenizer by itself.
 
-A prompt tokenized here is exactly what the completion and chat routes would run, so a client can count
-before it asks.
+The tokens are exactly the prompt that the completion and chat routes would run, so a client can count first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ router = make_router()
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-    """The ids of a text or of a conversation."""
+    """Return the ids of a text or of a conversation."""
     encoder = (await server_state(http).use_model(body.model)).encoder
     if (body.prompt is None) == (body.messages is None):
         raise MalformedRequest("give either prompt or messages", param="prompt")
@@ -50,7 +49,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
 
 @router.post("/detokenize", response_model=None)
 async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
-    """The text of some ids, special tokens spelled out."""
+    """Return the text of some ids, including special tokens."""
     encoder = (await server_state(http).use_model(body.model)).encoder
     (ids,) = await encode_prompts(encoder, [body.tokens], "tokens")
     text = await asyncio.to_thread(encoder.tokenizer.decode, ids, skip_special=False)
@@ -59,7 +58,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
 
 @router.get("/tokenizer_info", response_model=None)
 async def tokenizer_info(http: Request) -> Response:
-    """The facts that evaluation programs ask for before they tokenize on their own."""
+    """Return the facts that evaluation programs need to tokenize by themselves."""
     encoder = (await server_state(http).use_model(None)).encoder
     tokenizer = encoder.tokenizer
     return json_response(
