@@ -279,7 +279,7 @@ def test_when_the_engine_dies_all_requests_are_told_and_a_new_one_serves(order: 
             with pytest.raises(EngineStopped, match=reason):
                 await collect(client, make_request(9, first=order))
             for task in others:
-                with pytest.raises(EngineStopped, match="started again"):
+                with pytest.raises(EngineStopped, match="restarted"):
                     await task
             assert time.monotonic() - start < PATIENCE_S
             assert isinstance(client.failure, EngineStopped)

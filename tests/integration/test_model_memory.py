@@ -61,7 +61,7 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
         os.kill(sleeping, signal.SIGKILL)
         wait_until(lambda: engines(server) == {pid})
         assert ask(server, "b") == first
-        assert "model loaded anew model=b" in server.log.read_text()
+        assert "model reloaded model=b" in server.log.read_text()
         # an unload by the operator forgets the weights, too
         url, key = f"{server.url}/admin/models/unload", {"authorization": "Bearer root"}
         answer = httpx.post(url, json={"name": "a"}, headers=key, timeout=60)

@@ -257,7 +257,7 @@ def test_a_group_of_ranks_is_on_several_nodes_until_one_is_large_enough(
     with open_site(checkpoint, tmp_path / "log", 2, *flags) as made:
         assert nodes_of_groups() == ["2"]
         assert made.ask().json()["choices"][0]["text"] == alone
-        wait_until(lambda: "all nodes are there nodes=2" in made.log.read_text(), PATIENCE_S)
+        wait_until(lambda: "all nodes have joined nodes=2" in made.log.read_text(), PATIENCE_S)
         made.cluster.add_node(num_cpus=2, **HERE)
         made.cluster.remove_node(next(iter(made.nodes.values())), allow_graceful=False)
         wait_until(lambda: nodes_of_groups() == ["2", "1"], PATIENCE_S)  # all of it, on the large node

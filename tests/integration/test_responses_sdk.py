@@ -265,7 +265,7 @@ def test_a_server_that_stores_nothing_says_so(tmp_path: Path) -> None:
         assert "x-infer-ignored" not in client.responses.with_raw_response.create(**ASK).headers
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
-        with pytest.raises(openai.BadRequestError, match="keeps none"):
+        with pytest.raises(openai.BadRequestError, match="stores none"):
             client.responses.create(**ASK, previous_response_id=made.id)
 
 

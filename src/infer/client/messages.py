@@ -229,7 +229,7 @@ def encode(message: Command | Message) -> bytes:
         return _encoder.encode(message)
     except (OverflowError, UnicodeEncodeError, TypeError) as error:  # 2^64, a lone surrogate, an object
         raise RequestError(
-            "a request must hold plain numbers of at most 64 bits and text that is valid unicode"
+            "a request may contain only plain numbers of at most 64 bits and valid Unicode text"
         ) from error
 
 

@@ -224,7 +224,7 @@ class EngineServer:
         del self._subscribers  # they refer to the engine
         self._engine.keep_weights(0)  # the weights stay on the device; everything else is freed
         self._wake(self._engine)
-        logger.info("engine built again for the next record seconds=%.2f", time.monotonic() - started)
+        logger.info("engine rebuilt for the next record seconds=%.2f", time.monotonic() - started)
 
     def _wake(self, sleeping: SleepingEngine) -> None:
         engine = sleeping.wake()
@@ -252,7 +252,7 @@ class EngineServer:
             link.answers.append(messages.Answer(command.ticket, num_bytes, None))
         except Exception as error:  # the process that asked closes this one
             if not isinstance(error, InferError):
-                logger.exception("engine neither asleep nor awake")
+                logger.exception("engine could not sleep or wake")
             self._answer_error(link, command.ticket, error)
 
     def _carry_out(self, link: Link, command: messages.Command) -> None:
@@ -349,7 +349,7 @@ def open_recorder(orders: messages.RecordOrders) -> RecordFile | None:
         set_aside(path)
         return (Recorder if orders.has_text else TraceRecorder)(path, max_bytes=orders.max_bytes)
     except (OSError, ConfigError) as error:
-        logger.warning("no record is written: %s; the engine goes on", error)
+        logger.warning("no record is written: %s; the engine continues without one", error)
         return None
 
 

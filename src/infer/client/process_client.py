@@ -51,7 +51,7 @@ from infer.scheduling.request import Request, StepOutput
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 1.0  # seconds between two checks of a silent engine
-STARTED_AGAIN = "; it is being started again"
+STARTED_AGAIN = "; it is being restarted"
 PING_INTERVAL = 5.0  # seconds of silence after which an idle engine gets a `Ping`
 
 
@@ -337,7 +337,7 @@ class ProcessClient:
                 process, ready = await self._start_again()
             except Exception as error:  # any error: the next try may succeed
                 logger.error("engine restart failed reason=%r", str(error))
-                reason = f"the engine could not be started again ({type(error).__name__})"
+                reason = f"the engine could not be restarted ({type(error).__name__})"
                 continue
             self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
             self._adopt(process, ready)

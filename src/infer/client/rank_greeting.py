@@ -167,7 +167,7 @@ def gather_nodes(
                         time.sleep(RETRY_S)
             for connection, guest in list(guests.items()):
                 if len(guests) > MAX_GUESTS or time.monotonic() > guest.until:
-                    dismiss(connection, "it has not said who it is")
+                    dismiss(connection, "it has not authenticated")
     return not missing
 
 
@@ -187,7 +187,7 @@ class _Guest:
         """Read the bytes that have arrived; returns the greeting once it is complete."""
         piece = connection.recv(_HEAD_BYTES + MAX_BYTES - len(self._heard))
         if not piece:
-            raise ConnectionResetError("the other side has hung up")
+            raise ConnectionResetError("the other side has closed the connection")
         self._heard += piece
         length = _check_length(self._heard)
         if len(self._heard) < _HEAD_BYTES + length:
@@ -234,7 +234,7 @@ def _admit(
             _send(connection, Greeting(refused=f"{reason}; they must be equal"))
             raise ConnectionRefusedError(reason)
     if theirs.node not in missing:  # the old one may be about to exit, so the new one is too early
-        raise ConnectionRefusedError(f"node {theirs.node} is there already")
+        raise ConnectionRefusedError(f"node {theirs.node} has already joined")
     _send(connection, Greeting(proof=_prove(token, "head", nonce, theirs)))
 
 
@@ -245,9 +245,9 @@ def _introduce(connection: socket.socket, load: LoadConfig, token: bytes, facts:
     _send(connection, msgspec.structs.replace(own, proof=_prove(token, "node", first.nonce, own)))
     last = _receive(connection)
     if last.refused is not None:
-        raise ConfigError(f"node 0 at {load.master_addr} refuses this node: {last.refused}")
+        raise ConfigError(f"node 0 at {load.master_addr} rejects this node: {last.refused}")
     if not _is_proof(last.proof, _prove(token, "head", first.nonce, own)):
-        raise ConfigError(f"what listens at {load.master_addr}:{load.master_port} does not know the secret")
+        raise ConfigError(f"the server at {load.master_addr}:{load.master_port} does not know the secret")
 
 
 def _prove(token: bytes, who: str, nonce: str, node: Greeting) -> str:
@@ -282,7 +282,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while len(body) < length:
         piece = connection.recv(length - len(body))
         if not piece:
-            raise ConnectionResetError("the other side has hung up")
+            raise ConnectionResetError("the other side has closed the connection")
         body += piece
     return body
 

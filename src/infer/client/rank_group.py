@@ -74,7 +74,7 @@ class _Group:
                 return
             self.lost, self.error, is_idle = reason, error, not self.is_waited_for
             if not self.is_closing:
-                logger.error("ranks are ended reason=%r", reason)
+                logger.error("ranks ended reason=%r", reason)
             self.abort()
             self.kill()
             if self.mirror is not None:
@@ -201,7 +201,7 @@ class _Gate:
         if gather_nodes(
             self._server, self._load, self._token, self._facts, add, lambda: group.lost is not None
         ):
-            logger.info("all nodes are there nodes=%d", self._load.nnodes)
+            logger.info("all nodes have joined nodes=%d", self._load.nnodes)
             mirror.start()
 
 

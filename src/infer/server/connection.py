@@ -263,14 +263,14 @@ class GuardedConnection(HttpToolsProtocol):
         elif names.count(b"host") > 1:
             self._refusal = (400, "there is more than one host header; send one")
         elif b"host" not in names and self.parser.get_http_version() != "1.0":
-            self._refusal = (400, "there is no host header; HTTP/1.1 needs one, empty where there is no name")
+            self._refusal = (400, "there is no host header; HTTP/1.1 needs one, empty if there is no name")
         elif codings not in ([], [b"chunked"]):
             self._refusal = (
                 501,
                 "the only transfer-encoding is 'chunked'; send the body without another one",
             )
         elif self.parser.get_method() == b"CONNECT":
-            self._refusal = (501, "the method CONNECT is for proxies, and this server is none")
+            self._refusal = (501, "the method CONNECT is for proxies, and this server is not one")
         if self._refusal is not None:
             raise RefusedHead
 

@@ -48,12 +48,12 @@ def _cache_use(client: EngineClient) -> float:
 
 # An engine's own gauges, read at a scrape.
 GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
-    "num_requests_running": ("Sequences that run.", lambda c: c.stats().num_running),
-    "num_requests_waiting": ("Sequences that wait to run.", lambda c: c.stats().num_waiting),
-    "kv_cache_usage_perc": ("Share of KV-cache blocks that sequences hold, 0 to 1.", _cache_use),
+    "num_requests_running": ("Running sequences.", lambda c: c.stats().num_running),
+    "num_requests_waiting": ("Waiting sequences.", lambda c: c.stats().num_waiting),
+    "kv_cache_usage_perc": ("Share of KV-cache blocks used by sequences, 0 to 1.", _cache_use),
     "kv_host_blocks": ("KV-cache blocks in host memory.", lambda c: c.stats().num_used_host_blocks),
     "spec_decode_seconds_saved": (
-        "Seconds that drafts have saved, estimated; it falls where they are wrong.",
+        "Estimated seconds saved by drafts; decreases when drafts are wrong.",
         lambda c: c.stats().draft_saved_s,
     ),
     "engine_up": ("1 if the engine is alive and makes progress.", lambda c: c.failure is None),
@@ -62,10 +62,10 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.num_hit_tokens),
     "prefix_cache_host_hits": ("Prompt tokens found cached in host memory.", lambda s: s.num_host_hit_tokens),
-    "kv_host_bytes_out": ("Bytes of blocks that went to host memory.", lambda s: s.host_bytes_out),
-    "kv_host_bytes_in": ("Bytes of blocks that came from host memory.", lambda s: s.host_bytes_in),
-    "num_preemptions": ("Times that a running sequence made room.", lambda s: s.num_preemptions),
-    "engine_restarts": ("Times that the engine was started again.", lambda s: s.num_restarts),
+    "kv_host_bytes_out": ("Bytes of blocks copied to host memory.", lambda s: s.host_bytes_out),
+    "kv_host_bytes_in": ("Bytes of blocks copied from host memory.", lambda s: s.host_bytes_in),
+    "num_preemptions": ("Times that a running sequence was preempted.", lambda s: s.num_preemptions),
+    "engine_restarts": ("Times that the engine was restarted.", lambda s: s.num_restarts),
     "spec_decode_num_drafts": ("Steps of sequences with drafts.", lambda s: s.num_draft_windows),
     "spec_decode_num_draft_tokens": ("Draft tokens that were checked.", lambda s: s.num_draft_tokens),
     "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", lambda s: s.num_accepted_tokens),
@@ -239,7 +239,7 @@ class ServerMetrics(Collector):
             ("model_name", "state"),
         )
         asleep = [((name,), num_bytes) for name, num_bytes in self.asleep.items()]
-        text = "Bytes of host memory that the weights of a model that sleeps take."
+        text = "Bytes of host memory used by the weights of a sleeping model."
         yield self._gauge("model_host_bytes", text, asleep, ("model_name",))
 
     def _collect_ranks(self, meters: list[tuple[MeteredClient, EngineStats]]) -> Iterator[Metric]:
@@ -280,7 +280,7 @@ class ServerMetrics(Collector):
         route = ("method", "route", "status")
         yield self._counter("http_requests", "HTTP requests that were answered.", self._http.items(), route)
         errors = [((code,), count) for code, count in self._errors.items()]
-        yield self._counter("http_errors", "Errors told to clients, by code.", errors, ("code",))
+        yield self._counter("http_errors", "Errors sent to clients, by code.", errors, ("code",))
         yield self._counter(
             "http_clients_gone", "Clients that left before the end.", [((), self._num_gone)], ()
         )

@@ -213,7 +213,7 @@ def bind(config: ServerConfig) -> socket.socket:
         reason = error.strerror or str(error)
         if config.uds is not None and error.errno == errno.EADDRINUSE:
             is_socket = Path(config.uds).is_socket()
-            reason = "another server listens there" if is_socket else "there is a file that is no socket"
+            reason = "another server listens there" if is_socket else "there is a file that is not a socket"
         raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
 
 

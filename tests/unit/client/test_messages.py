@@ -216,7 +216,7 @@ def test_the_other_end_checks_sampling_parameters_again() -> None:
     ],
 )
 def test_what_no_wire_can_hold_is_the_clients_mistake(request_: Request) -> None:
-    with pytest.raises(RequestError, match="64 bits and text that is valid unicode"):
+    with pytest.raises(RequestError, match="64 bits and valid Unicode text"):
         encode(Add(1, request_))
 
 

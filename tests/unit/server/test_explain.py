@@ -194,15 +194,15 @@ def test_what_the_engine_has_forgotten_the_server_still_knows(oracle: LLM) -> No
         headers = {"x-request-id": "r"}
         await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
         told = await story(http, "r")
-        assert told["sentences"][0].startswith("Its engine tells nothing of it")
-        assert told["sentences"][1:] == ["It has made 2 tokens.", "It ended with length."]
-        assert "nothing of it" in (await http.get("/explain/r", headers={"accept": "text/plain"})).text
+        assert told["sentences"][0].startswith("Its engine has no record of it")
+        assert told["sentences"][1:] == ["It has generated 2 tokens.", "It ended with length."]
+        assert "no record of it" in (await http.get("/explain/r", headers={"accept": "text/plain"})).text
 
     async def refused(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r"})
         assert answer.status_code == 422
         told = await story(http, "r")
-        assert told["sentences"][0].startswith("It was refused, or failed before its first token: ")
+        assert told["sentences"][0].startswith("It was rejected, or failed before its first token: ")
         assert told["sentences"][1:] == ["It ended with error."] and told["status"] == 422
 
     serve(oracle, ScriptedClient(speaks), script)

@@ -61,11 +61,11 @@ def test_a_request_that_met_an_idle_engine_did_not_wait() -> None:
     world.add("a", prompt_of(10), max_tokens=4)
     world.run()
     assert world.said("a") == (
-        "It did not have to wait for a place: the next step took it, 0.0 ms later. "
+        "It did not have to wait in the queue: the next step started it, 0.0 ms later. "
         "The prefix cache had none of the 10 tokens of its prompt. "
         "10 tokens of its prompt were computed in 1 chunk, 0.0 ms up to its first token. "
-        "It has made 4 tokens in 3 steps after the first, 1.0 s a token, steps of 1.0 tokens on average. "
-        "It ended with length: max_tokens, or all that the context has room for, was reached."
+        "It has generated 4 tokens in 3 steps after the first, 1.0 s a token, steps of 1.0 tokens on average."
+        " It ended with length: max_tokens or the end of the context was reached."
     )
     assert world.advice("a") == NOTHING
 
@@ -99,8 +99,8 @@ def test_tokens_that_others_had_are_why_a_request_waited() -> None:
     for name in "abc":
         world.add(name, prompt_of(20, start=ord(name)), max_tokens=2)
     world.run()
-    assert "because others had the step's tokens" in world.said("c")
-    assert "because others had the tokens of each step: a larger" in world.advice("c")
+    assert "because other requests used all tokens of the step" in world.said("c")
+    assert "because other requests used all tokens of each step: a larger" in world.advice("c")
 
 
 def test_a_static_batch_is_why_a_request_waited() -> None:
@@ -144,14 +144,14 @@ def test_what_was_preempted_and_computed_again_says_what_it_cost() -> None:
     story = world.story("b")
     assert story.num_preemptions == 1 and not story.num_swaps and story.num_recomputed > 12
     assert re.search(
-        r"It was preempted once because the cache was full: \d+ tokens had to be computed again, it was out "
+        r"It was preempted once because the cache was full: \d+ tokens had to be recomputed, it was out "
         r"for \d+(\.0)? s\.",
         world.said("b"),
     )
     assert "preempted once: the KV cache is full; more num_blocks, or a smaller max_batch_size" in (
         said := world.advice("b")
     )
-    assert f"with swap_blocks its {story.num_recomputed} tokens would not be computed again" in said
+    assert f"with swap_blocks its {story.num_recomputed} tokens would not be recomputed" in said
     assert "preempted" not in world.said("a")
     assert stages(story)["blocked"] == story.away_s > 0
 
@@ -294,8 +294,8 @@ def test_constraints_are_compiled_masked_and_jumped() -> None:
     assert story is not None and story.num_jumped > 0 and story.mask_s > 0
     said = " ".join(sentences(story))
     assert re.search(r"Its constraint was compiled in [\d.]+ m?s, before it joined the queue\.", said)
-    assert f"{story.num_jumped} tokens could not be any other and were appended without a step" in said
-    assert re.search(r"Its steps waited [\d.]+ m?s for masks", said)
+    assert f"{story.num_jumped} tokens were the only ones allowed and were appended without a step" in said
+    assert re.search(r"Its steps waited [\d.]+ m?s for the masks", said)
     assert story.finish_reason == "stop"
     slow = msgspec.structs.replace(story, added_at=story.accepted_at - 9.0)
     assert "its constraint took 9.0 s to compile" in " ".join(advise(Case(slow, stages(slow))))
@@ -359,13 +359,13 @@ def test_a_step_that_was_under_way_is_no_fault_of_the_server() -> None:
     assert sentences(story, served, part)[:2] == [
         "The server had it for 2.0 s before it went to the engine (reading the body 100 ms, tokenizing "
         "300 ms, loading the model 1.5 s, picking an engine 100 ms).",
-        "The engine, which takes requests between two steps, took it 3.0 s later.",
+        "The engine, which accepts requests between two steps, received it 3.0 s later.",
     ]
     seconds = stages(story, served, part)
     assert seconds == {
         "API": 2.0, "compile": 0.0, "queue": 3.0, "prefill": 0.0, "decode": 8.0, "blocked": 0.0, "out": 2.0,
     }  # fmt: skip
     said = " | ".join(advise(Case(story, seconds, taken_s=3.0)))
-    assert "waited 3.0 s for a step of others to end" in said
+    assert "waited 3.0 s for a running step to end" in said
     assert "the server took 2.0 s before it went to the engine" in said
     assert "its last bytes left 2.0 s after its last token: the client reads slowly" in said

@@ -308,7 +308,7 @@ def test_the_number_of_pages_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             await page.until(lambda page: page.status == 200)
         async with page_of(app, key="root") as third:
             await third.end()
-            assert third.status == 503 and "2 pages look at this server already" in third.body.decode()
+            assert third.status == 503 and "2 pages already watch this server" in third.body.decode()
         for page in pages:
             await page.leave()
         async with page_of(app, key="root") as fourth:

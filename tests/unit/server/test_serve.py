@@ -37,7 +37,7 @@ def test_a_path_where_another_server_listens_is_taken(tmp_path: Path) -> None:
 def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="there is a file that is no socket; choose another --uds"):
+    with pytest.raises(ConfigError, match="there is a file that is not a socket; choose another --uds"):
         bind(ServerConfig(uds=str(path)))
     assert path.read_text() == "mine"
 

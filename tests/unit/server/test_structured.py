@@ -143,7 +143,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         "the keyword 'not' of the schema at #/properties/a/not is not supported",
     ),
-    ({"structured_outputs": {}}, "structured_outputs", "must hold one of json, regex, choice, grammar"),
+    ({"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice, grammar"),
     (
         {"structured_outputs": {"regex": "a", "json": {}}},
         "structured_outputs",

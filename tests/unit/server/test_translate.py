@@ -212,7 +212,7 @@ def test_more_prompts_than_an_idle_server_takes_are_refused_for_good(
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
         return
-    with pytest.raises(RequestError, match="prompt holds 3 prompts, but only 2 may run or wait") as caught:
+    with pytest.raises(RequestError, match="prompt has 3 prompts, but only 2 may run or wait") as caught:
         complete(state, prompt=["a", "b", "c"])
     assert caught.value.param == "prompt"
 

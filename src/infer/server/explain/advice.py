@@ -53,7 +53,7 @@ def _about_waiting(case: Case) -> Iterator[str]:
     story, limits = case.story, case.story.limits
     if case.counts(case.taken_s):
         yield (
-            f"waited {spell_s(case.taken_s)} for a step of others to end: shorter steps take newcomers "
+            f"waited {spell_s(case.taken_s)} for a running step to end: shorter steps admit new requests "
             f"sooner (max_num_batched_tokens {limits.max_num_batched_tokens}), or another replica"
         )
     if held_s := case.held(BATCH_FULL):
@@ -71,7 +71,7 @@ def _about_waiting(case: Case) -> Iterator[str]:
         knob = f"max_num_batched_tokens {limits.max_num_batched_tokens}"
         if limit is not None and limit < limits.max_num_batched_tokens:
             knob = f"prefill_tokens_while_decoding {limit}, or {knob}"
-        yield f"waited {spell_s(held_s)} because others had the tokens of each step: a larger {knob}"
+        yield f"waited {spell_s(held_s)} because other requests used all tokens of each step: a larger {knob}"
     if held_s := case.held(BATCH_CLOSED):
         yield f"waited {spell_s(held_s)} for a static batch to end: batching_mode=continuous"
     if story.num_overtakers and case.counts(case.seconds["queue"]):
@@ -87,7 +87,7 @@ def _about_waiting(case: Case) -> Iterator[str]:
         said = f"preempted {times}: the KV cache is full; more num_blocks, or a smaller max_batch_size"
         lost = story.num_recomputed / max(story.num_prompt + story.num_output, 1)
         if lost >= MANY_RECOMPUTED and not limits.num_host_blocks:
-            said += f"; with swap_blocks its {story.num_recomputed:,} tokens would not be computed again"
+            said += f"; with swap_blocks its {story.num_recomputed:,} tokens would not be recomputed"
         yield said
 
 

@@ -22,7 +22,7 @@ from infer.server.processes.messages import CountAlike, FindServed
 
 ENGINE_TIMEOUT_S = 5.0
 FORGOTTEN = (
-    "Its engine tells nothing of it: it does not answer, was started again, or has forgotten the request "
+    "Its engine has no record of it: it does not answer, was restarted, or has forgotten the request "
     "after many others (explain_requests)."
 )
 
@@ -105,9 +105,9 @@ def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
         seconds |= {"decode": part.last_at - first, "out": max(served.ended_at - part.last_at, 0.0)}
     said = [FORGOTTEN]
     if served.error is not None and not part.first_at:
-        said = [f"It was refused, or failed before its first token: {served.error}"]
+        said = [f"It was rejected, or failed before its first token: {served.error}"]
     if part.num_tokens:
-        said.append(f"It has made {words.spell_count(part.num_tokens, 'token')}.")
+        said.append(f"It has generated {words.spell_count(part.num_tokens, 'token')}.")
     if part.finish_reason is not None:
         said.append(f"It ended with {part.finish_reason}.")
     return {

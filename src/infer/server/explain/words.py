@@ -99,7 +99,7 @@ def _sentences(story: EngineStory, served: ServedRequest | None, part: ServedPar
     if served is not None:
         yield _api(seconds["API"], served)
     if (waited := taken_s(story, part)) >= MIN_SAID_S:
-        yield f"The engine, which takes requests between two steps, took it {spell_s(waited)} later."
+        yield f"The engine, which accepts requests between two steps, received it {spell_s(waited)} later."
     if story.is_structured:
         yield _compile(story, seconds["compile"])
     if story.accepted_at:
@@ -124,11 +124,11 @@ def _sentences(story: EngineStory, served: ServedRequest | None, part: ServedPar
             f"({story.num_accepted / story.num_drafts:.0%}), in {spell_count(story.num_draft_steps, 'step')}."
         )
     if story.is_structured and story.begun_at:
-        yield f"Its steps waited {spell_s(story.mask_s)} for masks of what may come next."
+        yield f"Its steps waited {spell_s(story.mask_s)} for the masks of allowed tokens."
     if story.num_jumped:
         yield (
-            f"{spell_count(story.num_jumped, 'token')} could not be any other and were appended without a "
-            "step for each."
+            f"{spell_count(story.num_jumped, 'token')} were the only ones allowed and were appended without "
+            "a step for each."
         )
     yield _end(story, served, part)
 
@@ -166,7 +166,7 @@ def hold_words(story: EngineStory) -> dict[int, str]:
     return {
         NEXT_STEP: "until the next step could take it",
         BATCH_FULL: f"because the batch was full (max_batch_size {limits.max_batch_size})",
-        NO_TOKENS: "because others had the step's tokens",
+        NO_TOKENS: "because other requests used all tokens of the step",
         CACHE_FULL: f"because all {limits.num_blocks} blocks of the cache were in use (num_blocks)",
         BATCH_CLOSED: "because a static batch had to end first",
     }
@@ -176,7 +176,7 @@ def _queue(story: EngineStory, seconds: float) -> str:
     words = hold_words(story)
     held = [(held_s, words[hold]) for hold, held_s in enumerate(story.held_s) if held_s >= MIN_SAID_S]
     if story.begun_at and not any(story.held_s[NEXT_STEP + 1 :]):
-        return f"It did not have to wait for a place: the next step took it, {spell_s(seconds)} later."
+        return f"It did not have to wait in the queue: the next step started it, {spell_s(seconds)} later."
     verb = "It waited" if story.begun_at or story.finish_reason else "It has been waiting"
     others = f"{spell_count(story.num_ahead, 'sequence')} waited before it and {story.num_running} ran"
     steps = spell_count(story.waited_steps, "step")
@@ -229,7 +229,7 @@ def _preemptions(story: EngineStory) -> str:
         blocks = spell_count(story.num_moved, "block")
         costs.append(f"{blocks} went to host memory and back ({spell_count(story.num_swaps, 'swap')})")
     if story.num_recomputed:
-        costs.append(f"{spell_count(story.num_recomputed, 'token')} had to be computed again")
+        costs.append(f"{spell_count(story.num_recomputed, 'token')} had to be recomputed")
     costs.append(f"it was out for {spell_s(story.away_s)}" + (" so far" if story.is_away else ""))
     return f"It was preempted {times} because the cache was full: {', '.join(costs)}."
 
@@ -238,14 +238,14 @@ def _decode(story: EngineStory, seconds: float) -> str:
     num_steps = (story.ended_step or story.first_step) - story.first_step
     tokens = spell_count(story.num_output, "token")
     if story.num_output < 2:
-        return f"It has made {tokens}."
+        return f"It has generated {tokens}."
     pace = f"{spell_s(seconds / (story.num_output - 1))} a token"
     beside = ""
     if story.num_prompts_beside:
         beside = f"; {story.num_prompts_beside:,} tokens of prompts were computed in these steps"
     steps = f" in {spell_count(num_steps, 'step')} after the first" if num_steps else " so far"
     size = f", steps of {story.step_tokens:.1f} tokens on average" if story.step_tokens else ""
-    return f"It has made {tokens}{steps}, {pace}{size}{beside}."
+    return f"It has generated {tokens}{steps}, {pace}{size}{beside}."
 
 
 def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | None) -> str:
@@ -263,10 +263,10 @@ def _end(story: EngineStory, served: ServedRequest | None, part: ServedPart | No
             return f"It was aborted: {served.error}."
         return "It was aborted before its end."
     if reason == FinishReason.LENGTH:
-        return "It ended with length: max_tokens, or all that the context has room for, was reached."
+        return "It ended with length: max_tokens or the end of the context was reached."
     if not story.num_output:
-        return "It ended with stop: it asked for no text."
-    return "It ended with stop: the model's end of text, a stop token or a stop string came."
+        return "It ended with stop: it requested no text."
+    return "It ended with stop: at the model's end of text, a stop token or a stop string."
 
 
 def bar(seconds: Mapping[str, float]) -> list[str]:

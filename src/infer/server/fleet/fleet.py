@@ -302,7 +302,7 @@ class Fleet:
             await self._forget_asleep(next(iter(self._asleep)))
         name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
         if name not in self.state.names or name in taken_names:  # its requests took long to finish
-            logger.info("weights not kept model=%s reason='it was unloaded or loaded anew meanwhile'", name)
+            logger.info("weights not kept model=%s reason='it was unloaded or reloaded meanwhile'", name)
             return False
         for client in model.clients:
             self.metrics.remove(client)
@@ -337,7 +337,7 @@ class Fleet:
             await self._close(model)
             if not isinstance(error, Exception):  # the load was cancelled
                 raise
-            logger.warning("model loaded anew model=%s reason=%r", name, str(error))
+            logger.warning("model reloaded model=%s reason=%r", name, str(error))
             return None
         return model.encoder, clients
 

@@ -50,7 +50,7 @@ CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 # The counters and histograms of requests: one entry here defines the metric and its help text.
 COUNTED = {
     "prompt_tokens": "Prompt tokens of requests that began to answer.",
-    "prompt_tokens_cached": "Prompt tokens of these that were found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens of these requests found in the prefix cache.",
     "generation_tokens": "Tokens that were generated.",
 }
 MEASURED = {
@@ -58,7 +58,7 @@ MEASURED = {
     "inter_token_latency_seconds": ("Seconds from one token to the next.", TOKEN_S),
     "request_time_per_output_token_seconds": ("Mean seconds per token after the first.", TOKEN_S),
     "e2e_request_latency_seconds": ("Seconds from arrival to the last token.", REQUEST_S),
-    "request_queue_time_seconds": ("Seconds of waiting for the first step.", REQUEST_S),
+    "request_queue_time_seconds": ("Seconds spent waiting for the first step.", REQUEST_S),
     "request_prefill_time_seconds": ("Seconds from the first step to the first token.", REQUEST_S),
     "request_decode_time_seconds": ("Seconds from the first token to the last.", REQUEST_S),
     "request_inference_time_seconds": ("Seconds from the first step to the last token.", REQUEST_S),
@@ -66,7 +66,7 @@ MEASURED = {
     "request_generation_tokens": ("Tokens of all choices of a request.", TOKENS),
     "request_max_num_generation_tokens": ("Tokens of the longest choice of a request.", TOKENS),
     "request_params_n": ("Choices that a request asked for (n).", CHOICES),
-    "request_params_max_tokens": ("max_tokens of a request, where it was given.", TOKENS),
+    "request_params_max_tokens": ("max_tokens of a request, if given.", TOKENS),
 }
 
 

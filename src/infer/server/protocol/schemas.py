@@ -262,7 +262,7 @@ def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
     logged = shown if _PLAIN.fullmatch(shown) else "..."  # other names may be a client's data
     if logged not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
         _LOGGED.add(logged)
-        logger.warning("unknown field ignored field=%s path=%s (told once)", logged, record.path)
+        logger.warning("unknown field ignored field=%s path=%s (logged once)", logged, record.path)
     return True
 
 

@@ -80,9 +80,7 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         raise error(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
     account_for(given, FORMAT_KEYS, where=f"{param}.")
     if kind != "json_object" and given.get("value") is not None:
-        raise RequestError.about(
-            f"{param}.value", f"goes with the type 'json_object', got {show_value(kind)}"
-        )
+        raise RequestError.about(f"{param}.value", f"needs the type 'json_object', got {show_value(kind)}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -120,7 +118,7 @@ def _read_structured_outputs(given: Mapping[str, Any] | None) -> Structured | No
     asked += ["json_object"] if given.get("json_object") else []
     if len(asked) != 1:
         allowed = ", ".join((*KINDS, "json_object"))
-        raise RequestError.about(param, f"must hold one of {allowed}, got {' and '.join(asked) or 'none'}")
+        raise RequestError.about(param, f"must have one of {allowed}, got {' and '.join(asked) or 'none'}")
     blanks = given.get("whitespace_pattern")
     if given.get("disable_any_whitespace"):
         if blanks is not None:

@@ -250,7 +250,7 @@ def check_supported(body: SamplingBody, params: SamplingParams) -> None:
     if body.stream:
         check_streams(params, "leave stream out")
         if body.prompt_logprobs is not None:
-            raise RequestError.about("prompt_logprobs", "come with a whole answer; leave stream out")
+            raise RequestError.about("prompt_logprobs", "are not available in a stream; leave stream out")
 
 
 def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[str | list[int]]:
@@ -277,7 +277,7 @@ def check_queue(model: ServedModel, num_prompts: int) -> None:
     if num_prompts > room:
         raise RequestError.about(
             "prompt",
-            f"holds {num_prompts} prompts, but only {room} may run or wait at a time (max_batch_size and "
+            f"has {num_prompts} prompts, but only {room} may run or wait at a time (max_batch_size and "
             "max_queue); send fewer at a time",
         )
 

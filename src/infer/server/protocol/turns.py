@@ -109,7 +109,7 @@ class Turns:
 
 @contextmanager
 def spelled(spellings: Mapping[str, str]) -> Iterator[None]:
-    """Rename chat fields in errors to those of another API, given by `spellings`."""
+    """Rename chat fields in errors to the names of another API, given by `spellings`."""
     try:
         yield
     except RequestError as error:

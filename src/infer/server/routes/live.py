@@ -174,13 +174,13 @@ async def look(http: HttpRequest, model: str | None = None, replica: int = Query
     wanted = model or state.default_model or ""
     served = next(iter(state.models_of(wanted)), None)  # not held: a page does not prevent unloading
     if served is None:
-        raise UnknownModel(f"model {wanted!r} is not loaded; it is when it is asked for", param="model")
+        raise UnknownModel(f"model {wanted!r} is not loaded; the first request loads it", param="model")
     if replica >= len(served.clients):
         raise RequestError(
             f"replica is {replica}, but {served.name!r} has {len(served.clients)} engines, numbered from 0",
             param="replica",
         )
     if feeds.num_pages >= MAX_PAGES:
-        message = f"{MAX_PAGES} pages look at this server already; close one of them"
+        message = f"{MAX_PAGES} pages already watch this server; close one of them"
         return ApiError.for_now(message).response()
     return LiveStream(state, feeds, served, replica)

@@ -39,7 +39,7 @@ from infer.server.routes.json_route import answer, json_response, make_router, o
 
 _TEXT_ONLY = "this server reads and writes text"
 _NO_SERVER_TOOLS = "tools run where the client runs; describe one with name and input_schema"
-_NOT_KEPT = Neutral((), "this server keeps nothing between requests; send the whole conversation")
+_NOT_KEPT = Neutral((), "this server stores nothing between requests; send the whole conversation")
 
 
 # -- request bodies --------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _check_goes_with(wanted: str, kind: str, where: str, value: object) -> None:
         if value is None:
             error, given, advice = MalformedRequest, "is missing", "give it"
         raise error.about(
-            where, f"{given} and the type is {kind!r}; {wanted!r} alone has it: {advice}, or change the type"
+            where, f"{given} and the type is {kind!r}; only {wanted!r} has it: {advice}, or change the type"
         )
 
 

@@ -57,7 +57,7 @@ async def recall(http: Request, previous_id: str) -> list[Item]:
     config = server_state(http).config
     param = "previous_response_id"
     if not config.response_store:
-        said = "needs stored responses, and this server keeps none (response_store is 0)"
+        said = "needs stored responses, and this server stores none (response_store is 0)"
         raise RequestError.about(param, f"{said}; send the whole conversation as input")
     found = await server_state(http).responses.get(owner_of(http), previous_id)
     if found is None:
@@ -93,7 +93,7 @@ async def resolve(http: Request, items: list[Item]) -> list[Item]:
             outputs[key] = {each["id"]: each for each in stored}
             await asyncio.sleep(0)  # yields: a list may name many responses
         if item_id not in outputs.get(key, {}):
-            said = f"refers to {item_id[:80]!r}, which is no item of a stored response; send the item itself"
+            said = f"refers to {item_id[:80]!r}, which is not an item of a stored response; send the item"
             raise UnknownResponse.about(spell_path(("input", i)), said)
         made.append(outputs[key][item_id])
         sizes[item_id] = sizes.get(item_id) or len(orjson.dumps(made[-1]))
@@ -116,7 +116,7 @@ def is_reference(item: Any) -> bool:
 async def get_response(response_id: str, http: Request, stream: bool = False) -> Response:
     """Return a stored response, as it was sent."""
     if stream:
-        raise RequestError.about("stream", "is true, but a stored response is sent whole; leave it out")
+        raise RequestError.about("stream", "is true, but a stored response is not streamed; leave it out")
     found = await _find(http, response_id)
     return json_response(orjson.loads(found.response) | {"output": orjson.loads(found.output)})
 
@@ -144,7 +144,7 @@ async def list_input_items(
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            raise RequestError.about("after", f"is {after[:80]!r}, which is no item of this response")
+            raise RequestError.about("after", f"is {after[:80]!r}, which is not an item of this response")
         items = items[ids.index(after) + 1 :]
     listed = [_as_listed(item) for item in items[:limit]]
     ends = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"]} if listed else {}

@@ -61,9 +61,9 @@ from infer.server.routes.response_memory import Item, is_reference, keep, recall
 from infer.tokenizer.chat_template import map_strings
 
 _NOT_KEPT = (
-    "this server keeps responses and no conversations; send previous_response_id, or all of it as input"
+    "this server stores responses, not conversations; send previous_response_id, or everything as input"
 )
-_NO_STORE = "this server keeps no responses (response_store is 0); send the item itself"
+_NO_STORE = "this server stores no responses (response_store is 0); send the item itself"
 _NO_HOSTED_TOOLS = "tools run where the client runs; describe one with type function, name and parameters"
 _TEXT_ONLY = "this server reads and writes text"
 _DIRECT = Neutral(({"type": "direct"},), _NO_HOSTED_TOOLS)
@@ -213,7 +213,7 @@ class ResponsesRequest(TunedBody):
         "context_management": Neutral(([],), _NOT_KEPT),
         "conversation": Neutral((), _NOT_KEPT),
         "moderation": Neutral((), "this server does not moderate"),
-        "prompt": Neutral((), "this server keeps no prompts; send instructions and input"),
+        "prompt": Neutral((), "this server stores no prompts; send instructions and input"),
     }
     # max_tool_calls counts calls of hosted tools, and there are none
     ignored = (ABOUT_THE_CLIENT - {"metadata", "store", "user"}) | {"client_metadata", "max_tool_calls"}
@@ -316,7 +316,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
             turns.ignored["include"] = None
         elif kind != WITH_LOGPROBS:
             hint = closest(kind[:80], sorted(INCLUDED_ANYWAY | {WITH_LOGPROBS}), listed="allowed")
-            raise RequestError.about("include", f"holds {kind[:80]!r}{hint}")
+            raise RequestError.about("include", f"has {kind[:80]!r}{hint}")
     if WITH_LOGPROBS in (body.include or ()) or body.top_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.truncation not in (None, "auto", "disabled"):
