@@ -1,7 +1,7 @@
 /*
  * The API as /openapi.json describes it: a list of routes, the fields of each, and a form that sends a request.
  *
- * Every text of the description and of an answer becomes a text node: no markup is ever read from it.
+ * All text of the description and of answers becomes text nodes, and is never parsed as HTML.
  */
 
 const EXAMPLES = {
@@ -15,14 +15,14 @@ const EXAMPLES = {
 
 const byId = (id) => document.getElementById(id);
 
-/** An element with properties and children; a text is a child too. */
+/** An element with properties and children, which may be text. */
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
 }
 
-/** The schema that a reference means, or the schema itself. */
+/** The schema that a reference points to, or the schema itself. */
 export function resolve(schema, api) {
   const name = schema?.$ref?.split("/").pop();
   return name ? api.components.schemas[name] : schema;

@@ -1,11 +1,11 @@
 /*
- * What an answer is made of, and what is asked of it: no part of this touches the page.
+ * The parts of an answer and the options of a request; nothing here touches the page.
  *
- *   pieces of a stream ──► Answer ──► the message that the conversation holds
- *   what was typed into the fields of the settings ──► the body's response_format, tools, tool_choice
+ *   pieces of a stream ──► Answer ──► a message of the conversation
+ *   text in the fields of the settings ──► the body's response_format, tools, tool_choice
  */
 
-/** Reasoning, text and tool calls, put together from the pieces that `streamAnswer` yields. */
+/** Reasoning, text and tool calls, assembled from the pieces that `streamAnswer` yields. */
 export class Answer {
   reasoning = "";
   text = "";
@@ -23,12 +23,12 @@ export class Answer {
     });
   }
 
-  /** The calls that can be answered: one that broke off is no JSON. */
+  /** The calls that can be answered; the arguments of a call that was cut short are not JSON. */
   get wholeCalls() {
     return this.calls.filter((call) => isObject(parse(call.arguments || "{}")));
   }
 
-  /** The answer as the conversation holds it; null where there is nothing to hold. */
+  /** The answer as a message of the conversation; null if it is empty. */
   toMessage() {
     const calls = this.wholeCalls;
     if (!this.text && !calls.length) return null;
@@ -43,13 +43,13 @@ export class Answer {
   }
 }
 
-/** JSON with line breaks; what is no JSON stays as it is. */
+/** JSON with line breaks; other text is returned unchanged. */
 export function indent(text) {
   const value = parse(text);
   return value === undefined ? text : JSON.stringify(value, null, 2);
 }
 
-/** The `response_format` of a schema; undefined where none is given. */
+/** The `response_format` of a schema; undefined without one. */
 export function readSchema(text) {
   if (!text.trim()) return undefined;
   const schema = parseOrExplain(text);
@@ -57,7 +57,7 @@ export function readSchema(text) {
   return { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
 }
 
-/** The `tools` of a list; a bare function is put into the form that the API wants. Undefined where none is given. */
+/** The `tools` of a list; a bare function is wrapped as the API requires. Undefined without a list. */
 export function readTools(text) {
   if (!text.trim()) return undefined;
   const given = parseOrExplain(text);

@@ -1,5 +1,5 @@
 /*
- * The wire: OpenAI's routes, read as they arrive.
+ * Requests to OpenAI's routes, whose answers are read as they arrive.
  *
  *   POST /v1/chat/completions      data: {"choices":[{"delta":{"content":"Hel"}}]}
  *                                  data: {"choices":[{"delta":{"reasoning_content":"Hm"}}]}
@@ -8,36 +8,36 @@
  *                                  data: {"choices":[],"usage":{...}}
  *                                  data: [DONE]
  *   POST /tokenize                 {"count": 7, ...}
- *   GET /admin/live                data: {"number": 7, "cells": [...], ...}     for the tab "Live"
+ *   GET /admin/live                data: {"number": 7, "cells": [...], ...}     for the Live tab
  *
  * A stream may begin long before its first token: lines that begin with a colon only keep the connection alive,
- * and what goes wrong then comes as an event, data: {"error": {"message": ...}}.
+ * and a later error arrives as an event, data: {"error": {"message": ...}}.
  *
- * Whatever goes wrong becomes an ApiError whose message is a sentence for people. Only an abort stays what
- * it is: the caller asked for it.
+ * Every error becomes an ApiError whose message is a sentence for people, except an abort, which the caller
+ * asked for.
  */
 
 export class ApiError extends Error {
   constructor(message, { status = 0, retryAfter = 0 } = {}) {
     super(message);
-    this.status = status; // of the answer; 0: there was none
+    this.status = status; // status of the answer; 0: there was none
     this.retryAfter = retryAfter; // seconds
   }
 }
 
-/** The models a server has, as /v1/models lists them. */
+/** The models of a server, as /v1/models lists them. */
 export async function listModels(key) {
   const response = await request("/v1/models", key, {});
   return (await response.json()).data;
 }
 
-/** How many tokens a prompt has. */
+/** The number of tokens of a prompt. */
 export async function countTokens(model, prompt, key, signal) {
   const response = await request("/tokenize", key, { method: "POST", body: JSON.stringify({ model, prompt }), signal });
   return (await response.json()).count;
 }
 
-/** Ask for a streamed answer and yield `{text, reasoning, calls, finish, usage}` per event, each possibly empty. */
+/** Request a streamed answer and yield `{text, reasoning, calls, finish, usage}` per event, each possibly empty. */
 export async function* streamAnswer(path, body, key, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request(path, key, { method: "POST", body: JSON.stringify(asked), signal });
@@ -58,7 +58,7 @@ export async function* streamAnswer(path, body, key, signal) {
   throw new ApiError("the connection ended before the answer did");
 }
 
-/** Yield what an engine does, event by event, until it is aborted; `engine` is a model and a replica, or null. */
+/** Yield an engine's events until it is aborted; `engine` is a model and a replica, or null. */
 export async function* streamLive(engine, key, signal) {
   const query = engine ? `?${new URLSearchParams({ model: engine[0], replica: engine[1] })}` : "";
   const response = await request(`/admin/live${query}`, key, { signal });
@@ -69,7 +69,7 @@ export async function* streamLive(engine, key, signal) {
   }
 }
 
-/** What a path answers, as text. */
+/** The answer of a path, as text. */
 export async function getText(path, key, accept = "*/*") {
   return (await request(path, key, { headers: { accept } })).text();
 }
@@ -86,7 +86,7 @@ async function request(path, key, options) {
   });
 }
 
-/** The payload of each server-sent event; lines of any other kind (comments, names) are passed over. */
+/** The payload of each server-sent event; all other lines (comments, names) are skipped. */
 async function* readEvents(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

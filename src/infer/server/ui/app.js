@@ -1,16 +1,16 @@
 /*
- * The page: conversations, a completion, and what runs between them and the server.
+ * The page: conversations, a completion, and their requests to the server.
  *
- *   app.js ── settings.js   the fields at the right ──► the request's body
- *     ├────── api.js        the request ──► pieces of the answer          answer.js  puts them together
+ *   app.js ── settings.js   the fields on the right ──► the request's body
+ *     ├────── api.js        the request ──► pieces of the answer          answer.js  assembles them
  *     ├────── view.js       an element per message                        markdown.js  text ──► elements
- *     ├────── store.js      what the browser keeps
+ *     ├────── store.js      data that the browser stores
  *     └────── live.js       the tab that shows an engine at work
  *
  * One request runs at a time. `chat.messages` is always what the next request would send; the view follows it.
- * A turn that made no text at all is taken back: the question returns to its field.
+ * A turn without any text is undone: the question returns to its field.
  *
- * A tool call is answered by hand: a field under it takes the result, which is sent with the next turn.
+ * The user answers tool calls: a field below a call takes its result, which is sent with the next turn.
  */
 
 import { Answer } from "/ui/answer.js";
@@ -26,7 +26,7 @@ let chat = newChat(); // the conversation that is shown
 let running = null; // the request in flight: {controller, answer, chat}
 let cards = new Map(); // model -> its card of /v1/models
 
-// -- asking -------------------------------------------------------------------------------------------
+// -- requests -----------------------------------------------------------------------------------------
 
 async function sendChat() {
   const question = $("question").value.trim();
@@ -39,14 +39,14 @@ async function sendChat() {
   if (!isAnswered) $("question").value ||= question;
 }
 
-/** Ask for the last answer once more. */
+/** Request the last answer again. */
 function regenerate() {
   if (!canSend()) return;
   const isAnswer = chat.messages.at(-1)?.role === "assistant";
   answerTo(isAnswer ? chat.messages.slice(0, -1) : chat.messages);
 }
 
-/** Let the model answer these messages, which become the conversation; false if it had to be taken back. */
+/** Let the model answer these messages, which become the conversation; false if the turn was undone. */
 async function answerTo(messages) {
   const asked = chat;
   const before = chat.messages;
@@ -69,7 +69,7 @@ async function answerTo(messages) {
     asked.messages = before;
   }
   keep(asked);
-  if (asked !== chat) return true; // another one is shown now
+  if (asked !== chat) return true; // another conversation is shown now
   drawMessages(asked.messages);
   showUsed();
   const first = item.querySelector(".result");
@@ -88,7 +88,7 @@ async function sendCompletion() {
   if (!answer.text) place.replaceChildren();
 }
 
-/** Stream one answer into its view and return it. What goes wrong is shown, not thrown. */
+/** Stream one answer into its view and return it. Errors are shown, not thrown. */
 async function generate(path, question, view, place) {
   const controller = new AbortController();
   const answer = new Answer();
@@ -118,7 +118,7 @@ async function generate(path, question, view, place) {
     running = null;
     setBusy(place, false);
   }
-  draw(); // frames do not come to a tab in the background
+  draw(); // a background tab gets no animation frames
   view.finish(answer.calls, answer.wholeCalls);
   return { answer, watch };
 }
@@ -129,7 +129,7 @@ async function fillContext({ model, prompt }, key, signal) {
   return room > 0 ? { max_tokens: room } : {};
 }
 
-/** Whether a request may start; a field that cannot be sent is pointed out where it is. */
+/** Return whether a request may start; an invalid field is marked. */
 function canSend() {
   if (running) return false;
   const complaint = checkSettings();
@@ -138,7 +138,7 @@ function canSend() {
 }
 
 function setBusy(place, isBusy) {
-  place.setAttribute("aria-busy", isBusy); // readers wait for the whole answer
+  place.setAttribute("aria-busy", isBusy); // screen readers wait for the whole answer
   document.body.classList.toggle("is-busy", isBusy);
   for (const button of document.querySelectorAll(".composer .main")) {
     button.hidden = button.classList.contains("stop") !== isBusy;
@@ -150,7 +150,7 @@ function showError(message) {
   $("error").hidden = !message;
 }
 
-/** Say what became of the browser's storage; it does not keep anyone from asking. */
+/** Show a problem of the browser's storage, which does not prevent requests. */
 function showNotice(message) {
   $("notice").textContent = message;
   $("notice").hidden = !message;
@@ -170,7 +170,7 @@ async function showModels(wanted) {
   } catch (error) {
     if (error.status === 401) return askForKey();
     showError(error.message);
-    if (error.status === 503) setTimeout(() => showModels(wanted), 1000 * (error.retryAfter || 1)); // it is still starting
+    if (error.status === 503) setTimeout(() => showModels(wanted), 1000 * (error.retryAfter || 1)); // the server is still starting
   }
 }
 
@@ -179,7 +179,7 @@ function showModel() {
   showUsed();
 }
 
-/** How much of the model's context the conversation takes. */
+/** Show how much of the model's context the conversation takes. */
 function showUsed() {
   const length = cards.get($("model").value)?.max_model_len;
   $("used").hidden = !(length && chat.used);
@@ -204,11 +204,11 @@ function keep(changed) {
   drawChats();
 }
 
-/** Reloading a tab comes back to its conversation; a new tab begins a new one. */
+/** Remember the conversation that is shown: a reloaded tab returns to it, a new tab begins a new one. */
 function rememberChat() {
   try {
     sessionStorage.setItem("infer.open", chat.id);
-  } catch { // nothing is kept then, as the conversations say
+  } catch { // nothing is stored; the list of conversations reports that
   }
 }
 
@@ -244,7 +244,7 @@ function drawChats() {
   $("export").hidden = !chat.messages.length;
 }
 
-/** Delete a conversation; until the next thing is done, it can be taken back. */
+/** Delete a conversation; this can be undone until the next action. */
 function deleteChat(id, title) {
   const stored = removeChat(id);
   deleted.add(id);
@@ -266,7 +266,7 @@ function deleteChat(id, title) {
   undo.focus();
 }
 
-/** Turn a message of the user into a field; what is sent from there replaces everything after it. */
+/** Turn a message of the user into a field; sending it replaces everything after it. */
 function editMessage(item, text) {
   const at = chat.messages.filter(({ role }) => role !== "tool")[[...$("messages").children].indexOf(item)];
   const editor = fromTemplate("editor");
@@ -305,7 +305,7 @@ function exportJson() {
   download(`${fileName()}.json`, "application/json", JSON.stringify(told, null, 2));
 }
 
-// -- listening ----------------------------------------------------------------------------------------
+// -- event handlers -----------------------------------------------------------------------------------
 
 function sendOnSubmit(form, send) {
   form.addEventListener("submit", (event) => {
@@ -328,7 +328,7 @@ function selectTab(tab) {
   showError("");
 }
 
-/** The text that a copy button copies: what the model wrote, not how it is shown. */
+/** The text that a copy button copies: the model's own text, not its rendering. */
 function copyAnswer(button) {
   const place = button.closest("li, #continuation");
   const shown = place.querySelector(".text");
@@ -392,7 +392,7 @@ addEventListener("storage", ({ key }) => { // another tab changed something
   const isTouched = running || document.querySelector(".editor, .result:not([readonly])");
   if (stored && stored.revision !== chat.revision && !isTouched) openChat(stored);
 });
-addEventListener("pagehide", () => { // what an answer said so far outlives the page
+addEventListener("pagehide", () => { // saves the answer so far
   const message = running?.chat && running.answer.toMessage();
   if (!message) return;
   running.chat.messages = [...running.chat.messages, { ...message, stats: "broken off" }];
@@ -404,7 +404,7 @@ function start() {
   let last = null;
   try {
     last = sessionStorage.getItem("infer.open");
-  } catch { // nothing is kept
+  } catch { // nothing is stored
   }
   openChat((last && loadChat(last)) || chat);
   const broken = listChats().filter(({ isBroken }) => isBroken).length;

@@ -1,12 +1,12 @@
 /*
- * The tab "Live": an engine at work, as /admin/live tells it.
+ * The Live tab: an engine at work, from the events of /admin/live.
  *
  *   api.js ── events ──► live_model.js   numbers and sentences
  *                             └──► live.js   figures, tables, texts      live_draw.js   the canvases
  *
- * The stream runs only while the tab is shown, the page is visible and nothing is paused; the engine writes no
- * steps down for anyone else. Pictures are drawn at most once per frame, and once a second where less motion is
- * wanted. Whatever a canvas shows can be read: a sentence stands under it, and the arrow keys walk through it.
+ * The stream runs only while the tab is shown, the page is visible and nothing is paused; without a stream the
+ * engine records no steps. Canvases are drawn at most once per frame, or once a second with reduced motion.
+ * Everything on a canvas is also text: a sentence below it, and the arrow keys walk through its items.
  */
 
 import { getText, streamLive } from "/ui/api.js";
@@ -14,17 +14,17 @@ import { cellAt, drawBlocks, drawSteps, layOut, readColours, stepAt } from "/ui/
 import { clientId, LiveModel, quantilesSince, readMetrics, spell, whyItWaits } from "/ui/live_model.js";
 
 const $ = (id) => document.getElementById(id);
-const METRICS_MS = 5000; // between two looks at /metrics
-const RETRY_MS = 2000; // after a stream that broke off
-const CALM_MS = 1000; // between two drawings where less motion is wanted
-const ROOM = { blocks: 230, host: 60 }; // pixels of height that cells are made to fit, if they can
+const METRICS_MS = 5000; // between two requests to /metrics
+const RETRY_MS = 2000; // after a stream that failed
+const CALM_MS = 1000; // between two drawings with reduced motion
+const ROOM = { blocks: 230, host: 60 }; // height in pixels that cells should fit into
 
 export const model = new LiveModel();
 const view = {
   isShown: false,
   isPaused: false,
-  stream: null, // what ends the stream that runs
-  engine: null, // the engine that is looked at, as [model, replica]; null: the server's choice
+  stream: null, // controller of the running stream
+  engine: null, // the engine that is shown, as [model, replica]; null: the server's choice
   retry: 0,
   drawnAt: 0,
   drawing: 0, // a frame or a timer that will draw
@@ -35,7 +35,7 @@ const view = {
 
 // -- the stream ---------------------------------------------------------------------------------------
 
-/** Show the tab, or leave it; a stream runs only while it is shown. */
+/** Show or leave the tab; a stream runs only while it is shown. */
 export function showLive(isShown) {
   view.isShown = isShown;
   follow();
@@ -74,7 +74,7 @@ async function watch() {
     if (stream.signal.aborted) return;
     if (error.status === 401) return askForKey();
     complaint = error.message;
-    if (error.status === 404) return complain(complaint); // it is off here, and will be in a moment
+    if (error.status === 404) return complain(complaint); // the route or the model does not exist: no retry
   }
   if (view.stream !== stream) return;
   view.stream = null;
@@ -99,7 +99,7 @@ function say(text) {
   if ($("live-status").textContent !== text) $("live-status").textContent = text;
 }
 
-/** Offer every engine that the server has. */
+/** List every engine of the server. */
 function listEngines({ models, model: name, replica }) {
   const wanted = Object.entries(models).flatMap(([id, number]) => Array.from({ length: number }, (_, place) => JSON.stringify([id, place])));
   const select = $("live-engine");
@@ -114,7 +114,7 @@ function listEngines({ models, model: name, replica }) {
   if (select.value !== shown) select.value = shown;
 }
 
-/** Read latencies and the GPU's figures; without the right to, they stay unknown. */
+/** Read latencies and the GPU's figures; they stay unknown without permission. */
 async function readTimes() {
   if (!isWatching() || !model.event) return;
   const { model: name, replica } = model.event;
@@ -168,13 +168,13 @@ function drawMaps() {
   $("live-steps-text").textContent = pointed("steps") ?? model.describeSteps();
 }
 
-/** The place of a step that may have moved on; null: it is gone. */
+/** The index of a step that may have moved; null: it is gone. */
 function placeOf(number) {
   const place = number === null ? -1 : model.steps.findIndex(({ step }) => step === number);
   return place < 0 ? null : place;
 }
 
-/** What is pointed at, in words; undefined: nothing. */
+/** The text for the item that is pointed at; undefined: nothing. */
 function pointed(kind) {
   const cursor = view.cursors[kind];
   if (cursor === null || !model.event) return undefined;
@@ -204,7 +204,7 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A row per request; rows stay where their request is still listed, so that a button keeps its focus. */
+/** A row per request; rows of listed requests are reused, so that a button keeps its focus. */
 function drawRequests() {
   const body = $("live-requests");
   const rows = new Map([...body.rows].map((row) => [row.dataset.id, row]));
@@ -261,7 +261,7 @@ function drawBranches() {
 
 // -- the story of a request ---------------------------------------------------------------------------
 
-/** Show what the server tells of a request, next to the pictures. */
+/** Show the server's explanation of a request, next to the canvases. */
 async function tell(id) {
   view.asked = id;
   $("live-story").hidden = false;
@@ -270,7 +270,7 @@ async function tell(id) {
   $("live-story-title").focus();
   let text;
   try {
-    const key = $("live-key").value || $("key").value; // the admin's sees every request
+    const key = $("live-key").value || $("key").value; // the admin key sees every request
     text = await getText(`/explain/${encodeURIComponent(clientId(id))}`, key, "text/plain");
   } catch (error) {
     text = error.status === 404 ? "no story kept" : error.message;
@@ -285,9 +285,9 @@ function closeStory() {
   (row?.querySelector("button") ?? $("live-blocks")).focus();
 }
 
-// -- pointing -----------------------------------------------------------------------------------------
+// -- pointer and keys ---------------------------------------------------------------------------------
 
-/** Let a map be pointed at with a mouse and walked through with keys; `at` finds what is at a point. */
+/** Let a map be explored with the mouse and with keys; `at` finds the item at a point. */
 function listen(kind, canvas, at, find) {
   const set = (cursor) => {
     if (view.cursors[kind] === cursor) return;
@@ -312,7 +312,7 @@ function listen(kind, canvas, at, find) {
   canvas.addEventListener("keydown", (event) => event.key === "Enter" && open());
 }
 
-/** Where a key leads in a map of cells; undefined: nowhere. */
+/** The cell that a key moves to; undefined: none. */
 function walkCells(canvas, cells, room) {
   return (key, cursor) => {
     const number = cells().length;
@@ -359,5 +359,5 @@ $("live-key-form").addEventListener("submit", (event) => {
 $("live-story-close").addEventListener("click", closeStory);
 $("live-story").addEventListener("keydown", (event) => event.key === "Escape" && closeStory());
 document.addEventListener("visibilitychange", follow);
-new ResizeObserver(drawSoon).observe($("live-steps")); // a panel was opened, or the window is another one
+new ResizeObserver(drawSoon).observe($("live-steps")); // a panel was opened, or the window was resized
 setInterval(readTimes, METRICS_MS);

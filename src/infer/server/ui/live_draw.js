@@ -1,6 +1,6 @@
 /*
- * The canvases of the tab "Live": a map of blocks, and a timeline of steps. Colours come from the style sheet, so
- * that light and dark need no code here; a request's own colour is a hue that the model chose.
+ * The canvases of the Live tab: a map of blocks, and a timeline of steps. Colours come from the style sheet, so
+ * light and dark themes need no code here; the hue of a request comes from live_model.js.
  */
 
 import { CACHED, FREE, SHARED, UNLISTED } from "/ui/live_model.js";
@@ -10,7 +10,7 @@ const MIN_CELL = 3;
 const LANES = { tokens: [14, 78], time: [110, 44], events: [160, 14], graph: [178, 6] }; // top and height
 const STEPS_HEIGHT = 186;
 
-/** The colours of now, by name. */
+/** The current colours, by name. */
 export function readColours(element) {
   const style = getComputedStyle(element);
   const names = ["free", "cached", "shared", "decode", "prompt", "accepted", "refused", "fork", "preempted", "moved", "graph", "text", "line", "accent"];
@@ -18,7 +18,7 @@ export function readColours(element) {
   return { ...colours, request: (hue) => `hsl(${hue} ${style.getPropertyValue("--live-vivid").trim()})` };
 }
 
-/** Make a canvas as large as its place, sharp on every screen; returns what draws in CSS pixels. */
+/** Fit a canvas to its element, sharp on every screen; returns a context that draws in CSS pixels. */
 function prepare(canvas, width, height) {
   const scale = devicePixelRatio || 1;
   const [w, h] = [Math.round(width * scale), Math.round(height * scale)];
@@ -30,7 +30,7 @@ function prepare(canvas, width, height) {
   return context;
 }
 
-/** How many cells fit side by side, and how large one is. */
+/** The number of cells in a row, and the size of a cell. */
 export function layOut(width, numCells, room) {
   const size = Math.max(MIN_CELL, Math.min(MAX_CELL, Math.floor(Math.sqrt((width * room) / Math.max(numCells, 1)))));
   const columns = Math.max(Math.floor(width / size), 1);
@@ -49,7 +49,7 @@ export function drawBlocks(canvas, model, cells, cursor, room) {
     const owner = model.owner(code);
     context.fillStyle = owner ? colours.request(model.hue(owner.id)) : fixed[code] ?? colours.text;
     context.fillRect(x, y, size - gap, size - gap);
-    if (code === SHARED && size > 4) { // not by its colour alone
+    if (code === SHARED && size > 4) { // visible without colour, too
       context.strokeStyle = colours.free;
       context.beginPath();
       context.moveTo(x, y + size - gap);
@@ -60,7 +60,7 @@ export function drawBlocks(canvas, model, cells, cursor, room) {
   if (cursor !== null && cursor < cells.length) outline(context, colours, (cursor % columns) * size, Math.floor(cursor / columns) * size, size - gap, size - gap);
 }
 
-/** The number of the cell at a point; null: there is none. */
+/** The number of the cell at a point; null: none. */
 export function cellAt(canvas, numCells, x, y, room) {
   const { size, columns } = layOut(canvas.clientWidth, numCells, room);
   const [column, row] = [Math.floor(x / size), Math.floor(y / size)];
@@ -70,7 +70,7 @@ export function cellAt(canvas, numCells, x, y, room) {
 
 const stepWidth = (canvas, numSteps) => Math.max(2, Math.min(8, canvas.clientWidth / Math.max(numSteps, 1)));
 
-/** The steps that a canvas has room for, the newest at its right edge. */
+/** The steps that fit on a canvas, the newest at its right edge. */
 function shown(canvas, steps) {
   const width = stepWidth(canvas, steps.length);
   const first = Math.max(steps.length - Math.floor(canvas.clientWidth / width), 0);
@@ -121,10 +121,10 @@ export function drawSteps(canvas, model, cursor) {
   if (cursor !== null && cursor >= first && cursor < steps.length) outline(context, colours, left + (cursor - first) * width, 0, bar, STEPS_HEIGHT - 1);
 }
 
-/** The height of a bar of tokens: by the root, so that one row shows next to a long chunk. */
+/** The height of a bar of tokens: on a square-root scale, so that one row is visible next to a long chunk. */
 const height = (value, most, room) => Math.sqrt(value / most) * room;
 
-/** What happened to sequences in a step: a circle for a fork, a triangle for a preemption, a square for moved blocks. */
+/** The events of sequences in a step: a circle for a fork, a triangle for a preemption, a square for moved blocks. */
 function drawMarks(context, colours, { forks, preemptions, transfers }, x) {
   const y = LANES.events[0] + 7;
   if (transfers) {
@@ -147,7 +147,7 @@ function drawMarks(context, colours, { forks, preemptions, transfers }, x) {
   }
 }
 
-/** The place of the step at a point in the list of steps; null: there is none. */
+/** The index of the step at a point; null: none. */
 export function stepAt(canvas, numSteps, x) {
   const { width, first, left } = shown(canvas, { length: numSteps });
   const place = first + Math.floor((x - left) / width);

@@ -1,6 +1,6 @@
 /*
- * What the tab "Live" knows of an engine, without a page: events of /admin/live and the text of /metrics become
- * numbers and sentences. The canvases draw from here, and what they draw is said here in words as well.
+ * The data of the Live tab, independent of the page: events of /admin/live and the text of /metrics become
+ * numbers and sentences. The canvases draw from here, and every drawing is also described here in words.
  */
 
 export const STEP_FIELDS = ["step", "decodeRows", "promptRows", "promptTokens", "drafts", "accepted", "forks", "preemptions", "transfers", "inGraph", "microseconds"];
@@ -18,11 +18,11 @@ const REASONS = {
   step: "the next step",
   batch: "the end of a static batch",
 };
-const RATE_S = 3; // seconds over which rates are taken
+const RATE_S = 3; // seconds over which rates are averaged
 
 const named = (fields) => (row) => Object.fromEntries(fields.map((name, place) => [name, row[place]]));
 
-/** Run lengths as one code per cell. */
+/** Decode run lengths to one code per cell. */
 export function unroll(runs) {
   const cells = new Uint16Array(runs.reduce((sum, value, place) => sum + (place % 2 ? value : 0), 0));
   let at = 0;
@@ -33,12 +33,12 @@ export function unroll(runs) {
 export class LiveModel {
   constructor() {
     this.event = null; // the last one
-    this.steps = []; // objects of STEP_FIELDS, the oldest first
+    this.steps = []; // objects of STEP_FIELDS, oldest first
     this.requests = [];
     this.branches = [];
     this.cells = this.hostCells = new Uint16Array();
-    this.latencies = null; // of /metrics, see readMetrics
-    this.marks = []; // [seconds, totals], the oldest first
+    this.latencies = null; // from /metrics, see readMetrics
+    this.marks = []; // [seconds, totals], oldest first
     this.numbers = new Map(); // request id -> a number for its colour
   }
 
@@ -47,7 +47,7 @@ export class LiveModel {
     this.event = event;
     if (before && (event.number < before.number || event.model !== before.model || event.replica !== before.replica)) {
       this.steps = [];
-      this.marks = []; // another engine, or the same one started again
+      this.marks = []; // another engine, or the same one restarted
     }
     this.steps = [...this.steps, ...event.steps.map(named(STEP_FIELDS))].slice(-MAX_STEPS);
     this.requests = event.requests.map(named(REQUEST_FIELDS));
@@ -56,7 +56,7 @@ export class LiveModel {
     this.hostCells = unroll(event.host_cells);
     const recent = this.marks.filter(([at]) => event.made_at - at <= RATE_S);
     this.marks = [...(recent.length ? recent : this.marks.slice(-1)), [event.made_at, event.totals]];
-    const numbers = new Map(); // of requests that are still there, so that a colour stays with its request
+    const numbers = new Map(); // numbers of listed requests, so that a request keeps its colour
     const taken = new Set();
     for (const { id } of this.requests) if (this.numbers.has(id)) numbers.set(id, this.numbers.get(id)), taken.add(this.numbers.get(id));
     let free = 0;
@@ -69,7 +69,7 @@ export class LiveModel {
     this.numbers = numbers;
   }
 
-  /** The request whose block a cell shows; undefined: none that is listed. */
+  /** The request whose block a cell shows; undefined: no listed one. */
   owner(code) {
     return this.requests[code - FIRST_LISTED];
   }
@@ -79,7 +79,7 @@ export class LiveModel {
     return (this.numbers.get(id) * 137.5 + 20) % 360;
   }
 
-  /** How much of something was counted per second, lately. */
+  /** The recent rate of a counter, per second. */
   rate(name) {
     const [first, last] = [this.marks[0], this.marks.at(-1)];
     return first && last[0] > first[0] ? Math.max(last[1][name] - first[1][name], 0) / (last[0] - first[0]) : 0;
@@ -101,7 +101,7 @@ export class LiveModel {
     return `${spell(this.event.num_blocks)} blocks of ${this.event.block_size} tokens: ${spell(held)} held by one sequence, ${spell(shared)} shared, ${spell(cached)} cached, ${spell(free)} free.${host}`;
   }
 
-  /** Host blocks in use, exact where the requests are listed. */
+  /** Host blocks in use; exact if all requests are listed. */
   get numHostUsed() {
     return this.requests.reduce((sum, { hostBlocks }) => sum + hostBlocks, 0);
   }
@@ -138,7 +138,7 @@ export class LiveModel {
     return `${count(hits, "hit")} on ${place}${children ? `, then ${count(children, "way")} on` : ""}`;
   }
 
-  /** [label, value, what it is] of every figure. */
+  /** [label, value, description] of every figure. */
   figures() {
     const { num_running, num_waiting, host_bytes, totals, interval_s } = this.event;
     const times = this.latencies ?? {};
@@ -178,7 +178,7 @@ export function bytes(number) {
 const spellMs = (seconds) => (seconds === Infinity ? "long" : seconds < 0.01 ? `${(1000 * seconds).toFixed(1)} ms` : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(1)} s`);
 const spellQuantiles = (quantiles) => (quantiles ? `${spellMs(quantiles[0])} · ${spellMs(quantiles[1])}` : "–");
 
-/** What /metrics says of one engine: buckets of its histograms, and gauges of its GPU. */
+/** The metrics of one engine: buckets of its histograms, and gauges of its GPU. */
 export function readMetrics(text, model, engine) {
   const found = { ttft: new Map(), itl: new Map() };
   const wanted = {
@@ -199,7 +199,7 @@ export function readMetrics(text, model, engine) {
 const toNumber = (bound) => (bound === "+Inf" ? Infinity : Number(bound));
 const escapeLabel = (value) => value.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll('"', '\\"');
 
-/** The median and the 95th percentile of what was counted between two readings, or since the start if nothing was. */
+/** The median and 95th percentile of the values between two readings, or since the start if there are none. */
 export function quantilesSince(now, before) {
   const since = [...now].map(([bound, value]) => [bound, value - (before?.get(bound) ?? 0)]);
   const buckets = since.at(-1)?.[1] > 0 ? since : [...now];

@@ -3,18 +3,18 @@
  *
  *   text ──parse──► [{type: "list", items: […]}, {type: "code", language, text}, …] ──render──► DOM nodes
  *
- * Text only ever becomes text nodes: nothing here reads markup, so nothing a model writes can turn into markup.
- * A link keeps its address only where that is http or https.
+ * Text only becomes text nodes: nothing here parses HTML, so nothing that a model writes can turn into markup.
+ * A link keeps its address only if that is http or https.
  *
- * Every step takes time linear in the text, also for text made to be slow: nesting is bounded (MAX_DEPTH,
+ * Every step takes time linear in the text, even for adversarial text: nesting is bounded (MAX_DEPTH,
  * MAX_OPEN), no pattern can backtrack twice over the same characters, and a table has no more cells than bars.
  *
- * MarkdownView shows a text that grows. A new line can only change the last block, so all blocks before that
- * one are drawn once and never touched again.
+ * MarkdownView shows a text that grows. A new line can only change the last block, so earlier blocks are drawn
+ * once and never changed.
  */
 
-const MAX_DEPTH = 8; // of quotes and lists within each other
-const MAX_OPEN = 64; // delimiters that wait for their partner; the oldest is given up
+const MAX_DEPTH = 8; // nesting depth of quotes and lists
+const MAX_OPEN = 64; // delimiters that wait for their partner; the oldest is dropped
 const MAX_COLUMNS = 1000;
 const MAX_URL = 2000;
 
@@ -22,7 +22,7 @@ const MAX_URL = 2000;
 
 /** The blocks of a text. Each knows the number of its first line, as `at`. */
 export function parse(text) {
-  // an answer that is JSON and nothing else keeps its indentation
+  // an answer that is only JSON keeps its indentation
   if (/^\s*(\{\s*"|\[\s*[\[{"\d])/.test(text)) return [{ type: "code", language: "json", text, at: 0 }];
   return parseLines(text.split("\n").map((line) => (line.endsWith("\r") ? line.slice(0, -1) : line)), 0);
 }
@@ -48,7 +48,7 @@ function readBlock(lines, at, depth) {
   const heading = /^\s*(#{1,6})(?=\s|$)/.exec(line);
   if (heading) {
     const text = line.slice(heading[0].length).trim();
-    const open = trimEnd(text, "#"); // marks may close a heading too; "C#" is a word
+    const open = trimEnd(text, "#"); // marks may also close a heading; "C#" is a word
     const title = !open || /\s$/.test(open) ? open.trim() : text;
     return { type: "heading", level: heading[1].length, children: parseInline(title), end: at + 1 };
   }
@@ -64,7 +64,7 @@ function readBlock(lines, at, depth) {
 const isQuote = (line) => /^\s*>/.test(line);
 const isRule = (line) => /^\s*[-*_]/.test(line) && /^(?:-{3,}|\*{3,}|_{3,})$/.test(line.replace(/\s+/g, ""));
 
-/** Whether a line begins a block of its own within a paragraph. A lone dash or the number 7 of a year does not. */
+/** Return whether a line within a paragraph begins a new block. A lone dash or a year at its start does not. */
 function interrupts(lines, at) {
   const line = lines[at];
   const marker = readMarker(line);
@@ -82,7 +82,7 @@ function closesFence(line, { marks }) {
   return text.length >= marks.length && text.startsWith(marks) && !trimEnd(text, marks[0]);
 }
 
-/** A fence that is still open holds everything that came: that is how code looks while it is written. */
+/** A fence that is still open contains the rest of the text: this is code that is still being written. */
 function readFence(lines, at) {
   const fence = openFence(lines[at]);
   let end = at + 1;
@@ -105,7 +105,7 @@ function readMarker(line) {
   return { indent: widthOf(indent), width: widthOf(indent) + mark.length + Math.min(space.length, 4), start, text: line.slice(all.length) };
 }
 
-/** A list goes on over blank lines, over what is indented by two or more, and to the end of a fence within it. */
+/** A list continues over blank lines, over lines indented by two or more, and to the end of a fence within it. */
 function readList(lines, at, depth) {
   const first = readMarker(lines[at]);
   const items = [];
@@ -128,9 +128,9 @@ function readList(lines, at, depth) {
   return { type: "list", start: first.start, items, end };
 }
 
-const widthOf = (space) => space.length + 3 * (space.split("\t").length - 1); // a tab is four wide
+const widthOf = (space) => space.length + 3 * (space.split("\t").length - 1); // a tab is four columns wide
 
-/** A line without its first `width` columns of space. */
+/** A line without its first `width` columns of white space. */
 function dedent(line, width) {
   let at = 0;
   for (let column = 0; column < width && (line[at] === " " || line[at] === "\t"); at += 1) column += line[at] === "\t" ? 4 : 1;
@@ -174,7 +174,7 @@ function trimEnd(text, marks) {
 
 // -- within a line ------------------------------------------------------------------------------------
 
-/** The nodes of a paragraph: text, code, em, strong, del, link. What has no partner stays text. */
+/** The nodes of a paragraph: text, code, em, strong, del, link. A delimiter without a partner stays text. */
 export function parseInline(text) {
   const out = [];
   const openers = []; // [{mark, count, at}]: delimiters at out[at] that may still find their partner
@@ -234,7 +234,7 @@ export function parseInline(text) {
       if (close < 0) say("`".repeat(run));
       else out.push({ type: "code", text: unpad(text.slice(at + run, close)) });
       at = close < 0 ? at + run : close + run;
-    } else if (mark.endsWith("[")) { // an image too becomes a link: this page loads nothing from elsewhere
+    } else if (mark.endsWith("[")) { // an image also becomes a link: this page loads nothing from other sites
       open("[", 1);
       out.at(-1).text = mark;
       at += mark.length;
@@ -268,7 +268,7 @@ function runLength(text, at) {
 
 /** A function that finds the next run of exactly `count` backticks from a place that only moves forward. */
 function findTicks(text) {
-  const places = new Map(); // count -> where such runs begin, the last first
+  const places = new Map(); // count -> starts of these runs, last first
   for (const { 0: run, index } of [...text.matchAll(/`+/g)].reverse()) {
     if (!places.has(run.length)) places.set(run.length, []);
     places.get(run.length).push(index);
@@ -302,12 +302,12 @@ function readAngle(text, at) {
   pattern.lastIndex = at;
   const [all, address] = pattern.exec(text) ?? [];
   if (!all) return null;
-  if (!address) return { node: { type: "text", text: "\n" }, end: at + all.length }; // models break lines in tables so
+  if (!address) return { node: { type: "text", text: "\n" }, end: at + all.length }; // models write this for line breaks in tables
   const url = checkUrl(address);
   return url && { node: { type: "link", url, children: [{ type: "text", text: address }] }, end: at + all.length };
 }
 
-/** An address that stands in the text, without the punctuation after it. */
+/** A bare address in the text, without the punctuation after it. */
 function readAddress(text, at) {
   const pattern = /https?:\/\/[^\s<>`|]{1,2000}/y;
   pattern.lastIndex = at;
@@ -317,7 +317,7 @@ function readAddress(text, at) {
   return url && { node: { type: "link", url, children: [{ type: "text", text: address }] }, end: at + address.length };
 }
 
-/** The address as the browser would follow it, if that is a web page; null for anything that could run or read. */
+/** The address as the browser would follow it, if it is a web page; null for anything that could run code or read files. */
 function checkUrl(given) {
   if (given.length > MAX_URL) return null;
   try {
@@ -340,7 +340,7 @@ function make(tag, children = [], properties = {}) {
 export function render(block) {
   switch (block.type) {
     case "paragraph": return make("p", renderInline(block.children));
-    case "heading": return make(`h${Math.min(block.level + 2, 6)}`, renderInline(block.children)); // below the page's own
+    case "heading": return make(`h${Math.min(block.level + 2, 6)}`, renderInline(block.children)); // below the page's own headings
     case "quote": return make("blockquote", block.blocks.map(render));
     case "rule": return make("hr");
     case "code": return renderCode(block);
@@ -355,7 +355,7 @@ export function render(block) {
 function renderCode({ language, text }) {
   const copy = make("button", ["Copy"], { type: "button", className: "copy-code", ariaLabel: "Copy code" });
   const head = make("div", [make("span", [language || "text"]), copy], { className: "code-head" });
-  const code = make("pre", [make("code", [text])], { tabIndex: 0 }); // keys can scroll only what has the focus
+  const code = make("pre", [make("code", [text])], { tabIndex: 0 }); // only a focused element can be scrolled with keys
   return make("div", [head, code], { className: "code-block" });
 }
 
@@ -376,7 +376,7 @@ function renderInline(nodes, isInLink = false) {
   });
 }
 
-/** A place that shows a growing text. */
+/** A view of a growing text. */
 export class MarkdownView {
   #place;
   #settled = 0; // characters whose blocks are final
@@ -394,20 +394,20 @@ export class MarkdownView {
     const blocks = parse(rest);
     const elements = blocks.map((block, at) => this.#reuse(block, at) ?? render(block));
     for (const old of this.#open) if (!elements.includes(old)) old.remove();
-    let next = this.#open.find((old) => elements.includes(old)) ?? null; // the place in front of which to insert
+    let next = this.#open.find((old) => elements.includes(old)) ?? null; // insert before this element
     for (const element of elements) {
       if (element === next) next = next.nextSibling;
       else this.#place.insertBefore(element, next);
     }
 
-    // The line that is still arriving may yet join the block before it, so that block stays open too.
+    // The line that is still arriving may yet join the block before it, so that block stays open, too.
     const lines = rest.split("\n");
     const last = blocks.findLastIndex((block) => block.at < lines.length - 1);
     if (last > 0) this.#settled += lines.slice(0, blocks[last].at).reduce((sum, line) => sum + line.length + 1, 0);
     this.#open = elements.slice(Math.max(last, 0));
   }
 
-  /** Code that grew is written into the element it has: what is selected there stays selected. */
+  /** Code that grew is written into its existing element, so that a selection in it survives. */
   #reuse(block, at) {
     const old = this.#open[at];
     if (block.type !== "code" || old?.className !== "code-block") return null;

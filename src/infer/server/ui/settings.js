@@ -1,8 +1,8 @@
 /*
- * The settings: what is typed there becomes part of the request's body, and is kept for the next visit.
+ * The settings: the values of their fields become part of the request's body, and are saved for the next visit.
  *
- * A field that is empty is not sent. It shows, as its placeholder, what the server will take then: the model's
- * own default where its card in /v1/models names one, else the API's.
+ * An empty field is not sent. Its placeholder shows the default that the server will use: the model's own
+ * default if its card in /v1/models names one, else the API's.
  */
 
 import { EXAMPLES, readSchema, readTools } from "/ui/answer.js";
@@ -39,18 +39,18 @@ export function readToolChoice(messages) {
   return { tools, tool_choice: choice === "required" && hasResults ? "auto" : choice };
 }
 
-/** Return what is wrong with a field, in words, and point at it; an empty text where all can be sent. */
+/** Mark the first invalid field and return its error message; an empty text if all fields are valid. */
 export function checkSettings() {
   for (const id of ["schema", "tools"]) checkJson($(id));
   const wrong = form.querySelector(":invalid");
   if (!wrong) return "";
-  setPanel("settings", true); // what is folded away cannot be pointed at
+  setPanel("settings", true); // a hidden field cannot be marked
   if (wrong.closest("details")) wrong.closest("details").open = true;
   form.reportValidity();
   return `${wrong.labels[0].firstChild.data.trim()}: ${wrong.validationMessage}`;
 }
 
-/** Mark a field of JSON that cannot be sent; the browser points it out. */
+/** Mark a JSON field that is invalid; the browser shows that. */
 function checkJson(field) {
   let complaint = "";
   try {
@@ -61,7 +61,7 @@ function checkJson(field) {
   field.setCustomValidity(complaint);
 }
 
-/** Show the defaults of a model, from its card, in the fields that are empty. */
+/** Show the defaults of a model, from its card, as placeholders. */
 export function showDefaults(card) {
   const defaults = { ...API_DEFAULTS, ...card?.default_sampling_params };
   for (const [name, value] of Object.entries(defaults)) {
@@ -72,7 +72,7 @@ export function showDefaults(card) {
   form.elements.namedItem("max_tokens").placeholder = length ? `up to ${length}` : "";
 }
 
-/** Point at the field of the key: the server wants one, or another one. */
+/** Mark the field of the key: the server requires a key, or another one. */
 export function askForKey() {
   setPanel("settings", true);
   const key = $("key");
@@ -88,7 +88,7 @@ export function acceptKey() {
   $("key").removeAttribute("aria-invalid");
 }
 
-/** Open or close one of the panels at the sides; on a narrow screen one covers the page, so the other closes. */
+/** Open or close a side panel; on a narrow screen it covers the page, so the other one closes. */
 export function setPanel(id, isOpen) {
   if (isOpen && !isWide()) for (const other of document.querySelectorAll(".panel")) hidePanel(other, other.id !== id);
   hidePanel($(id), !isOpen);
@@ -101,7 +101,7 @@ function hidePanel(panel, isHidden) {
 
 export const isWide = () => matchMedia("(min-width: 60rem)").matches;
 
-/** Fill in what was kept, and keep what changes from now on. What cannot be kept is told to `complain`. */
+/** Load saved settings, and save changes from now on. `complain` is called if saving fails. */
 export function startSettings(complain) {
   const stored = loadSettings();
   if (!stored) complain("the stored settings cannot be read; the page begins with new ones");

@@ -1,15 +1,15 @@
 /*
- * What this browser keeps of the page, in localStorage. The API key is not part of it.
+ * The data of the page that this browser stores, in localStorage. The API key is not stored.
  *
  *   infer.chat.<id>   one conversation: {id, title, updated, revision, used, messages}
  *   infer.settings    the fields of the settings, and which panels are open
  *   infer.theme       system, light or dark (theme.js reads it too)
  *
- * Each conversation has its own entry, so tabs that talk about different things never touch each other's. Two
- * tabs in the same conversation are told apart by the revision: whoever saves over a revision that it has not
- * read saves a copy instead.
+ * Each conversation has its own entry, so tabs with different conversations never conflict. If two tabs have the
+ * same conversation, the revision detects a conflict: a tab that would overwrite a revision that it has not read
+ * saves a copy instead.
  *
- * Storage may be full, forbidden or damaged. Then a StoreError says so in a sentence, and the page goes on without.
+ * Storage may be full, forbidden or damaged. Then a StoreError explains it, and the page continues without storage.
  */
 
 const CHAT = "infer.chat.";
@@ -21,12 +21,12 @@ export const newChat = () => ({ id: newId(), title: "", updated: 0, revision: ""
 
 export const isChatKey = (key) => key === null || key.startsWith(CHAT); // null: everything was cleared
 
-/** All conversations, the latest first; one that cannot be read has `isBroken`, and can only be deleted. */
+/** All conversations, latest first; one that cannot be read has `isBroken`, and can only be deleted. */
 export function listChats() {
   let keys = [];
   try {
     keys = Object.keys(localStorage).filter((key) => key.startsWith(CHAT));
-  } catch { // storage is forbidden, so there are none
+  } catch { // storage is forbidden: there are none
   }
   const chats = keys.map((key) => {
     const id = key.slice(CHAT.length);
@@ -35,7 +35,7 @@ export function listChats() {
   return chats.sort((one, other) => other.updated - one.updated);
 }
 
-/** A conversation; null where there is none, or where what is stored is not one. */
+/** A conversation; null if it does not exist or its entry is damaged. */
 export function loadChat(id) {
   const chat = read(CHAT + id);
   const isMessage = (message) => typeof message?.role === "string" && typeof message.content === "string";
@@ -43,18 +43,18 @@ export function loadChat(id) {
   return isWhole ? { ...newChat(), ...chat, id, title: String(chat.title), updated: Number(chat.updated) || 0 } : null;
 }
 
-/** Save a conversation as it is now; one without messages is not kept. */
+/** Save a conversation; one without messages is not saved. */
 export function saveChat(chat) {
   if (!chat.messages.length) return removeChat(chat.id);
   const stored = loadChat(chat.id);
-  if (stored && stored.revision !== chat.revision) chat.id = newId(); // another tab was here meanwhile: keep both
+  if (stored && stored.revision !== chat.revision) chat.id = newId(); // another tab has saved meanwhile: keep both
   const title = titleOf(chat.messages);
   const saved = { ...chat, title, updated: Date.now(), revision: newId() };
   write(CHAT + chat.id, JSON.stringify(saved));
   return Object.assign(chat, saved);
 }
 
-/** Delete a conversation and return what was stored, for `restoreChat`. */
+/** Delete a conversation and return its stored text, for `restoreChat`. */
 export function removeChat(id) {
   try {
     const stored = localStorage.getItem(CHAT + id);
@@ -67,12 +67,12 @@ export function removeChat(id) {
 
 export const restoreChat = (id, stored) => write(CHAT + id, stored);
 
-/** The settings that were kept; null where what is stored cannot be read. */
+/** The saved settings; null if they cannot be read. */
 export const loadSettings = () => read("infer.settings", {});
 export const saveSettings = (settings) => write("infer.settings", JSON.stringify(settings));
 export const saveTheme = (theme) => write("infer.theme", theme);
 
-/** A message as the API wants it: without what only this page knows. */
+/** A message for the API, without the fields that only this page uses. */
 export const toApi = ({ stats, ...message }) => message;
 
 /** A conversation as a document. */
@@ -89,10 +89,10 @@ function titleOf(messages) {
   return words.length > MAX_TITLE ? `${words.slice(0, MAX_TITLE - 1)}…` : words;
 }
 
-/** Random, and not from randomUUID, which browsers keep from pages that came over plain HTTP. */
+/** A random id; browsers do not offer randomUUID to pages loaded over plain HTTP. */
 const newId = () => Array.from(crypto.getRandomValues(new Uint32Array(3)), (part) => part.toString(36)).join("");
 
-/** The object that is stored; `missing` where there is nothing, null where there is something else. */
+/** The stored object; `missing` if there is none, null if the entry is something else. */
 function read(key, missing = null) {
   try {
     const text = localStorage.getItem(key);

@@ -1,8 +1,8 @@
 /*
- * How messages look: an element per message, and the drawing of an answer while it arrives.
+ * The display of messages: an element per message, and the drawing of an answer while it arrives.
  *
- * An element is made once per message and found again, so a conversation that is drawn anew keeps everything
- * a person did in it: unfolded reasoning, typed results, selected text.
+ * An element is created once per message and reused, so redrawing a conversation preserves everything that the
+ * user did in it: unfolded reasoning, typed results, selected text.
  */
 
 import { indent } from "/ui/answer.js";
@@ -20,10 +20,10 @@ export function newMessage(role) {
   return item;
 }
 
-/** Remember that a message is shown by an element that is there already. */
+/** Register an existing element as the one of a message. */
 export const adopt = (message, item) => elements.set(message, item);
 
-/** Show these messages, and after them, while an answer is on its way, its element. */
+/** Show these messages, followed by the element of an answer that is still arriving. */
 export function drawMessages(messages, pending) {
   const items = messages.filter(({ role }) => role !== "tool").map((message) => elements.get(message) ?? makeItem(message));
   if (pending) items.push(pending);
@@ -59,14 +59,14 @@ function makeItem(message) {
   return item;
 }
 
-/** The place of an answer. */
+/** The view of an answer. */
 export class AnswerView {
   #place;
   #scroller;
-  #markdown = null; // without it, text is shown as it is
+  #markdown = null; // null: text is shown unformatted
   #text;
   #thought;
-  #isFinished = false; // a frame that was asked for may come after the end
+  #isFinished = false; // a requested frame may run after the end
 
   constructor(place, scroller, { isPlain = false } = {}) {
     this.#place = place;
@@ -94,17 +94,17 @@ export class AnswerView {
       block.querySelector(".name").textContent = call.name;
       block.querySelector(".arguments").textContent = call.arguments;
     });
-    if (isAtEnd) scroller.scrollTop = scroller.scrollHeight; // someone who scrolled up is reading
+    if (isAtEnd) scroller.scrollTop = scroller.scrollHeight; // a user who scrolled up is reading
   }
 
-  /** Put a field for the result under each call that is whole, and its arguments into lines. */
+  /** Add a field for the result below each complete call, and format its arguments. */
   finish(calls, whole) {
     this.#isFinished = true;
     calls.forEach((call, index) => {
       const block = this.#place.querySelector(".calls").children[index];
       block.querySelector(".arguments").textContent = indent(call.arguments || "{}");
       const label = block.querySelector("label");
-      if (!whole.includes(call)) return label.remove(); // it broke off: there is nothing to answer
+      if (!whole.includes(call)) return label.remove(); // cut short: there is nothing to answer
       label.hidden = false;
       label.querySelector("span").textContent = `Result of ${call.name}`;
       label.querySelector(".result").dataset.call = call.id;
@@ -112,7 +112,7 @@ export class AnswerView {
   }
 }
 
-/** A function that asks for `draw` to run with the next frame, and for no more than a fifth of the time. */
+/** A function that schedules `draw` for the next frame, so that drawing takes at most a fifth of the time. */
 export function onFrames(draw) {
   let isDue = false;
   let restUntil = 0;
@@ -131,7 +131,7 @@ export function onFrames(draw) {
   };
 }
 
-/** When the first token came, and how fast the others followed. */
+/** The time of the first token, and the rate of the others. */
 export class Stopwatch {
   start = performance.now();
   laps = 0;
@@ -144,7 +144,7 @@ export class Stopwatch {
     this.laps += 1;
   }
 
-  /** Tokens of the context that the conversation takes; undefined until the server said so. */
+  /** Tokens of the context that the conversation takes; undefined until the server has reported them. */
   get used() {
     return this.usage?.prompt_tokens && this.usage.prompt_tokens + this.usage.completion_tokens;
   }
@@ -166,20 +166,20 @@ export class Stopwatch {
   }
 }
 
-/** Copy a text; where the browser forbids that, select what shows it. */
+/** Copy a text; if the browser forbids that, select the element that shows it. */
 export async function copyText(button, text, shown) {
   const label = button.textContent;
   try {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
-  } catch { // browsers keep the clipboard from pages that came over plain HTTP
+  } catch { // browsers block the clipboard on pages loaded over plain HTTP
     if (shown) getSelection().selectAllChildren(shown);
     button.textContent = shown ? "Selected: press Ctrl+C" : "Not allowed";
   }
   setTimeout(() => (button.textContent = label), 2000);
 }
 
-/** Hand a text to the browser as a file. */
+/** Download a text as a file. */
 export function download(name, type, text) {
   const link = Object.assign(document.createElement("a"), { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
   link.click();
