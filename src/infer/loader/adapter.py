@@ -4,14 +4,14 @@
     base_model.model.<module>.lora_B.weight   [out, r]      y += scale B (A x)
     base_model.model.<module>.lora_embedding_A [r, ids], lora_embedding_B [size, r]: an adapted embedding
     base_model.model.<module>.base_layer.weight  the embedding or the head itself, which PEFT may save with
-                                              their adapters: it must be the model's own
+                                              its adapter; it must equal the model's
 
-The module is named as in the base model's checkpoint, so the family's weight map gives its place, fused parts
-included. The tensors decide which modules are adapted: `target_modules` of the config is not read, and a
+The module is named as in the base model's checkpoint, so the family's weight map gives its place, including
+fused parts. The tensors decide which modules are adapted: `target_modules` of the config is not read, and a
 tensor without a place is an error, never skipped. Scale and rank of a module:
 
-    scale   lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has exceptions by module
-    r       rows of A; the config must say the same, and rank_pattern has exceptions by module
+    scale   lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; alpha_pattern overrides alpha by module
+    r       rows of A; must match the config, where rank_pattern overrides r by module
 
 Everything is checked before a weight is read.
 """
@@ -49,7 +49,7 @@ _LEAF = re.compile(r"(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|embedding_(?
 _WHOLE = re.compile(r"(?P<module>.+?)(\.base_layer)?\.weight")
 _ROWS_AT_ONCE = 4096
 
-# other things that a PEFT checkpoint may ask for: the key in the config, and the name of the feature
+# unsupported features of PEFT: the key in the config, and the name of the feature
 _REFUSED = {
     "use_dora": "DoRA, which rescales the weights of the base model",
     "lora_bias": "biases in its matrices (lora_bias)",
@@ -63,21 +63,21 @@ _REFUSED = {
 
 
 class LowRankPair(NamedTuple):
-    """The two matrices that adapt one part of a matrix, or all of it, on disk."""
+    """The two stored matrices that adapt one matrix of the model, or one part of it."""
 
     module: str  # name of the module in the model
-    part: int | None  # number of the part that it adapts; None: all of the matrix
+    part: int | None  # number of the adapted part; None: all of the matrix
     a: StoredTensor
     b: StoredTensor
     scale: float
 
     @property
     def rank(self) -> int:
-        """The rank of the product."""
+        """The rank of the product B A."""
         return self.a.shape[0]
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, in] and the scale times B [out, r], in the memory of the host."""
+        """Return A [r, in] and the scale times B [out, r], in host memory."""
         a_RK, b_NR = (torch.empty(each.shape, dtype=torch.float32) for each in (self.a, self.b))
         self.a.copy_to(a_RK)
         self.b.copy_to(b_NR)
@@ -85,16 +85,16 @@ class LowRankPair(NamedTuple):
 
 
 def whole_network(config: ModelConfig) -> Model:
-    """The network of all ranks together, without weights, which adapters are checked against."""
+    """Return the network of all ranks together, without weights, to check adapters against."""
     with torch.device("meta"), without_weights():
         return get_family(config.family).build(config)
 
 
 def cut_pair(pair: LowRankPair, network: Model, rank: Rank) -> LowRankPair:
-    """The part of a pair that a rank has: B has the rows of the rank's matrix, or A its columns.
+    """Return a rank's part of a pair: B is cut like the rows of the rank's matrix, or A like its columns.
 
-    So products of a matrix that is cut along columns are shares of a sum with their low-rank terms. Adapters
-    of the embedding and the head are whole on every rank.
+    So the product of a matrix that is cut along columns is a partial sum, and so is its low-rank term.
+    Adapters of the embedding and the head are whole on every rank.
     """
     layer = network.get_submodule(pair.module)
     if rank.world_size == 1 or pair.module in OUTER or not isinstance(layer, Linear):
@@ -108,7 +108,7 @@ def cut_pair(pair: LowRankPair, network: Model, rank: Rank) -> LowRankPair:
 
 
 def read_adapter(directory: Path, model: Model, weight_map: WeightMap) -> list[LowRankPair]:
-    """The pairs of an adapter, checked against the model, which need not have weights yet."""
+    """Return the pairs of an adapter, checked against the model, which needs no weights for that."""
     config = _read_config(directory)
     patterns = {
         "r": _read_patterns(directory, config, "rank_pattern"),
@@ -157,9 +157,9 @@ def _check_alpha(directory: Path, alpha: Any) -> None:
 def _read_patterns(
     directory: Path, config: Mapping[str, Any], key: str
 ) -> list[tuple[re.Pattern[str], float]]:
-    """The exceptions to `lora_alpha` or `r`: patterns for the end of a module's name, as PEFT matches them.
+    """Read the overrides of `lora_alpha` or `r`: patterns for the end of a module's name, as in PEFT.
 
-    Only patterns whose matching takes bounded time are compiled: no repeated groups, and few repetitions.
+    Only patterns that match in bounded time are compiled: no repeated groups, and few repetitions.
     """
     given = config.get(key) or {}
     if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
@@ -191,7 +191,7 @@ def _read_patterns(
 def _sides(
     directory: Path, tensors: Mapping[str, StoredTensor], weight_map: WeightMap
 ) -> dict[str, dict[str, StoredTensor]]:
-    """The tensors A and B of each module of the base model; a tensor that is neither is refused."""
+    """Return the tensors A and B of each module of the base model; a tensor that is neither is refused."""
     sides: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         found = _LEAF.fullmatch(name)
@@ -207,7 +207,7 @@ def _sides(
 
 
 def _whole(name: str, weight_map: WeightMap) -> str | None:
-    """The module whose own weight a tensor is, if that is the embedding or the head."""
+    """Return the module of which a tensor is the whole weight, if that is the embedding or the head."""
     found = _WHOLE.fullmatch(name.removeprefix(PREFIX))
     if found is None or not name.startswith(PREFIX):
         return None
@@ -219,9 +219,9 @@ def _whole(name: str, weight_map: WeightMap) -> str | None:
 
 
 def check_whole(directory: Path, model: Model, weight_map: WeightMap, rank: Rank = ALONE) -> None:
-    """Refuse an embedding or a head of its own: what PEFT saves with adapters must be the model's.
+    """Refuse an adapter with a changed embedding or head: a copy that PEFT saved must equal the model's.
 
-    A rank compares the rows that it has.
+    Each rank compares the rows that it has.
     """
     for name, tensor in read_header(directory / WEIGHTS).items():
         if (module := _whole(name, weight_map)) is None:
@@ -234,7 +234,7 @@ def check_whole(directory: Path, model: Model, weight_map: WeightMap, rank: Rank
 
 
 def _is_own(tensor: StoredTensor, model: Model, module: str, rank: Rank) -> bool:
-    """Return True if a stored matrix is the model's embedding or head, as far as this rank has it."""
+    """Return True if a stored matrix equals the model's embedding or head in the rows of this rank."""
     embedding, head = model.embedding, model.head.stored
     is_known = module == "embedding" or head.can_dequantize
     if not is_known or tensor.shape != (model.config.vocab_size, embedding.weight.shape[1]):
@@ -258,7 +258,7 @@ def _pair(
     model: Model,
     weight_map: WeightMap,
 ) -> LowRankPair:
-    """The pair of one module of the base model, checked."""
+    """Return the checked pair of one module of the base model."""
     where = f"the adapter in {directory} adapts {name!r}"
     if len(found) < 2:
         raise CheckpointError(f"{where} with lora_{next(iter(found))} alone; it needs lora_A and lora_B")
@@ -309,6 +309,6 @@ def _pair(
     assert alpha is not None  # checked with the config
     root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
     if order := row_order(model.config, target.module, target.part, parts, b.shape[0]):
-        b = reordered(b, order, name, model.config.head_dim)  # the order of the rows of the matrix
+        b = reordered(b, order, name, model.config.head_dim)  # same row order as the adapted matrix
     part = None if target.part is None else list(parts).index(target.part)
     return LowRankPair(target.module, part, a, b, alpha / root)

@@ -1,17 +1,17 @@
-"""Codes that took long to make, kept on disk for the next start.
+"""A disk cache of codes that were slow to make, for the next start.
 
     ~/.cache/infer/codes/<weights>-<key>.safetensors     all matrices that were rounded while they were loaded
 
-The first part of the name identifies the checkpoint, for read_ahead.py, which knows no more. The key is a
-hash of everything that codes depend on: the checkpoint's files, the code that rounds and lays out, the order
+The first part of the name identifies the checkpoint, which is all that read_ahead.py knows. The key is a hash
+of everything that the codes depend on: the checkpoint's files, the code that rounds and lays out, the order
 of the parts of each matrix, and on a CPU the compiled library, whose layout depends on the processor's
-instructions. So no file is ever stale. A file is written under a temporary name and renamed into place when
-it is whole, and each tensor has a checksum. An unreadable or changed file is made again; a folder that cannot
-be written is not an error.
+instructions. So a file is never stale. It is written under a temporary name and renamed into place when it is
+complete, and each tensor has a checksum. An unreadable or changed file is made again; a directory that cannot
+be written to is not an error.
 
-Only codes made from numbers of 16 bits or more are kept: codes of a quantized file are on disk already, and
-need little work. A CPU of two cores loads and rounds a billion weights in 8 s to int8 and in 25 s to int4. A
-GPU is done in less than a second, so it keeps codes only of very large models.
+Only codes made from numbers of 16 bits or more are cached: the codes of a quantized file are already on disk
+and need little work. A CPU of two cores loads and rounds a billion weights in 8 s to int8 and in 25 s to
+int4. A GPU needs less than a second, so its codes are cached only for very large models.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from infer.models.model import Model
 from infer.quant.packed import Packed
 from infer.quant.projection import Projection
 
-SLOW_SECONDS = 5.0  # codes that were made faster are not kept
-MAX_BYTES = 64 << 30  # size of all files together; the least recently read files are removed
+SLOW_SECONDS = 5.0  # codes that took no longer than this are not cached
+MAX_BYTES = 64 << 30  # total size of the cache; the least recently read files are evicted
 UNFINISHED_SECONDS = 24 * 3600.0  # an unfinished file older than this was left by a killed process
 
 _CHECKSUMS = "checksums"
-_SUFFIX = ".safetensors"  # name suffix of whole files
-_PIECE_BYTES = 16 << 20  # bytes of a GPU tensor that a checksum brings to the host at a time
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # samples of a checkpoint's file: some images give all files the same time
+_SUFFIX = ".safetensors"  # name suffix of complete files
+_PIECE_BYTES = 16 << 20  # bytes of a GPU tensor that a checksum copies to the host at a time
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # samples of a weight file: some container images give all files one mtime
 _CODE = (
     "quant/*.py",
     "loader/**/*.py",
@@ -68,14 +68,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CodeCache:
-    """The projections of a model whose codes are made from plain numbers, and the file that may hold them."""
+    """The projections of a model that are rounded during loading, and the file that may hold their codes."""
 
     projections: Mapping[str, Projection]
-    path: Path | None  # None: there is nothing to keep, or nowhere
+    path: Path | None  # None: there is nothing to cache, or no directory for it
 
     @classmethod
     def open(cls, plan: WeightPlan, model: Model, moves: list[Move]) -> tuple[CodeCache, list[Move]]:
-        """The cache of a model that is to be filled as planned, and the moves that are left to make."""
+        """Fill what is cached; return the cache of a model and the moves that are still needed."""
         places = [(move, projection) for move in moves if (projection := move.projection(model))]
         made = {
             move.place.module: projection
@@ -91,7 +91,7 @@ class CodeCache:
         return cache, [move for move in moves if id(move) not in held]
 
     def read(self) -> bool:
-        """Fill the projections from the file; False: there is none, or it is not as written."""
+        """Fill the projections from the file; return False if there is none or if it was damaged."""
         if self.path is None or not os.path.exists(self.path):
             return False
         places = self._tensors()
@@ -113,13 +113,13 @@ class CodeCache:
             for place in places.values():
                 place.zero_()
             return False
-        with contextlib.suppress(OSError):  # a disk that can only be read
+        with contextlib.suppress(OSError):  # a read-only disk
             os.utime(self.path)
         log.info("codes were read from the cache path=%s", self.path)
         return True
 
     def keep(self, *, show_progress: bool = False) -> None:
-        """Write the file if making the codes took long; a failure to write is a line in the log."""
+        """Write the file if the codes were slow to make; a failure to write is only logged."""
         seconds = sum(projection.making_seconds() for projection in self.projections.values())
         if self.path is None or seconds <= SLOW_SECONDS:
             return
@@ -167,7 +167,7 @@ def _key(projections: Mapping[str, Projection], source: ModelSource, rank: Rank 
 
 
 def _identity(source: ModelSource) -> Iterator[bytes]:
-    """The identity of a checkpoint, wherever it lies: sizes, times, and some bytes of its files."""
+    """Yield the identity of a checkpoint, in any directory: sizes, times, and samples of its files."""
     for path in source.weight_files:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -185,7 +185,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _write_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file that appears under its name only when it is whole, even if others write there too."""
+    """Write a file that appears under its name only when complete, even if other processes write it too."""
     handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".unfinished")
     os.close(handle)
     try:
@@ -198,14 +198,14 @@ def _write_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_private(folder: Path) -> None:
-    """Refuse a folder that another user could write to: weights decide what a model says."""
+    """Refuse a directory that another user could write to, because weights decide what a model says."""
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(f"{folder} must be writable by its owner alone")
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Remove unfinished files, then the least recently read files, until another file fits."""
+    """Remove abandoned unfinished files, then evict the least recently read files until a new one fits."""
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it

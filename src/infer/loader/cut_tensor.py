@@ -1,8 +1,8 @@
-"""The part of a stored tensor that one rank reads, as a tensor like any other.
+"""One rank's slice of a stored tensor, as a `StoredTensor` of its own.
 
     plain numbers    a view of the mapped file: pages of other ranks' rows are not touched
-    quantized        the same matrix with cut leaves: words, groups and scales of the part (formats/axes.py)
-    GGUF             blocks of the part, in the order of the rows that the name means
+    quantized        the same matrix with sliced leaves: words, groups and scales (formats/axes.py)
+    GGUF             blocks of the slice, in the row order of the Hugging Face name
 
 A cut along columns reads a part of every row.
 """
@@ -24,7 +24,7 @@ from infer.quant.coded import CodedRows
 
 
 def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredTensor:
-    """The part of a tensor that a slice names; `transposed`: the name means [in, out]."""
+    """Return a slice of a tensor; `transposed`: its name means [in, out]."""
     if isinstance(tensor, QuantizedTensor):
         leaves = {
             leaf: CutTensor(stored, cut.leaves[leaf]) if any(cut.leaves[leaf]) else stored
@@ -45,7 +45,7 @@ def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredT
 
 
 def part_of(held: torch.Tensor, axes: tuple[Ranges | None, ...]) -> torch.Tensor:
-    """The entries of some ranges along each axis: a view where each axis has one range."""
+    """Return the entries in some ranges along each axis: a view if each axis has one range."""
     for number, ranges in enumerate(axes):
         if ranges is not None:
             parts = [held.narrow(number, each.start, len(each)) for each in ranges]
@@ -55,7 +55,7 @@ def part_of(held: torch.Tensor, axes: tuple[Ranges | None, ...]) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class CutTensor(DerivedTensor):
-    """Some ranges along the axes of plain numbers, or of a leaf of codes; None: all of an axis."""
+    """Some ranges along the axes of plain numbers or of a leaf of codes; None: the whole axis."""
 
     ranges: tuple[Ranges | None, ...]
 
@@ -68,7 +68,7 @@ class CutTensor(DerivedTensor):
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has the shape of the part."""
         if 0 in self.shape:
-            out.zero_()  # the bias of a sum, which another rank adds
+            out.zero_()  # the bias after a partial sum, which another rank adds
             return
         if len(self.shape) == 1:
             numbers = torch.empty(self.whole.shape, dtype=self.whole.dtype or torch.float32)
@@ -79,7 +79,7 @@ class CutTensor(DerivedTensor):
             out[part].copy_(rows)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of the part, some at a time."""
+        """Yield the rows of the part, some at a time."""
         held: torch.Tensor | None = None
         for _, whole in self.whole.rows(self.whole.shape[0], torch.device("cpu")):  # a view: nothing is read
             assert isinstance(whole, torch.Tensor), self.whole
@@ -94,7 +94,7 @@ class CutBlocks(DerivedTensor):
 
     whole: PackedTensor
     cut: Slice
-    transposed: bool = False  # the name means [in, out]
+    transposed: bool = False  # True: the name means [in, out]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class CutBlocks(DerivedTensor):
         return shape[::-1] if self.transposed else shape
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of the part: codes, or float32 where the file has plain numbers."""
+        """Yield the rows of the part: codes, or float32 if the file has plain numbers."""
         packed = self.whole.packed_rows()
         blocks = packed.reshape(len(packed), self.whole.num_blocks, -1)
         held = part_of(blocks, self.cut.leaves["weight"][-2:]).flatten(1)
@@ -111,7 +111,7 @@ class CutBlocks(DerivedTensor):
             yield part, self.whole.coded(held[part].to(device))
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, if the name means them as columns."""
+        """Return the matrix as it is stored, if the name means its transpose."""
         return replace(self, transposed=False) if self.transposed else None
 
 

@@ -1,4 +1,4 @@
-"""The number format to compute in on this device.
+"""The dtype to compute in on this device.
 
     device                          checkpoint     auto chooses
     GPU                             any            the checkpoint's; bfloat16 for GGUF and quantized files
@@ -15,9 +15,9 @@ narrower instruction sets by ONEDNN_MAX_CPU_ISA), for matrices of 576x1536 .. 20
     bfloat16, AVX512_BF16     1.0 .. 1.2         0.8 .. 0.9
     bfloat16, AVX512          1.0 .. 2.0         0.3
 
-So only AMX earns bfloat16 by itself. float16 is never chosen on a CPU; a slow format that is asked for
-is used, with a warning. The choice depends on the machine alone, never on a timing made at start: the
-same command must give the same numbers twice.
+So auto chooses bfloat16 only with AMX. float16 is never chosen on a CPU; a slow dtype that is requested is
+used, with a warning. The choice depends on the machine alone, never on a timing made at start: the same
+command must give the same numbers twice.
 
 On ARM without bfloat16, PyTorch would ask oneDNN for a bfloat16 product, be refused and warn. So oneDNN is
 switched off when a bfloat16 model is loaded, and PyTorch's own loops multiply.
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype to compute in; `stored` is the checkpoint's, None if it is packed in blocks."""
+    """Return the dtype to compute in; `stored` is the checkpoint's dtype, None if it is quantized."""
     if name == "auto":
         return _auto(device, stored)
     if name not in DTYPES:
@@ -56,18 +56,18 @@ def settle_products(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def avoid_refused_products(dtype: torch.dtype, device: torch.device) -> None:
-    """Have bfloat16 multiplied without oneDNN in this process, if oneDNN refuses it on this CPU.
+    """Switch oneDNN off in this process if it refuses bfloat16 products on this CPU.
 
-    PyTorch does the same by itself, after its first product and a warning about its own insides.
+    PyTorch does the same by itself, but only after its first product and a warning about its internals.
     """
     if device_kind(device) == "cpu" and dtype is torch.bfloat16 and onednn_refuses_bfloat16():
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
 def onednn_refuses_bfloat16() -> bool:
-    """Return True if PyTorch asks oneDNN for bfloat16 products that it refuses on this CPU.
+    """Return True if PyTorch asks oneDNN for bfloat16 products that oneDNN refuses on this CPU.
 
-    On x86 PyTorch asks what the CPU can do before it asks for a product; on ARM it does not.
+    On x86 PyTorch checks the CPU's features before it asks for a product; on ARM it does not.
     """
     if platform.machine() not in ("aarch64", "arm64"):
         return False

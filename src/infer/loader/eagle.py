@@ -1,11 +1,11 @@
 """Read an EAGLE-3 head from its directory: config.json and one or several safetensors files.
 
-Everything that does not fit is said before a weight is read: tensors that are missing, unused or of the wrong
-shape, and draft tokens outside the model's vocabulary. The head has the dtype and the device of its model;
-where the model's matrices are packed for a CPU, its own are rounded to 8 bits.
+Everything that does not fit is reported before a weight is read: tensors that are missing, unused or of the
+wrong shape, and draft tokens outside the model's vocabulary. The head has the dtype and the device of its
+model; if the model's matrices are packed for a CPU, the head's are rounded to 8 bits.
 
-Two tensors are not weights. `d2t` says which tokens can be guessed, as *offsets*: draft token w is token
-w + d2t[w] of the model. `t2d` has a flag for each token of the model, and must mark the same tokens.
+Two tensors are not weights. `d2t` maps the draft vocabulary to the model's, as *offsets*: draft token w is
+token w + d2t[w] of the model. `t2d` has a flag for each token of the model, and must mark the same tokens.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from infer.quant.packed import Int8, Packed
 
 
 def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, layer: int = 0) -> Eagle3:
-    """Load the head in a directory for a model; rotary tables reach `num_drafts` beyond its longest text.
+    """Load a head for a model; its rotary tables reach `num_drafts` positions beyond the longest sequence.
 
-    `layer` is the number of the head's layer in the store that has its keys and values.
+    `layer` is the number of the head's layer in the KV store.
     """
     config, tensors = read_eagle_headers(directory, target.config)
     token_ids_W = _read_token_ids(directory, config, tensors)
@@ -46,7 +46,7 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
         name=directory.name,
         is_tied=False,
     )
-    match(make(torch.device("meta")))  # else sizes of the config would take memory that no tensor needs
+    match(make(torch.device("meta")))  # check first: a wrong config could allocate any amount of memory
     head = make(target.device)
     with torch.no_grad():
         for move in match(head):
@@ -59,7 +59,7 @@ def load_eagle(directory: Path, target: LoadedModel, *, num_drafts: int = 0, lay
 def _make(
     config: EagleConfig, dtype: torch.dtype, device: torch.device, *, layer: int = 0, packs: bool
 ) -> Eagle3:
-    """A head without its weights; `packs`: its matrices are kept in 8 bits."""
+    """Build a head without its weights; `packs`: its matrices are kept in 8 bits."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -77,13 +77,13 @@ def _matrices(network: nn.Module) -> list[Projected]:
 
 
 def head_bytes(config: EagleConfig, dtype: torch.dtype, *, packs: bool) -> int:
-    """The bytes of a head's weights; `packs`: its model is packed for a CPU."""
+    """The bytes of a head's weights; `packs`: the model is packed for a CPU."""
     head = _make(config, dtype, torch.device("meta"), packs=packs)
     return sum(parameter.numel() * parameter.element_size() for parameter in head.parameters())
 
 
 def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfig, dict[str, StoredTensor]]:
-    """The config of a head, checked against its model, and its tensors by name."""
+    """Return the config of a head, checked against its model, and its tensors by name."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; a head has config.json and weights")
     if not any(directory.glob("*.safetensors")) and (found := sorted(directory.glob("*.bin"))):
@@ -96,7 +96,7 @@ def read_eagle_headers(directory: Path, target: ModelConfig) -> tuple[EagleConfi
 
 
 def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, StoredTensor]) -> torch.Tensor:
-    """The model's ids of all draft tokens; the two tensors that hold them are taken out of `tensors`."""
+    """Return the model's ids of all draft tokens; removes d2t and t2d, which give them, from `tensors`."""
     size, vocab_size = config.draft_vocab_size, config.block.vocab_size
     token_ids_W = torch.arange(size)
     offsets = _take(directory, tensors, "d2t", torch.int64, size)
@@ -120,7 +120,7 @@ def _read_token_ids(directory: Path, config: EagleConfig, tensors: dict[str, Sto
 def _take(
     directory: Path, tensors: dict[str, StoredTensor], name: str, dtype: torch.dtype, size: int
 ) -> torch.Tensor | None:
-    """One of the two tensors that are not weights; None: there is none."""
+    """Pop one of the two tensors that are not weights, and read it; None: it is absent."""
     stored = tensors.pop(name, None)
     if stored is None:
         return None

@@ -1,16 +1,16 @@
-"""The form that holds the codes of a matrix, given the codes of the tensors that fill it.
+"""The form for the codes of a matrix, given the codes of the tensors that fill it.
 
 On a GPU codes have a `CodedForm` (kernels/linear/coded.py). A file's own codes are kept if a form has the
-same groups. Parts of a fused matrix are kept if one form holds them all. 16-bit numbers are rounded to a form
-that suits the matrix:
+same groups. Parts of a fused matrix are kept if one form fits them all. If 16-bit numbers are rounded, the
+form is chosen to suit the matrix:
 
     file, part by part          ──►  form of the fused matrix
     int4 g128, int4 g128             int4, groups of 128
     int4 g128, int4 g32              int4, groups of 32: scales of the first part are repeated
-    int4, int8                       int8: codes of 4 bits are integers of 8
+    int4, int8                       int8: 4-bit codes are widened to 8 bits
     int4, BF16                       none: the matrix is unpacked to the dtype
 
-On a CPU a matrix has 4 bits if all its parts have, and the head always has 8 (quant/packed.py).
+On a CPU a matrix has 4 bits if all its parts do, and the head always has 8 (quant/packed.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import StoredCodes
 from infer.quant.rounding import BLOCK_ROWS
 
-GROUPS = (128, 64, 32)  # columns that may share a scale in a form
+GROUPS = (128, 64, 32)  # possible group sizes of a form, in columns
 
 
 def form_of(tensor: StoredTensor) -> CodedForm | None:
-    """The form that holds a tensor's codes as they are; None: it has none, or they fit no form."""
+    """Return the form that keeps a tensor's codes unchanged; None: it has no codes, or no form fits them."""
     return None if tensor.codes is None else stored_form(tensor.codes)
 
 
 def is_four_bit(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if 4 bits keep all of these tensors; act-order tensors must share their order."""
+    """Return True if 4 bits hold all of these tensors; act-order tensors must share their order."""
     forms = [form_of(tensor) for tensor in tensors]
     is_int4 = bool(forms) and all(form is not None and form.codes == "int4" for form in forms)
     return (is_int4 and len(orders_of(tensors)) == 1) or is_mxfp4(tensors)
 
 
 def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
-    """The bits in which a CPU keeps all of these tensors: 4, 5, 6 or 8."""
+    """Return the bits in which a CPU keeps all of these tensors: 4, 5, 6 or 8."""
     if is_four_bit(tensors):
         return 4
     bits = {
@@ -52,36 +52,36 @@ def cpu_bits(tensors: Sequence[StoredTensor]) -> int:
 
 
 def part_bits(tensors: Sequence[StoredTensor], has_experts: bool) -> set[int]:
-    """The bits that keep a matrix: one number, or the bits of each part if the whole would need 8."""
+    """Return the bits that keep a matrix: one number, or the bits of each part if the whole needs 8."""
     joined = cpu_bits(tensors)
     is_one = joined < 8 or has_experts or len(orders_of(tensors)) > 1
     return {joined} if is_one else {cpu_bits([tensor]) for tensor in tensors}
 
 
 def orders_of(tensors: Sequence[StoredTensor]) -> set[str]:
-    """The orders of columns that these tensors have (`StoredCodes.order`)."""
+    """Return the column orders of these tensors (`StoredCodes.order`)."""
     return {"" if tensor.codes is None else tensor.codes.order for tensor in tensors}
 
 
 def is_mxfp4(tensors: Sequence[StoredTensor]) -> bool:
-    """Return True if all of these tensors are floats of 4 bits that the C kernels multiply."""
+    """Return True if all of these tensors are MXFP4 and the C kernels can multiply it."""
     forms = [form_of(tensor) for tensor in tensors]
     return bool(forms) and all(form and form.codes == "mxfp4" for form in forms) and multiplies_mxfp4()
 
 
 def multiplies_mxfp4() -> bool:
-    """Return True if the C kernels are there and multiply floats of 4 bits."""
+    """Return True if C kernels for MXFP4 are available."""
     c = library()
     return c is not None and MXFP4 in c.linear
 
 
 def stored_form(stored: StoredCodes) -> CodedForm | None:
-    """The form of a file's own groups; None where their sizes differ or are not whole 32s."""
+    """Return the form of a file's own groups; None if their sizes differ or are not multiples of 32."""
     kind, size, group, has_minima, scale_rows, *_ = stored
     is_shared = (
         scale_rows == BLOCK_ROWS and group % GROUPS[0] == 0 and kind not in FOUR_BITS and not has_minima
     )
-    rows = BLOCK_ROWS if is_shared else 1  # otherwise each of the 128 rows gets its own copy
+    rows = BLOCK_ROWS if is_shared else 1  # 1: each of the 128 rows gets its own copy of the scale
     if group >= size:
         return CodedForm(kind, 0, has_minima, rows)
     steps = (group, *GROUPS) if group % GROUPS[0] == 0 else GROUPS
@@ -90,7 +90,7 @@ def stored_form(stored: StoredCodes) -> CodedForm | None:
 
 
 def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequence[int]) -> CodedForm | None:
-    """The form that holds all parts of a fused matrix, which have these numbers of rows; None: none does."""
+    """Return the form that fits all parts of a fused matrix with these row counts; None: none does."""
     found = [form for form in forms if form is not None]
     kinds = {form.codes for form in found}
     if not found or len(found) < len(forms) or (len(kinds) > 1 and not kinds <= {"int4", "int8"}):
@@ -105,7 +105,7 @@ def joined_form(forms: Sequence[CodedForm | None], size: int, row_counts: Sequen
 
 
 def rounded_form(scheme: str, size: int) -> CodedForm:
-    """The form of a matrix with `size` columns that is rounded; int8, where no group fits int4."""
+    """Return the form for rounding a matrix with `size` columns; int8 if no int4 group size divides it."""
     if scheme != "int4":
         return CodedForm(scheme)
     group = next((group for group in GROUPS if size % group == 0), 0)

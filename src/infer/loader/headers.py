@@ -1,11 +1,11 @@
-"""The headers of a model: everything that its files say without the weights, enough to plan and to tokenize.
+"""The headers of a model: everything in its files except the weights, enough to plan and to tokenize.
 
     config      config.json, or the header of a GGUF file
-    tensors     names, types and shapes; a quantized matrix is one tensor, whatever leaves it has on disk
-    sources     the same tensors, each with our module for it in the family's weight map
+    tensors     names, types and shapes; a quantized matrix counts as one tensor, however it is stored
+    sources     the same tensors, each with the module that it fills, by the family's weight map
     stored      the dtype of most weights
 
-Everything that a start decides about weights follows from these (weight_plan.py).
+All decisions about the weights follow from these (weight_plan.py).
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from infer.models.weight_map import Target, WeightMap, find_target
 
 
 class WeightSource(NamedTuple):
-    """A tensor of a checkpoint, and what the weight map says about it."""
+    """A tensor of a checkpoint, and its entry in the weight map."""
 
     name: str
     tensor: StoredTensor
-    target: Target | None  # None: the map does not know it
+    target: Target | None  # None: not in the map
     leaf: str  # weight or bias
 
     @property
     def module(self) -> str:
-        """The module of ours that it fills; "": it fills none."""
+        """The module of our network that it fills; "": none."""
         return "" if self.target is None or self.target.ignored else self.target.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHeaders(TextHeaders):
-    """The headers of a checkpoint, or a config.json alone, which has no tensors yet."""
+    """The headers of a checkpoint, or of a config.json alone, which has no tensors."""
 
     family: Family
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     sources: tuple[WeightSource, ...] = ()
-    stored: torch.dtype | None = None  # the weights' dtype in the files; None: they are packed, or unknown
-    quantization: Mapping[str, Any] = field(default_factory=dict)  # what the files say about it
-    kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, [layers, 2, G], if it has any
-    eos_ids: tuple[int, ...] = ()  # every token that ends an answer, whichever file names it
+    stored: torch.dtype | None = None  # dtype of most weights in the files; None: quantized, or unknown
+    quantization: Mapping[str, Any] = field(default_factory=dict)  # quantization settings of the files
+    kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, [layers, 2, G], if there are any
+    eos_ids: tuple[int, ...] = ()  # all tokens that end an answer, from any of the files
 
 
 def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family:
-    """The family of a checkpoint: one of ours, or the one that runs transformers' code, as `model_impl` says.
+    """Return the family of a checkpoint: one of ours or transformers' own code, depending on `model_impl`.
 
-    `path` is the path of its config, or of the directory that has it.
+    `path` is the config file or its directory.
     """
     why, families = "model_impl=transformers", ""
     if model_impl != IMPL:
@@ -96,7 +96,7 @@ def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family
 
 
 def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
-    """Read the config and the headers of the weights; `model_impl` says whose code may compute the model."""
+    """Read the config and the headers of the weights; `model_impl` selects whose code computes the model."""
     file = read_gguf(source.path) if source.is_gguf else None
     if file is not None:
         raw, tensors = hf_config_from_gguf(file), gguf_checkpoint(file)
@@ -108,7 +108,7 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
         tensors = gpt_oss.translated(tensors)
     if config.layer_specs:
         tensors = gemma4.own_tensors(tensors, config)
-    # True: a network that was saved without the head's module around it
+    # True: only the inner network was saved, so its names lack the prefix "model."
     bare = family.load is None and "embed_tokens.weight" in tensors
     if bare:
         outer = ("lm_head.", "score.")
@@ -139,7 +139,7 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
 
 
 def headers_of_config(path: Path, name: str, model_impl: str = "auto") -> ModelHeaders:
-    """The headers of a config.json alone: a shape, and what it says about the weights to come."""
+    """Return the headers of a config.json alone: the model's shape, dtype and quantization settings."""
     raw = read_json(path, MAX_CONFIG_BYTES)
     family = choose_family(raw, path, model_impl)
     settings = read_settings(raw, path.parent)
@@ -161,9 +161,9 @@ def headers_of_config(path: Path, name: str, model_impl: str = "auto") -> ModelH
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The dtype that most of the weights are stored in, by bytes; None for block formats.
+    """Return the dtype that holds most bytes of the weights; None for block formats.
 
-    It is None for a checkpoint with quantized matrices, whatever else it holds.
+    It is also None if any matrix is quantized.
     """
     tensors = list(tensors)
     if any(isinstance(tensor, QuantizedTensor) or tensor.formats == ("mxfp4",) for tensor in tensors):

@@ -2,14 +2,14 @@
 
     1. read the headers          config, names, types and shapes; no weights yet (headers.py)
     2. plan                      the form of every matrix, and the dtype (weight_plan.py)
-    3. build on the device       uninitialised: memory is only reserved
+    3. build on the device       memory is allocated, not initialised
     4. match names and shapes    missing, unexpected or misshapen tensors are reported now (placement.py)
-    5. fill                      one tensor after the other, in the order of the disk; codes that an earlier
-                                 start took long to make come from a cache (code_cache.py)
+    5. fill                      one tensor after the other, in the order of the files; codes that were slow
+                                 to make at an earlier start come from a cache (code_cache.py)
 
-Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen on
-the way. Apart from the model itself, loading needs memory for one tensor at most, and for weights that
-are unpacked or rounded only for a few rows, unless they are stored transposed.
+Parts of a fused matrix are slices of it, so fusing costs nothing; conversion and unpacking happen during the
+copy. Besides the model itself, loading needs memory for one tensor at most, or only for a few rows of weights
+that are unpacked or rounded, unless they are stored transposed.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from infer.log import progress
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 
-MAX_ROTARY_NUMBERS = 2**27  # positions times head size: tables of half a gigabyte
+MAX_ROTARY_NUMBERS = 2**27  # limit on positions times head size: tables of half a gigabyte
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model that is ready to run, and what its files say about running it."""
+    """A model that is ready to run, and the facts from its files that running it needs."""
 
     model: Model
-    config: ModelConfig  # the network that is here; a rank's has the rank's heads and rows
+    config: ModelConfig  # the network of this process; on a rank, with the rank's heads and rows
     name: str
     dtype: torch.dtype  # dtype of the activations and of the KV cache
     device: torch.device
     max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
     eos_ids: tuple[int, ...]  # any of these ends an answer
-    source: ModelSource | None = None  # its files; None: it has none, and no tokenizer
-    weights: str = "as stored"  # their form: int8, int4, int4+int8, fp32, bf16, ... (quantization.py)
-    published_as: str = ""  # the quantized format that the checkpoint holds, and its bytes
-    kept_as: str = ""  # the form that a device has given to it, or to plain numbers
+    source: ModelSource | None = None  # its files; None: random weights, and no tokenizer
+    weights: str = "as stored"  # form of the weights: int8, int4, int4+int8, fp32, bf16 (quantization.py)
+    published_as: str = ""  # the checkpoint's quantized formats, and their bytes
+    kept_as: str = ""  # the form of the weights in memory, for the start line
     kv_scales: torch.Tensor | None = None  # scales of an FP8 KV cache, as in `ModelHeaders`
-    whole: ModelConfig | None = None  # the network of all ranks together; None: it is here
-    ranks: RankGroup | None = None  # the other ranks, and what joins them; None: there are none
+    whole: ModelConfig | None = None  # the network of all ranks together; None: `config` is all of it
+    ranks: RankGroup | None = None  # the group of ranks that this one communicates with; None: no others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadChoice:
-    """The decisions about loading a model, all made before a weight is read."""
+    """The decisions about loading a model, all made before any weight is read."""
 
     plan: WeightPlan
-    weights: str  # their form, as in `LoadedModel`
+    weights: str  # form of the weights, as in `LoadedModel`
     published_as: str = ""
     kept_as: str = ""
     max_seq_len: int
@@ -83,7 +83,7 @@ class LoadChoice:
 
     @property
     def config(self) -> ModelConfig:
-        """The network that will be here."""
+        """The network that this process will have."""
         return self.plan.config
 
     @property
@@ -117,8 +117,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model of `source` onto `device`; `dtype` as in dtype.py, `headers` if already read.
 
-    `quantization` as in quantization.py; "none": nothing is packed unless the file holds it packed.
-    `home` and `rank` as in `plan_weights`. `check` may raise when all is decided and nothing is loaded.
+    `quantization` as in quantization.py; the default "none" keeps plain numbers. `home` and `rank` as in
+    `plan_weights`. `check` is called when all is decided and nothing is loaded yet, and may raise.
     """
     chosen_device = choose_device(device)
     headers = headers or read_headers(source)
@@ -153,9 +153,9 @@ def load_model(
     label = f"loading {source.name}"
     if codes.projections and not is_cached:
         schemes = Counter(projection.scheme for projection in codes.projections.values())
-        forms = "+".join(name for name, _ in schemes.most_common())  # a head may have a form of its own
+        forms = "+".join(name for name, _ in schemes.most_common())  # the head's form may differ
         label += f", rounding weights to {forms}"
-        is_silent = show_progress and not sys.stderr.isatty()  # a line says what a bar would show
+        is_silent = show_progress and not sys.stderr.isatty()  # True: a log line replaces the progress bar
         level, count = logging.WARNING if is_silent else logging.INFO, len(codes.projections)
         log.log(level, "weights are rounded while they are loaded matrices=%d to=%s", count, forms)
     _fill(model, left, label=label, show_progress=show_progress)
@@ -171,7 +171,7 @@ def load_model(
 
 
 def loaded_as(plan: WeightPlan, model: Model, max_seq_len: int, **others: Any) -> LoadedModel:
-    """A model that was loaded as planned; `others` are further fields of `LoadedModel`."""
+    """Return the `LoadedModel` of a plan that was carried out; `others` are its remaining fields."""
     return LoadedModel(
         model=model.eval(),
         config=plan.config,
@@ -187,7 +187,7 @@ def loaded_as(plan: WeightPlan, model: Model, max_seq_len: int, **others: Any) -
 
 
 def kv_scales_of(plan: WeightPlan) -> torch.Tensor | None:
-    """The scales of the kv heads that a rank has."""
+    """Return the KV-cache scales of the kv heads that a rank has."""
     scales, rank = plan.headers.kv_scales, plan.rank
     if scales is None or rank.world_size == 1:
         return scales
@@ -214,9 +214,9 @@ def choose_device(device: str) -> torch.device:
 
 
 def rank_device(device: str, rank: Rank, nnodes: int = 1) -> str:
-    """The device of one of several ranks: a GPU for each, unless one was named, which then all share.
+    """Return the device of a rank: a GPU of its own, or the one that was named, which all ranks share.
 
-    Each of `nnodes` machines has equally many ranks, in the order of their numbers.
+    Each of `nnodes` machines runs the same number of ranks, in the order of their numbers.
     """
     if rank.is_alone or choose_device(device).index is None:
         return device
@@ -242,7 +242,7 @@ def rank_device(device: str, rank: Rank, nnodes: int = 1) -> str:
 
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:
-    """The longest sequence that will be served: the model's context, or less if asked for."""
+    """Return the longest sequence to serve, in tokens: the model's context, or `max_seq_len` if given."""
     length = config.context_len if max_seq_len is None else max_seq_len
     if not 1 <= length <= config.context_len:
         raise ConfigError(f"max_seq_len must be in 1..{config.context_len} (the context), got {max_seq_len}")
@@ -264,9 +264,9 @@ def _fill(model: Model, moves: list[Move], *, label: str, show_progress: bool) -
 
 
 def _check_tied_head(model: Model, headers: ModelHeaders) -> None:
-    """Warn where a tied head is stored as well and is not a copy of the embedding."""
+    """Warn if a tied head is also stored in the checkpoint and differs from the embedding."""
     found = [source for source in headers.sources if (source.module, source.leaf) == ("head", "weight")]
-    embedding = model.embedding.weight  # a packed one is on the meta device: nothing to compare
+    embedding = model.embedding.weight  # packed weights are on the meta device: nothing to compare
     if not found or not model.config.tie_embeddings or embedding.is_meta:
         return
     name, stored = found[0][:2]

@@ -1,20 +1,20 @@
-"""The place of each tensor of a checkpoint, decided and checked before anything is read.
+"""The place of each tensor of a checkpoint, decided and checked before any weights are read.
 
 The weight map names our module for each tensor. The model, built but not yet filled, has the places and their
 shapes. Every matrix is one tensor by now, however its file stores it (formats/quantized.py), and a linear
-layer's projection fills itself with it, so this file knows no number format.
+layer's projection loads it itself, so this file knows no number formats.
 
     checkpoint tensor                    weight map                  place
     ...layers.7.mlp.up_proj.weight  ──►  layers.7.mlp.gate_up "up" ──►  rows 1536..3071 of gate_up.weight
 
-The matrices of all experts of a layer are one parameter (layers/moe.py), and each expert's is a place of its
-own. A checkpoint may hold them one by one, or stacked in one tensor, which is then cut:
+The matrices of all experts of a layer are one parameter (layers/moe.py), in which each expert's matrix is a
+place. A checkpoint may hold them one by one, or stacked in one tensor, which is then split:
 
     ...layers.7.mlp.experts.3.up_proj.weight   ──►   expert 3, rows of "up" of gate_up.weight
     ...layers.7.mlp.experts.gate_up_proj       ──►   expert 0, expert 1, ... of gate_up.weight
 
-Every place must be filled exactly once, by a tensor of its shape. All errors are reported together, because
-the whole difference explains a wrong file better than its first line.
+Every place must be filled exactly once, by a tensor of its shape. All mismatches are reported together,
+because the full list explains a wrong file better than its first entry.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from infer.models.model import Model
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.projection import Projection
 
-MAX_ZEROS = 1 << 24  # size of a bias that the model lacks and that may be left out if it is all zeros
-MAX_NAMED = 5  # names shown for each kind of complaint; the rest is counted
+MAX_ZEROS = 1 << 24  # largest bias that is checked for all zeros, and then skipped if the model has none
+MAX_NAMED = 5  # names listed for each kind of mismatch; the rest are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A leaf of one module or one expert's share of it, or one part of that."""
+    """A leaf of one module, or the slice of it for one expert, one part, or both."""
 
     module: str
     leaf: str
@@ -64,14 +64,14 @@ class Move:
     transposed: bool
 
     def projection(self, model: nn.Module) -> Projection | None:
-        """The projection that the tensor is a leaf of; None: it is a parameter of its module."""
+        """Return the projection that loads the tensor; None: the tensor is a parameter of its module."""
         module = model.get_submodule(self.place.module)
         if isinstance(module, Embedding):
             return module.table
         return module.stored if isinstance(module, Projected) and self.place.leaf != "bias" else None
 
     def run(self, model: nn.Module) -> None:
-        """Bring the tensor into its place."""
+        """Copy the tensor into its place."""
         module, projection = model.get_submodule(self.place.module), self.projection(model)
         leaf, part, expert = self.place.leaf, self.place.part, self.place.expert
         if projection is not None:
@@ -85,7 +85,7 @@ class Move:
 
 
 def _complaint(names: list[str], what: str) -> str:
-    """The complaint about some tensors, the first few of them by name."""
+    """Describe a kind of mismatch: the number of tensors, and the first few by name."""
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} {what}: {', '.join(names[:MAX_NAMED])}{rest}"
 
@@ -93,7 +93,7 @@ def _complaint(names: list[str], what: str) -> str:
 def plan_moves(model: Model, headers: ModelHeaders, slices: Mapping[str, Slice] | None = None) -> list[Move]:
     """Match the tensors of a checkpoint with the places of its model, as `match_tensors` does.
 
-    A model that transformers loads has no places of ours.
+    A model that transformers loads needs no moves.
     """
     if headers.family.load is not None:
         return []
@@ -119,11 +119,10 @@ def match_tensors(
     slices: Mapping[str, Slice] = {},
     config: ModelConfig | None = None,
 ) -> list[Move]:
-    """Match tensors with places, in the order of the tensors, or say everything that does not match.
+    """Match tensors with places, in the order of the tensors; raises an error that lists all mismatches.
 
-    A tied head is the embedding's own parameter: a copy of it in the checkpoint has no place. `slices` are
-    the parts of tensors, by name, that the model of one rank has. `config` says which rows of queries and
-    keys change places (row_order.py).
+    A tied head is the embedding's parameter, so a copy of it in the checkpoint is skipped. `slices`: a rank's
+    slices of tensors, by name. `config` decides which rows of queries and keys are reordered (row_order.py).
     """
     modules = dict(model.named_modules())
     leaves = {name: leaves_of(module) for name, module in modules.items()}
@@ -139,9 +138,9 @@ def match_tensors(
             continue
         module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
         if module is not None and not is_known and leaf == "bias" and _is_zero(tensor):
-            continue  # quantizers write one for every matrix
+            continue  # quantizers write a bias for every matrix
         if isinstance(module, Projected) and target.part not in (None, *module.parts):
-            is_known = False  # a layer that has no matrix of values, say
+            is_known = False  # a layer without a value matrix, for example
         if module is None or not is_known or not _has_expert(module, target.expert):
             unexpected.append(tensor_name)
             continue
@@ -159,7 +158,7 @@ def match_tensors(
         if tensor_name in slices:
             cut = slices[tensor_name]
             sources = [cut_tensor(each, cut, transposed=is_transposed) for each in sources]
-            shape = shape if cut.rows else (0,)  # the bias of a sum, which another rank adds
+            shape = shape if cut.rows else (0,)  # the bias after a partial sum, which another rank adds
         parts = module.parts if isinstance(module, Projected) else {}
         num_rows = sources[0].shape[0] if sources[0].shape else 0
         if config and (order := row_order(config, target.module, target.part, parts, num_rows)):
@@ -186,14 +185,14 @@ def match_tensors(
 
 
 def leaves_of(module: nn.Module) -> Collection[str]:
-    """The tensors of a checkpoint that fill a module, without its children."""
+    """Return the names of the tensors that fill a module, without its children."""
     if isinstance(module, Projected):
         return ("weight",) if module.bias is None else ("weight", "bias")
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def _shape(module: nn.Module, place: Place) -> tuple[int, ...]:
-    """The shape that the tensor of one part or one expert must have."""
+    """Return the shape that the tensor of a part or an expert must have."""
     if not isinstance(module, Projected):
         return tuple(getattr(module, place.leaf).shape)
     rows = module.spec.num_rows if place.part is None else module.parts[place.part]
@@ -220,7 +219,7 @@ def _places(module: nn.Module, place: Place) -> list[Place]:
 
 
 def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> str | None:
-    """The tensor that fills this place already: all of it, or a part of it."""
+    """Return the name of the tensor that already fills this place, or a part of it."""
     names: list[str | None] = [place.part]
     if isinstance(module, ExpertLinear):  # the only modules stored either in parts or as a whole
         names = [None, place.part] if place.part else [None, *module.parts]
@@ -235,7 +234,7 @@ def _missing(
     *,
     is_tied: bool,
 ) -> list[str]:
-    """The checkpoint's names of all places that no tensor fills."""
+    """Return the names in the checkpoint of all places that no tensor fills."""
     spelling: dict[tuple[str, str | None, bool], str] = {}
     for key, target in weight_map.items():
         spelling.setdefault((target.module, target.part, names_an_expert(key, target)), key)

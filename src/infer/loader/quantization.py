@@ -1,8 +1,8 @@
 """The meaning of `quantization` and `dtype` for a file and a device: one rule for all matrices.
 
-Every matrix of a checkpoint, stored densely or in a published format that is read as one
-(formats/quantized.py), is kept as `quantization` says. The name of a published format only checks that the
-file has it, and means auto:
+`quantization` decides in which form every matrix of a checkpoint is kept, whether it is stored densely or in
+a published format (formats/quantized.py). The name of a published format checks that the file has it, and
+otherwise means auto:
 
     quantization   what is kept                     computed in    chosen by auto on a CPU when
     none           the numbers of the checkpoint    dtype.py       never; always on a GPU
@@ -15,22 +15,22 @@ file has it, and means auto:
                                                                    C kernels, or dtype says float32
     bf16           bfloat16                         bfloat16       never: see dtype.py for what dtype chooses
 
-On a GPU auto keeps the codes of a file as codes, matrix by matrix, where they fit a form of codes
-(weight_plan.py), and unpacks the others to the dtype; but blocks of GGUF in groups of 16 (Q6_K, Q3_K,
-Q2_K, IQ2_XS, IQ2_S, IQ1_M) are rounded to int8, for the memory. none unpacks all of them. fp8, int8 and int4
-round all other matrices while they are loaded:
+On a GPU auto keeps the file's codes, matrix by matrix, if some form fits them (weight_plan.py), and unpacks
+other matrices to the dtype; but GGUF blocks in groups of 16 (Q6_K, Q3_K, Q2_K, IQ2_XS, IQ2_S, IQ1_M) are
+rounded to int8, to save memory. none unpacks all of them. fp8, int8 and int4 keep codes of that kind, and
+round all other matrices while loading:
 
     quantization   a matrix of the layers is kept in               the head           computed in
-    auto           the codes of the file, int8, or the dtype       as any matrix      dtype.py
+    auto           the codes of the file, int8, or the dtype       like any matrix    dtype.py
     none           the dtype                                       the dtype          dtype.py
     fp8            floats of 8 bits, a scale per row               int8               dtype.py
     int8           integers, a scale per row                       int8               dtype.py
     int4           integers 0 .. 15, groups of 128, 64 or 32       int8               dtype.py
 
-Decoding reads every weight once per token, so half the bytes are twice the speed. Weights of 16 bits lose
-next to nothing in 8, and blocks of 4 bits nothing at all in 4, while in 8 some would be rounded again
-(docs/features/cpu.md has the figures). The rule depends on the files and the machine, never on a timing; what
-it means for each matrix is decided in weight_plan.py.
+Decoding reads every weight once per token, so half the bytes mean twice the speed. Rounding 16-bit weights to
+8 bits loses almost nothing. 4-bit blocks lose nothing in 4 bits, while in 8 bits some would be rounded again
+(docs/features/cpu.md has the figures). The rule depends on the files and the machine, never on a timing;
+weight_plan.py applies it to each matrix.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ _CPU_FORMS = ("auto", "none", "fp32", "bf16", "int8", "int4", MIXED)
 
 
 class Held(NamedTuple):
-    """The matrices of the layers in a file; a fused one and all experts count as one matrix."""
+    """The matrices of the layers in a file; a fused matrix counts as one, and so does a stack of experts."""
 
     dtype: torch.dtype | None  # None: packed in blocks, or in a published format
-    formats: frozenset[str] = frozenset()  # formats in which they are published: gptq, awq, gguf, ...
-    types: frozenset[str] = frozenset()  # types of their numbers in the file: BF16, Q4_1, ...
-    bits: frozenset[int] = frozenset()  # bits that keep all of each matrix: 4, 5, 6 or 8
+    formats: frozenset[str] = frozenset()  # published formats: gptq, awq, gguf, ...
+    types: frozenset[str] = frozenset()  # number types in the file: BF16, Q4_1, ...
+    bits: frozenset[int] = frozenset()  # bits in which a CPU can keep each matrix: 4, 5, 6 or 8
 
 
 class Rule(NamedTuple):
-    """The way in which the matrices of a model are kept, and the reason in one line."""
+    """The form of a model's matrices in memory, and the reason in one line."""
 
     label: str  # name for people: int8, int4, int4+int8, fp32, bf16; "as stored" on a GPU
-    dtype: torch.dtype  # dtype of activations, and of weights that are dense
+    dtype: torch.dtype  # dtype of activations and of dense weights
     reason: str
-    scheme: Scheme | None = None  # the scheme that every matrix is brought into
-    keeps_codes: bool = False  # each matrix stays as its file has it: codes stay codes
-    home: str = "cpu"  # the kind of device whose schemes keep the weights: cpu or cuda
+    scheme: Scheme | None = None  # the scheme that every matrix is converted to
+    keeps_codes: bool = False  # True: the form of each matrix follows from the codes in its file
+    home: str = "cpu"  # the kind of device whose schemes are used: cpu or cuda
 
     @property
     def is_dense(self) -> bool:
@@ -86,9 +86,9 @@ class Rule(NamedTuple):
 def choose_rule(
     quantization: str, dtype: str, device: torch.device, held: Held, home: str | None = None
 ) -> Rule:
-    """The rule that `quantization` and `dtype` mean for a file with these matrices.
+    """Return the rule that `quantization` and `dtype` mean for a file with these matrices.
 
-    `home` is the kind of device whose schemes keep the weights, if not this device's (`home_of`).
+    `home` is the kind of device whose schemes are used, if not this device's (`home_of`).
     """
     kind = home or home_of(device)
     quantization = _checked(quantization, kind, held)
@@ -131,7 +131,7 @@ def _auto(dtype: str, device: torch.device, held: Held) -> Rule:
 
 
 def _mixed(held: Held) -> Rule:
-    """The rule for each matrix by itself, under the name of the one form if all have it."""
+    """Return the rule that chooses a form for each matrix, named after the form if all get the same one."""
     if len(held.bits) > 1 or held.bits & {5, 6}:
         kept = [f"int{bits} where the file has {bits} bits" for bits in sorted(held.bits - {8})]
         reason = ", ".join([*kept, "int8 elsewhere"])
@@ -145,7 +145,7 @@ def _mixed(held: Held) -> Rule:
 
 
 def _checked(quantization: str, kind: str, held: Held) -> str:
-    """The form asked for; the name of a format is `auto`, if the checkpoint is published in it."""
+    """Return the requested form; the name of a format means `auto`, if the checkpoint has that format."""
     name, found = OTHER_FORMATS.get(quantization, quantization), held.formats
     if name in found:
         return "auto"
@@ -162,7 +162,7 @@ def _checked(quantization: str, kind: str, held: Held) -> str:
 
 
 def _check_name(quantization: str, kind: str) -> None:
-    """Refuse an unknown name, and one that this device cannot do."""
+    """Refuse unknown names, and forms that this device does not support."""
     allowed = _forms_on(kind)
     if quantization in allowed:
         return
@@ -181,13 +181,13 @@ def _check_name(quantization: str, kind: str) -> None:
 
 
 def _forms_on(kind: str) -> list[str]:
-    """The forms that a device can give any file."""
+    """The forms that a device supports for any file."""
     forms = _CPU_FORMS if kind == "cpu" else ("auto", DENSE)
     return [*forms, *(row.name for row in SCHEMES.values() if kind in row.devices)]
 
 
 def _possible(names: Iterable[str]) -> str:
-    """Names for an error message, each once, without names that this machine would refuse."""
+    """Join names for an error message, each once, without names that this machine would refuse."""
     return ", ".join(name for name in dict.fromkeys(names) if name != "bf16" or _multiplies_bf16())
 
 
@@ -202,5 +202,5 @@ def is_scheme(name: str) -> bool:
 
 
 def home_of(device: torch.device) -> str:
-    """The kind of device whose schemes keep the weights of a model: cpu or cuda."""
+    """Return the kind of device whose schemes are used for a device's weights: cpu or cuda."""
     return "cpu" if device_kind(device) == "cpu" else "cuda"

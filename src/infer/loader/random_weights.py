@@ -2,10 +2,10 @@
 
     config.json ──► the family's network, built on the device ──► filled there with random numbers
 
-Nothing is read from disk and nothing crosses a bus, so eight billion parameters are ready in a second.
-Matrices are drawn from a normal distribution of width 0.02, which keeps activations finite and the data
-path busy: zeros would run faster than real weights do. Norm weights are one (zero where the family stores
-them around zero), biases small. The output of such a model is noise; its timing is not.
+Nothing is read from disk or copied from the host, so eight billion parameters are ready in a second. Matrices
+are drawn from a normal distribution of standard deviation 0.02, which keeps activations finite; zeros would
+run faster than real weights do. Norm weights are one (zero where the family stores them centred on zero), and
+biases are small. The model's output is noise; its timing is not.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def load_random(
     seed: int = 0,
     rank: Rank = ALONE,
 ) -> LoadedModel:
-    """A random model of the shape in `config_dir/config.json`; it has no tokenizer and no end of text.
+    """Make a random model with the shape in `config_dir/config.json`, without tokenizer and EOS tokens.
 
-    `quantization`, `home` and `rank` as in load.py; auto has nothing to keep, and means none.
+    `quantization`, `home` and `rank` as in load.py; auto means none, because there are no codes to keep.
     """
     if read_hf_config(config_dir).get("quantization_config"):
         raise ConfigError(
@@ -76,32 +76,32 @@ def load_random(
 
 @dataclass(frozen=True, slots=True)
 class RandomMatrix:
-    """A random matrix in the place of a stored one, for projections that round what they load."""
+    """A random matrix in place of a stored one, for projections that round what they load."""
 
     shape: tuple[int, ...]
     generator: torch.Generator
     dtype: torch.dtype
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows on the device of the generator, which is the model's."""
+        """Yield rows on the device of the generator, which is the model's device."""
         for first in range(0, self.shape[0], num_rows):
             part = slice(first, min(first + num_rows, self.shape[0]))
             numbers = torch.empty((part.stop - first, self.shape[1]), dtype=self.dtype, device=device)
             yield part, numbers.normal_(0.0, WIDTH, generator=self.generator)
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`."""
+        """Fill `out` with random numbers."""
         out.normal_(0.0, WIDTH, generator=self.generator)
 
     def transpose(self) -> None:
-        """No other order is stored."""
+        """Return None: no transposed matrix is stored."""
         return
 
 
 def make_generator(device: torch.device | str, seed: int) -> torch.Generator:
-    """A random generator, also in a process that has put off the import that PyTorch 2.13 needs for one."""
-    with suppress(ImportError):  # an older PyTorch, which does not need it
-        importlib.import_module("torch._prims.rng_prims")  # client/imports.py puts off what would import it
+    """Make a random generator, even in a process that deferred an import that PyTorch 2.13 needs for it."""
+    with suppress(ImportError):  # an older PyTorch, which does not need the module
+        importlib.import_module("torch._prims.rng_prims")  # client/imports.py defers what would import it
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -1,15 +1,15 @@
-"""Rows of queries and keys in the order in which the kernels turn them.
+"""Reorder rows of queries and keys for the kernels of rotary embeddings.
 
-The kernels turn channel i of a head with channel i + H/2 (kernels/elementwise/rope.py). Some families pair
-neighbours, and in some only the first channels turn:
+The kernels rotate channel i of a head with channel i + H/2 (kernels/elementwise/rope.py). Some families pair
+neighbours, and in some only the first channels are rotated:
 
-    GLM-4, 8 channels, 4 of them turn       Phi-4-mini, 8 channels, 6 of them turn
+    GLM-4, 8 channels, 4 are rotated        Phi-4-mini, 8 channels, 6 are rotated
     file      (0 1) (2 3) 4 5 6 7           (0 3) (1 4) (2 5) 6 7
-    kept      0 2 4 5 | 1 3 6 7             0 1 2 6 | 3 4 5 7
+    memory    0 2 4 5 | 1 3 6 7             0 1 2 6 | 3 4 5 7
 
-Scores stay what they are when the channels of queries and keys change places alike. So the rows of both,
-their biases and the weights of their norms are brought into this order while they are loaded, whatever form
-they have: a row's codes, scales, zeros and minima move together. Values keep their order.
+Attention scores do not change if the channels of queries and keys are permuted alike. So the rows of both,
+their biases and the weights of their norms are reordered during loading, in any form: a row's codes, scales,
+zeros and minima move together. Values keep their order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from infer.quant.coded import CodedRows
 def row_order(
     config: ModelConfig, module: str, part: str | None, parts: Mapping[str, int], num_rows: int
 ) -> list[int] | None:
-    """The place in the file of each row of a tensor that fills a module; None: they stay as they are.
+    """Return, for each row of a tensor in memory, its row in the file; None: the order stays the same.
 
-    The `num_rows` rows of the tensor fill its part, or all `parts` of the module that a rank has.
+    The `num_rows` rows of the tensor fill its part of the module, or all `parts` that a rank has.
     """
     channels, kind = config.channel_order, kind_of(module)
     if channels is None:
@@ -53,7 +53,7 @@ def row_order(
 
 
 def reordered(tensor: StoredTensor, order: list[int], name: str, head_dim: int) -> StoredTensor:
-    """A tensor with its rows in another order; refused where rows of several heads share scales."""
+    """Return a tensor with its rows in another order; refused if rows of several heads share scales."""
     if tensor.codes is not None and tensor.codes.scale_rows % head_dim and tensor.codes.scale_rows > 1:
         raise ConfigError(
             f"{name}: {tensor.codes.scale_rows} rows share a scale, so the channels of heads of {head_dim} "
@@ -75,7 +75,7 @@ class ReorderedTensor(DerivedTensor):
 
     @property
     def axes(self) -> Axes:
-        """A tensor is cut before its rows are reordered."""
+        """Not available: tensors are cut before their rows are reordered."""
         raise NotImplementedError("rows are reordered after a cut")
 
     def copy_to(self, out: torch.Tensor) -> None:
@@ -88,14 +88,14 @@ class ReorderedTensor(DerivedTensor):
         out.copy_(numbers[list(self.order)])
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows in their new order, some at a time; all of them are read at once."""
+        """Yield the rows in their new order, some at a time; all of them are read at once."""
         for _, held in self.whole.rows(self.shape[0], device):
             for part in slices_of(self.shape[0], num_rows):
                 yield part, _pick(held, torch.tensor(self.order[part], device=device))
 
 
 def _pick(held: CodedRows | torch.Tensor, rows: torch.Tensor) -> CodedRows | torch.Tensor:
-    """Some rows, each with its codes, scales, zeros, minima, table and outliers."""
+    """Return some rows, each with its codes, scales, zeros, minima, table and outliers."""
     if isinstance(held, torch.Tensor):
         return held[rows]
     zeros = held.zeros[rows] if isinstance(held.zeros, torch.Tensor) else held.zeros

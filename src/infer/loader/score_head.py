@@ -4,9 +4,9 @@
     a reranker that is a causal LM  the head's row for "yes" minus its row for "no": the score's logit
     an embedding model              no row: the score is the cosine of the two texts' vectors
 
-The engine gives the last token's hidden state in all three cases, as it does for an embedding, so a score
-costs no step of its own kind. A causal LM is a reranker if its files name a `LogitScore` step, its chat
-template is the reranker's, or its name says so.
+In all three cases the engine returns the last token's hidden state, as for an embedding, so scores need no
+special kind of step. A causal LM is a reranker if its files name a `LogitScore` step, if its chat template is
+Qwen3-Reranker's, or if its name contains "rerank".
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from infer.models.config import is_headless, read_architectures
 if TYPE_CHECKING:
     from infer.loader.formats.checkpoint import StoredTensor
 
-ROWS = 4096  # rows of a head that are looked at together
+ROWS = 4096  # rows of a head that are read at a time
 
 
 def read_scorer(
     source: ModelSource, pooling: Pooling, template: str | None, token_id: Callable[[str], int | None]
 ) -> Scorer:
-    """Read how a model scores; a model that is neither a reranker nor made for embeddings is refused."""
+    """Read how a model scores texts; refuses a model that is neither a reranker nor made for embeddings."""
     raw = {} if source.is_gguf else read_hf_config(source.path)
     is_judged = JUDGE in (template or "")
     is_classifier = any(name.endswith("ForSequenceClassification") for name in read_architectures(raw))
@@ -63,7 +63,7 @@ def read_scorer(
 
 
 def _answer_ids(source: ModelSource, token_id: Callable[[str], int | None]) -> tuple[int, int]:
-    """The tokens that mean yes and no: the ids that the files name, or the tokens "yes" and "no"."""
+    """Return the ids of the answers yes and no: those in the model's files, or the tokens "yes" and "no"."""
     path = source.path / "1_LogitScore" / "config.json"
     raw = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
     yes = raw.get("true_token_id", token_id("yes"))

@@ -1,7 +1,7 @@
-"""Slices: the part of every tensor that one rank holds, where a model is spread over several devices.
+"""Slices: the part of every tensor that one rank holds when a model is split over several devices.
 
     module                 is cut along         one rank has
-    attention.qkv          rows of each part    heads of q, and the heads of k and v that serve them
+    attention.qkv          rows of each part    heads of q, and the heads of k and v that they attend to
     attention.out          columns              the columns of its heads of q
     mlp.gate_up, mlp.up    rows of each part    an equal share; of experts, a share of each expert
     shared.gate_up         rows of each part    an equal share of the expert that all tokens go through
@@ -11,11 +11,11 @@
     all others             neither              everything: norms, routers, positions
 
 Rows and columns are the axes of W [out, in]. A product cut along rows gives each rank some outputs. The next
-product, cut along columns, reads just these, and its sums are added up: two cuts, one exchange. So a bias is
-cut with its rows, and a bias after a cut along columns is added by rank 0 alone. Where ranks outnumber
-heads of k and v, several ranks hold the same head.
+product, cut along columns, reads just these, and its partial sums are added up: two cuts, one all-reduce. So
+a bias is cut with its rows, and a bias after a cut along columns is added by rank 0 alone. If there are more
+ranks than heads of k and v, several ranks hold the same head.
 
-A slice in terms of a format's words, groups and scales is in its `leaves` (formats/axes.py).
+The `leaves` of a slice are the same ranges in a format's words, groups and scales (formats/axes.py).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _SIZES = ("intermediate_size", "the size of experts", "the size of the shared ex
 class Rank(NamedTuple):
     """One of the processes that share a model."""
 
-    number: int = 0  # its number among the ranks that have parts of the same layers
+    number: int = 0  # rank within the ranks that share the same layers
     world_size: int = 1  # number of these ranks
-    stage: int = 0  # the stage of its layers, of `num_stages` (layers/stages.py)
+    stage: int = 0  # pipeline stage of its layers, out of `num_stages` (layers/stages.py)
     num_stages: int = 1
 
     @classmethod
     def of(cls, number: int, world_size: int, num_stages: int) -> Rank:
-        """The rank with this number among all; ranks of the last stage, where the engine is, come first."""
+        """Return the rank with this global number; the last stage, where the engine is, comes first."""
         return cls(number % world_size, world_size, num_stages - 1 - number // world_size, num_stages)
 
     @property
@@ -59,18 +59,18 @@ class Rank(NamedTuple):
 
     @property
     def number_of_all(self) -> int:
-        """The number among them, as `of` takes it."""
+        """The global number, which `of` takes."""
         return (self.num_stages - 1 - self.stage) * self.world_size + self.number
 
     @property
     def settings(self) -> dict[str, int]:
-        """The settings that made it one of several."""
+        """The parallel sizes that are larger than 1, by the names of their settings."""
         sizes = {"tensor_parallel_size": self.world_size, "pipeline_parallel_size": self.num_stages}
         return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def is_alone(self) -> bool:
-        """True if it has all of the model."""
+        """True if it has the whole model."""
         return self.num_ranks == 1
 
 
@@ -80,14 +80,14 @@ ALONE = Rank()
 class Slice(NamedTuple):
     """The part of one tensor that a rank holds."""
 
-    rows: Ranges  # rows of the matrix, or numbers of the bias; (): none, the tensor is another rank's
+    rows: Ranges  # rows of the matrix, or entries of the bias; (): none, another rank has the tensor
     columns: Ranges  # columns of the matrix; (): a bias or norm has none
-    leaves: Mapping[str, tuple[Ranges | None, ...]]  # ranges for each axis of a leaf; None: all of it
+    leaves: Mapping[str, tuple[Ranges | None, ...]]  # ranges for each axis of a leaf; None: the whole axis
 
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """Cuts matrices and tensors for one rank, and remembers what cannot be cut."""
+    """Cuts matrices and tensors for one rank, and records what cannot be cut."""
 
     config: ModelConfig
     rank: Rank
@@ -96,7 +96,7 @@ class Cutter:
     def cut(
         self, module: str, sources: Sequence[WeightSource], spec: WeightSpec | None = None
     ) -> tuple[WeightSpec | None, tuple[Slice, ...]]:
-        """The rank's part of a layer's matrix, and its slice of each tensor; (): all of them, or uncut."""
+        """Return the rank's part of a layer's matrix, and its slices of the tensors; (): all of them."""
         if self.rank.world_size == 1:
             return spec, ()
         parts, found = spec.parts if spec else {}, list[Slice]()
@@ -111,7 +111,7 @@ class Cutter:
 
 
 def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> WeightSpec:
-    """The rank's part of a layer's matrix."""
+    """Return the rank's part of a layer's matrix."""
     kind = kind_of(module)
     if kind in BY_ROWS:
         parts = {part: len(_share(part, size, config, rank)) for part, size in spec.parts.items()}
@@ -123,7 +123,7 @@ def cut_spec(module: str, spec: WeightSpec, config: ModelConfig, rank: Rank) -> 
 
 
 def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Slice:
-    """The part of a tensor that a rank holds; `parts` are the parts of the layer that it fills."""
+    """Return the rank's slice of a tensor; `parts` are the parts of the layer that the tensor fills."""
     assert source.target is not None, source.name
     tensor, kind, shape = source.tensor, kind_of(source.module), source.tensor.shape
     is_swapped = source.target.transposed and len(shape) == 2
@@ -155,9 +155,9 @@ def slice_source(source: WeightSource, parts: Mapping[str, int], config: ModelCo
 
 
 def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """The network that one rank computes: its heads, and its share of every feed-forward half.
+    """Return the network that one rank computes: its heads, and its share of every feed-forward block.
 
-    The vocabulary stays whole. A network that cannot be shared equally is refused.
+    The vocabulary stays whole. A network that cannot be split equally is refused.
     """
     if rank.world_size == 1:
         return config
@@ -192,7 +192,7 @@ def rank_config(config: ModelConfig, rank: Rank) -> ModelConfig:
 
 
 def rank_counts(config: ModelConfig) -> list[int]:
-    """The numbers of ranks that can share a network; groups of quantized weights may allow fewer."""
+    """Return the possible numbers of ranks for a network; groups of quantized weights may rule out some."""
     found = []
     for count in range(1, MAX_RANKS + 1):
         with suppress(ConfigError):
@@ -215,7 +215,7 @@ def own_vocabulary(config: ModelConfig, rank: Rank) -> range:
 def own_part(
     module: str, parts: Mapping[str, int], shape: tuple[int, int], config: ModelConfig, rank: Rank
 ) -> tuple[Ranges | None, Ranges | None]:
-    """The rows and columns that a rank has of a matrix in a layer, or of some of its parts; None: all."""
+    """Return a rank's rows and columns of a layer's matrix, or of some of its parts; None: all."""
     kind, (num_rows, size) = kind_of(module), shape
     if kind in BY_ROWS:
         return _part_rows(parts or {kind: num_rows}, config, rank), None
@@ -223,7 +223,7 @@ def own_part(
 
 
 def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ranges:
-    """The rows that a rank has of each part of a matrix."""
+    """Return the rows that a rank has of each part of a matrix."""
     found, first = [], 0
     for part, size in parts.items():
         share = _share(part, size, config, rank)
@@ -233,7 +233,7 @@ def _part_rows(parts: Mapping[str, int], config: ModelConfig, rank: Rank) -> Ran
 
 
 def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
-    """An equal share of the rows of a part, or of the columns of a matrix, in whole heads."""
+    """Return the rank's equal share of a part's rows, or of a matrix's columns, in whole heads."""
     number, count = rank.number, rank.world_size
     units, what = size, "numbers of " + part if part in _SIZES else "rows or columns"
     if part in ("k", "v"):
@@ -248,6 +248,6 @@ def _share(part: str, size: int, config: ModelConfig, rank: Rank) -> range:
 
 
 def _vocabulary(size: int, rank: Rank) -> range:
-    """A range of the vocabulary."""
+    """Return the rank's range of the vocabulary."""
     step = column_share(size, rank.world_size)
     return range(min(rank.number * step, size), min((rank.number + 1) * step, size))

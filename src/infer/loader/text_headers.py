@@ -1,5 +1,5 @@
-"""The text part of a model's files, read without PyTorch: all that a server needs once it has an engine for
-the model.
+"""The text part of a model's headers, read without PyTorch: all that a server needs if an engine in another
+process runs the model.
 
     tokenizer           in the directory, or in the metadata of a GGUF file
     sampling, EOS ids   generation_config.json
@@ -21,16 +21,16 @@ from infer.loader.pooling import Pooling, read_pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextHeaders:
-    """Everything in a model's files except its network: enough to tokenize for it and to sample from it."""
+    """Everything in a model's files except the network: enough to tokenize and to sample."""
 
     source: ModelSource
     defaults: GenerationDefaults
     gguf_metadata: Mapping[str, Any] | None  # metadata of a GGUF file, with the tokenizer in it
-    pooling: Pooling = Pooling()  # frozen, so all may share it
+    pooling: Pooling = Pooling()  # frozen, so instances may share the default
 
 
 def read_text_headers(source: ModelSource, file: GGUFFile | None = None) -> TextHeaders:
-    """Read the files next to the weights; `file` is the GGUF file of the source, if it is open already."""
+    """Read the files next to the weights; `file` is the source's GGUF file, if it is already open."""
     if source.is_gguf:
         return TextHeaders(
             source=source,

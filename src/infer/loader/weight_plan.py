@@ -4,13 +4,12 @@
     (headers.py)         (quantization.py) ├──► {module: Kept}  ──► the model, its bytes, its start line
     the network, without memory ───────┘
 
-A `Kept` is the row of the registry that keeps a matrix, the form of its codes, and the tensors that fill it.
-All other parts read the plan: loading builds the model from it, the memory plan counts the bytes of its
-`skeleton` (the same model without memory), the code cache keeps its rounded matrices, and the start line is
-its `describe`. The plan of one rank has the slices of all tensors that the rank holds (slices.py), and names
-the tensors that cannot be cut.
+A `Kept` has the scheme of a matrix, the form of its codes, and the tensors that fill it. All other parts read
+the plan: loading builds the model from it, the memory plan counts the bytes of its `skeleton` (the same model
+without memory), the code cache stores its rounded matrices, and the start line is its `describe`. The plan of
+one rank has the rank's slices of all tensors (slices.py), and names the tensors that cannot be cut.
 
-Which form holds which codes is in `forms.py`.
+The rules for choosing a form are in `forms.py`.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ _ROUNDING_COSTS = {  # measured on a CPU (docs/features/cpu.md)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The form in which the weights of one module are kept, and the tensors that fill it."""
+    """The form of one module's weights in memory, and the tensors that fill it."""
 
     scheme: Scheme = SCHEMES[DENSE]
-    sources: tuple[WeightSource, ...] = ()  # its matrix, or each part and expert of it, and its bias
+    sources: tuple[WeightSource, ...] = ()  # the matrix, or each part and expert of it, and the bias
     slices: tuple[Slice, ...] = ()  # the rank's slice of each source; (): all of it
-    spec: WeightSpec | None = None  # the matrix that a rank has, in its form; None: it is not a layer's
+    spec: WeightSpec | None = None  # the rank's matrix, with its form; None: not a linear layer
 
     @property
     def is_dense(self) -> bool:
@@ -86,13 +85,13 @@ class Kept:
 
     @property
     def is_rounded(self) -> bool:
-        """True if its codes are made from plain numbers while they are loaded."""
+        """True if its codes are made during loading, by rounding plain numbers."""
         return not self.is_dense and all(tensor.type_name in FLOATS for tensor in self.weights)
 
     def make(
         self, device: torch.device, dtype: torch.dtype, memory: WeightMemory | None = None
     ) -> Projection:
-        """An empty projection for the weights."""
+        """Return an empty projection for the weights."""
         assert self.spec is not None, self
         spec = replace(self.spec, device=device, dtype=dtype, memory=memory)
         return self.scheme.make(spec) if spec.form is None else GPUWeights(spec)
@@ -112,7 +111,7 @@ class WeightPlan:
 
     @property
     def has_codes(self) -> bool:
-        """True if matrices may be kept as codes."""
+        """True if any matrix may be kept as codes."""
         if not self.rule.keeps_codes or self.rule.home == "cpu":
             return not self.rule.is_dense
         tensors, settings = self.headers.tensors.values(), self.headers.quantization
@@ -120,23 +119,23 @@ class WeightPlan:
 
     @property
     def is_packed(self) -> bool:
-        """True if the matrices are kept as the integers of a CPU's kernels."""
+        """True if the matrices are kept as packed integers for the C kernels."""
         return self.rule.home == "cpu" and self.rule.label in PACKED
 
     @property
     def config(self) -> ModelConfig:
-        """The network that is built; a rank's has the rank's heads and its share of rows."""
+        """The network that is built; on a rank, with the rank's heads and its share of rows."""
         return self.skeleton.config
 
     @property
     def slices(self) -> dict[str, Slice]:
-        """The rank's slice of each tensor, by name; empty where it has all of them."""
+        """The rank's slice of each tensor, by name; empty if it has all of the model."""
         kept = self.modules.values()
         pairs = (zip(each.sources, each.slices, strict=True) for each in kept if each.slices)
         return {source.name: cut for each in pairs for source, cut in each}
 
     def build(self, context_len: int) -> Model:
-        """The model on its device, nothing in it yet, with rotary tables for `context_len` positions."""
+        """Return the unfilled model on its device, with rotary tables for `context_len` positions."""
         config, name = self.headers.config, self.headers.source.name
         # the number of learned positions is fixed by the checkpoint
         built = config if config.learned_positions else replace(config, context_len=context_len)
@@ -146,7 +145,7 @@ class WeightPlan:
         return model
 
     def check_cuts(self) -> None:
-        """Refuse a number of ranks that cannot share the weights, with the first reason."""
+        """Refuse a number of ranks over which the weights cannot be split, with the first reason."""
         if self.uncut:
             name, why = next(iter(self.uncut.items()))
             others = f" and {len(self.uncut) - 1} more" if len(self.uncut) > 1 else ""
@@ -159,8 +158,8 @@ class WeightPlan:
     def give_projections(self, model: Model, device: torch.device) -> None:
         """Give every linear layer and every stack of experts an empty projection of its scheme.
 
-        A tied embedding reads its rows from the head, unless the head is dense: then it is its own table.
-        Next to packed matrices, tables with a row for each token have 16 bits.
+        A tied embedding looks up its rows in the head, unless the head is dense: then it has its own table.
+        If matrices are packed, tables with a row for each token are stored in 16 bits.
         """
         memory = WeightMemory() if device_kind(device) == "cpu" else None
         is_tied = model.config.tie_embeddings
@@ -189,7 +188,7 @@ class WeightPlan:
             module.weight = nn.Parameter(table, requires_grad=False)
 
     def describe(self) -> str:
-        """The form of the weights on the device, for the start line; "": they stay plain numbers."""
+        """Describe the form of the weights on the device, for the start line; "": they stay plain numbers."""
         kept = kept_schemes(self.skeleton, self.rule.dtype)
         if self.rule.home == "cpu" and self.headers.tensors:
             return self._describe_packed(kept) if self.is_packed else ""
@@ -200,10 +199,10 @@ class WeightPlan:
         return self._describe_codes(kept)
 
     def _describe_codes(self, kept: Mapping[str, int]) -> str:
-        """`kept as int4 3.9GiB + bfloat16 1.2GiB`; matrices whose format fits no codes are named.
+        """Describe weights on a GPU: `kept as int4 3.9GiB + bfloat16 1.2GiB`.
 
-        GGUF matrices whose short groups are rounded are named, too: `Q6_K 0.6GiB rounded to int8`; and so are
-        scales of activations, which are not used: each token has a scale of its own.
+        It also names matrices that are unpacked because no form fits them, GGUF matrices whose short groups
+        are rounded (`Q6_K 0.6GiB rounded to int8`), and unused scales of activations: each token has its own.
         """
         has_input_scales = False
         unpacked, rounded = list[StoredTensor](), list[StoredTensor]()
@@ -223,10 +222,10 @@ class WeightPlan:
         return f"kept as {text}" + (", input scales not used" if has_input_scales else "")
 
     def _describe_packed(self, kept: Mapping[str, int]) -> str:
-        """`Q4_1 86.0MiB, kept as int4 ...` where int4 keeps all codes of the layers.
+        """Describe packed weights: `Q4_1 86.0MiB, kept as int4 ...` if int4 keeps all codes of the layers.
 
-        `BF16 256.5MiB, rounded to ...` with the cost for plain numbers, `Q6_K ..., in int8 ...` where it
-        depends on the block format (cpu.md). A file with codes and plain numbers has both.
+        Plain numbers: `BF16 256.5MiB, rounded to ...` and the cost. `Q6_K ..., in int8 ...` if it depends on
+        the block format (cpu.md). A file with codes and plain numbers gets both.
         """
         label, made, tensors = self.rule.label, Counter[str](), self.headers.tensors
         stored = [tensor for tensor in tensors.values() if len(tensor.shape) >= 2]
@@ -252,10 +251,10 @@ def plan_weights(
     home: str | None = None,
     rank: Rank = ALONE,
 ) -> WeightPlan:
-    """Decide what becomes of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
+    """Decide the form of every tensor; `quantization` as in quantization.py, `dtype` as in dtype.py.
 
-    With `home` "cuda" weights are kept as a GPU keeps them wherever they are; products are then references.
-    It is the plan of one `rank`: of its slices, and of the layers of its stage.
+    `home` "cuda" gives weights a GPU's forms on any device; on a CPU the reference code then multiplies them.
+    The plan is for one `rank`: its slices, and the layers of its stage.
     """
     num_stages = rank.num_stages
     assert 0 <= rank.number < rank.world_size and 0 <= rank.stage < num_stages, rank
@@ -311,7 +310,7 @@ def plan_weights(
 
 
 def _check_foreign(headers: ModelHeaders, quantization: str, rank: Rank) -> str:
-    """Refuse settings that need layers of ours; return the form that weights of transformers are kept in."""
+    """Refuse settings that need our own layers; return the form of weights that transformers loads."""
     asked = {"quantization": quantization} if quantization not in ("auto", DENSE) else {}
     asked |= {name: str(size) for name, size in rank.settings.items()}
     for name, value in asked.items():
@@ -323,7 +322,7 @@ def _check_foreign(headers: ModelHeaders, quantization: str, rank: Rank) -> str:
 
 
 def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept:
-    """The form of one matrix, given the tensors that fill it."""
+    """Return a matrix with its form chosen, given the tensors that fill it."""
     tensors, spec = dense.weights, dense.spec
     assert spec is not None, dense
     if rule.is_dense:
@@ -339,7 +338,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         is_announced = not tensors and _is_mxfp4_stack(spec, settings) and multiplies_mxfp4()
         if rule.scheme is None and (is_announced or is_mxfp4(tensors)):
             return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
-        if is_cut:  # a rank has no whole groups
+        if is_cut:  # a rank's columns are not whole groups
             return replace(dense, scheme=SCHEMES["int8"])
         if rule.scheme is None and bits == 8 and (runs := _runs(dense, spec)):
             return replace(dense, scheme=FILE_SCHEMES["runs"], spec=replace(spec, runs=runs))
@@ -353,13 +352,13 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         forms = [codes and stored_form(codes)]
     form = joined_form(forms, spec.size, spec.row_counts)
     if orders != {""} and (not has_order or is_cut or spec.num_experts is not None):
-        form = None  # no one order of x serves all rows; a head and experts know none
+        form = None  # rows need x in different orders; heads and experts support no order
     outliers = sum(tensor.codes.num_outliers for tensor in tensors if tensor.codes)
     if outliers and (is_head or spec.num_experts is not None):
         form = None
     stored = form
     if rule.scheme is not None:
-        asked = "int8" if is_head else rule.scheme.name  # errors of fp8 are larger, and in the logits
+        asked = "int8" if is_head else rule.scheme.name  # fp8 errs more, and directly in the logits
         if asked not in FORMS:
             return replace(dense, scheme=rule.scheme)
         form = form if form is not None and form.codes == asked else rounded_form(asked, spec.size)
@@ -377,7 +376,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
 
 
 def _held(headers: ModelHeaders, home: str = "cpu") -> Held:
-    """Return what the files hold, from headers, or else the config; headers give bits only for a CPU."""
+    """Return a summary of the stored matrices, from headers or else the config; bits only for a CPU."""
     if not headers.tensors and headers.quantization:
         said = Settings(headers.quantization)
         bits = {4, 8} if said.method == "mxfp4" else {4 if 0 < said.bits <= 4 else 8}
@@ -397,7 +396,7 @@ def _held(headers: ModelHeaders, home: str = "cpu") -> Held:
 
 
 def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
-    """The matrices of the layers by module: the tensors of all parts and experts of each."""
+    """Return the matrices of the layers by module, each as the tensors of its parts and experts."""
     found: dict[str, list[StoredTensor]] = {}
     for source in headers.sources:
         if source.leaf == "weight" and source.module.startswith("layers."):
@@ -410,7 +409,7 @@ def stored_matrices(headers: ModelHeaders) -> dict[str, list[StoredTensor]]:
 
 
 def _runs(kept: Kept, spec: WeightSpec) -> tuple[tuple[int, int], ...]:
-    """Rows and bits of the parts of a fused matrix, neighbours of the same bits together; (): all have 8."""
+    """Return (rows, bits) of a fused matrix's parts, equal neighbours joined; (): all have 8 bits."""
     by_part = {
         source.target.part: source.tensor
         for source in kept.sources
@@ -426,11 +425,11 @@ def _runs(kept: Kept, spec: WeightSpec) -> tuple[tuple[int, int], ...]:
 
 
 def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
-    """Return True if a config announces floats of 4 bits for a matrix: only experts have them."""
+    """Return True if a config announces MXFP4 for a matrix: only experts have it."""
     return settings.method == "mxfp4" and spec.num_experts is not None
 
 
-# -- a network, and what it keeps ---------------------------------------------------------------------
+# -- a network, and the size of its weights -----------------------------------------------------------
 
 
 def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE) -> Model:
@@ -453,10 +452,10 @@ def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, ra
 
 @contextmanager
 def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Turn a lack of memory for weights into a `ConfigError` that says so."""
+    """Turn a failed allocation of weights into a `ConfigError`."""
     try:
         yield
-    except RuntimeError as error:  # PyTorch raises nothing narrower for a CPU without memory
+    except RuntimeError as error:  # PyTorch has no narrower error for a CPU that is out of memory
         if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
             raise ConfigError(
                 f"{name} in {dtype} does not fit into the memory of {device}: {error}"
@@ -465,12 +464,12 @@ def refused_if_full(name: str, dtype: torch.dtype, device: torch.device) -> Iter
 
 
 def kept_bytes(model: Model) -> int:
-    """The bytes of all weights of a model as they are kept; shared weights count once."""
+    """The bytes of all weights of a model in memory; shared weights count once."""
     return sum(kept_schemes(model, torch.float32).values())
 
 
 def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
-    """The bytes of all weights by the scheme that keeps them, most first; dense ones by their dtype."""
+    """The bytes of all weights by scheme, largest first; dense weights by their dtype."""
     dense = str(dtype).removeprefix("torch.")
     found = {dense: sum(parameter.numel() * parameter.element_size() for parameter in _others(model))}
     for layer in _layers(model):
@@ -481,7 +480,7 @@ def kept_schemes(model: Model, dtype: torch.dtype) -> dict[str, int]:
 
 
 def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
-    """The average over matrices in another form than `dtype`; without such matrices, the bytes of `dtype`."""
+    """The average bytes per weight of matrices that are not dense; if there are none, the size of `dtype`."""
     packed = [layer for layer in _layers(model) if layer.stored.scheme != DENSE]
     numbers = sum(layer.spec.num_weights for layer in packed)
     kept = sum(layer.stored.num_bytes() for layer in packed)
@@ -489,7 +488,7 @@ def bytes_per_weight(model: Model, dtype: torch.dtype) -> float:
 
 
 def num_weights(model: Model) -> int:
-    """The number of weights of a model, shared ones once, whatever form they are kept in."""
+    """The number of weights of a model, in any form; shared weights count once."""
     return sum(layer.spec.num_weights for layer in _layers(model)) + sum(
         parameter.numel() for parameter in _others(model)
     )

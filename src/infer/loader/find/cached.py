@@ -1,7 +1,7 @@
-"""The models that were fetched and are on this disk: the default one, and those in the hub library's cache.
+"""The models that were downloaded to this disk: the default model, and those in the hub library's cache.
 
-`huggingface_hub` knows its cache: which repositories are in it, at which commits, and which blobs can go when
-a commit does. Models that other programs have put there are listed as well; it is the same cache.
+`huggingface_hub` knows its cache: which repositories are in it, at which commits, and which blobs can be
+deleted with a commit. Models that other programs have downloaded are listed too; they share the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CachedModel:
     """One model, or one commit of it."""
 
     name: str
-    revision: str | None  # None: the default model, which has only one
+    revision: str | None  # commit; None: the default model, which has only one
     refs: tuple[str, ...]  # branches and tags of this commit
     num_bytes: int
     last_used: float  # seconds since 1970
@@ -31,13 +31,13 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """Return the cached models by name, the newest commit of a name first."""
+    """Return the cached models by name, for each name the most recently used commit first."""
     models = [*_default(), *_of_hub(_scan())]
     return sorted(models, key=lambda model: (model.name.casefold(), -model.last_used))
 
 
 def find_cached(name: str, revision: str | None = None) -> list[CachedModel]:
-    """Return the cached commits of a model, or the one that `revision` names; none: a `ModelSourceError`."""
+    """Return a model's cached commits, or the one that `revision` names; raises an error if there is none."""
     models = cached_models()
     found = [model for model in models if model.name == name]
     if not found:
@@ -56,7 +56,7 @@ def find_cached(name: str, revision: str | None = None) -> list[CachedModel]:
 
 
 def remove_cached(models: Sequence[CachedModel]) -> int:
-    """Delete these models from the cache, and return how many bytes that frees."""
+    """Delete these models from the cache, and return the number of bytes freed."""
     freed = 0
     for model in models:
         if model.revision is None:
@@ -66,7 +66,7 @@ def remove_cached(models: Sequence[CachedModel]) -> int:
                 raise ModelSourceError(f"cannot remove {model.path}: {error.strerror}") from None
             freed += model.num_bytes
     cache = _scan() if any(model.revision is not None for model in models) else None
-    for repo in () if cache is None else cache.repos:  # one by one: others may have the same commits
+    for repo in () if cache is None else cache.repos:  # one at a time: commits may occur in several
         commits = [model.revision for model in models if model.name == repo.repo_id and model.revision]
         if cache is not None and repo.repo_type == "model" and commits:
             strategy = replace(cache, repos=frozenset({repo})).delete_revisions(*commits)

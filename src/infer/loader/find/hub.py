@@ -2,7 +2,7 @@
 
 `huggingface_hub` does the work (cache, resume, parallel files, progress bars, tokens, mirrors by
 HF_ENDPOINT). This file chooses the files, pins the revision and turns that library's many exceptions
-into sentences. A branch name is resolved to one commit before the first file is fetched, so the
+into clear messages. A branch name is resolved to one commit before the first file is fetched, so the
 files always belong together even if the branch moves meanwhile.
 """
 
@@ -22,16 +22,16 @@ from pathlib import Path
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import is_offline
 
-# Everything lies at the root of a repository; subdirectories hold other formats (onnx, original, gguf),
-# except 1_Pooling and 1_LogitScore, which say how a model made for embeddings or scores is used.
+# All needed files are at the root of a repository; subdirectories hold other formats (onnx, original, gguf),
+# except 1_Pooling and 1_LogitScore, which configure models made for embeddings or scores.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # consolidated.safetensors: the same weights again, in another layout
-REACH_S = 5.0  # seconds in which a hub that can be reached answers
 UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!PL]*/*", "consolidated*"]
+REACH_S = 5.0  # timeout of the hub's answer, in seconds
 
 
 def fetch_repository(repo: str, *, revision: str | None, show_progress: bool) -> Path:
-    """Return the local snapshot of `repo` at one commit, downloading what is not cached."""
+    """Return the local snapshot of `repo` at one commit, downloading files that are not cached."""
     from huggingface_hub import snapshot_download
 
     with _sentences(repo, revision), _progress_bars(show_progress):
@@ -57,7 +57,7 @@ def fetch_file(repo: str, name: str, *, revision: str | None, show_progress: boo
 
 
 def check_file(repo: str, name: str, *, revision: str | None) -> None:
-    """Refuse what `fetch_file` would: one question to the hub, or none if the file is in the cache."""
+    """Raise the error that `fetch_file` would; asks the hub once, or not at all if the file is cached."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -69,18 +69,18 @@ def check_file(repo: str, name: str, *, revision: str | None) -> None:
 
 
 def _is_out_of_reach(repo: str, *, says_so: bool) -> bool:
-    """Return True if the hub does not answer; its library would try for half a minute."""
+    """Return True if the hub does not answer; its library would retry for half a minute."""
     from huggingface_hub.constants import ENDPOINT
 
     if is_offline():
-        return False  # the library knows that, and says so
+        return False  # the library handles offline mode and reports it
     if says_so:
         print(f"asking {ENDPOINT} for {repo}", file=sys.stderr, flush=True)
     return not is_reachable(ENDPOINT)
 
 
 def is_reachable(endpoint: str) -> bool:
-    """Return True if a server answers, whatever it says, within seconds; proxies are used as always."""
+    """Return True if a server answers within seconds, with any status; proxies are used as usual."""
     answers: list[bool] = []
 
     def ask() -> None:
@@ -91,7 +91,7 @@ def is_reachable(endpoint: str) -> bool:
         else:
             answers.append(True)
 
-    asking = threading.Thread(target=ask, daemon=True)  # a name server may take longer than any timeout
+    asking = threading.Thread(target=ask, daemon=True)  # a thread: DNS lookups ignore the timeout
     asking.start()
     asking.join(REACH_S)
     return answers == [True]
@@ -136,7 +136,7 @@ _NO_NETWORK = "cannot fetch {what}: {error}; check the network and proxy"
 
 @contextmanager
 def _sentences(repo: str, revision: str | None, file: str | None = None) -> Iterator[None]:
-    """Turn what the hub library raises into one `ModelSourceError`."""
+    """Turn the hub library's exceptions into a `ModelSourceError`."""
     quiet = logging.getLogger("huggingface_hub")
     level = quiet.level
     quiet.setLevel(logging.ERROR)  # its warnings repeat what the message says

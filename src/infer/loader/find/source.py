@@ -1,4 +1,4 @@
-"""Finds the model that a user names, as files on this disk.
+"""Find the files of a model that the user names, fetching them if needed.
 
     None, or its name           the default model, fetched once        default_model.py
     path of a directory         config.json + *.safetensors            used where it lies
@@ -6,11 +6,11 @@
     org/name                    a hub repository, all of it            hub.py
     org/name:file.gguf          one GGUF file of a hub repository      hub.py
 
-A path on disk wins: `org/name` is only looked up on the hub when there is no such directory. Pickle files
-(`*.bin`, `*.pt`) are never downloaded and never opened, because opening a pickle runs its author's code.
+A path on disk takes precedence: `org/name` is only looked up on the hub if there is no such directory. Pickle
+files (`*.bin`, `*.pt`) are never downloaded and never opened, because opening a pickle can run code in it.
 
 `check_model` makes the same checks without fetching anything, so that a server can refuse a wrong name before
-it takes a port.
+it binds a port.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModelSource:
     path: Path
     name: str  # its name in the API and in messages
     is_gguf: bool
-    sha256: str = ""  # hash of its file, if that was checked
+    sha256: str = ""  # hash of the file, if it was checked
 
     @property
     def revision(self) -> str | None:
@@ -59,7 +59,7 @@ class ModelSource:
 def resolve_model(
     model: str | None, *, revision: str | None = None, show_progress: bool = True
 ) -> ModelSource:
-    """Find `model` on disk, or bring it there; every failure is a `ModelSourceError` that says what to do."""
+    """Find `model` on disk, or download it; every failure is a `ModelSourceError` that says what to do."""
     if _is_default(model):
         _refuse_revision(revision, "the default model has only one")
         file = default_model.default_model_file(show_progress=show_progress)
@@ -81,7 +81,7 @@ def resolve_model(
 
 
 def check_model(model: str | None, *, revision: str | None = None) -> None:
-    """Refuse, as `resolve_model` would, what cannot be found; a hub is asked once, and nothing is fetched."""
+    """Refuse a model that `resolve_model` would not find; asks a hub at most once, and fetches nothing."""
     if _is_default(model):
         _refuse_revision(revision, "the default model has only one")
         return
@@ -95,7 +95,7 @@ def check_model(model: str | None, *, revision: str | None = None) -> None:
 
 
 def _is_default(model: str | None) -> bool:
-    """Return True if the default model is meant: no name, or its own name and no file is called that."""
+    """Return True if the default model is meant: no name, or its own name where no such file exists."""
     return model is None or (model == default_model.NAME and not _exists(Path(model)))
 
 
@@ -114,7 +114,7 @@ def _find(model: str, revision: str | None) -> ModelSource | tuple[str, str | No
 
 
 def read_hub_id(model: str) -> tuple[str, str | None] | None:
-    """Return the repository that a name means, and the one file of it; None: it can only be a path."""
+    """Return the repository that a name means, and the file if it names one; None: it can only be a path."""
     match = _HUB_ID.fullmatch(model)
     if match is None or (match["file"] is None and model.endswith(_FILES)):
         return None
@@ -129,7 +129,7 @@ def _refuse_revision(revision: str | None, reason: str) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError as error:  # a name too long, or a directory that may not be entered
+    except OSError as error:  # the name is too long, or a directory is not accessible
         raise ModelSourceError(f"cannot look at {path}: {error.strerror}") from None
 
 
@@ -137,7 +137,7 @@ def _local(path: Path) -> ModelSource:
     if path.is_dir():
         name = path.resolve().name or str(path)
         return ModelSource(path=_checked_directory(path, str(path)), name=name, is_gguf=False)
-    if not path.is_file():  # reading from a pipe would wait for its writer
+    if not path.is_file():  # reading from a pipe would block until there is a writer
         raise ModelSourceError(
             f"{path} is a pipe, a socket or a device; give a model directory or a GGUF file"
         )
@@ -145,13 +145,13 @@ def _local(path: Path) -> ModelSource:
 
 
 def _checked_directory(path: Path, shown: str) -> Path:
-    """Refuse a directory that cannot be a checkpoint, saying what it seems to be instead."""
+    """Refuse a directory that cannot be a checkpoint, with a message about what it seems to be instead."""
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
         raise ModelSourceError(f"cannot read the model directory {shown}: {error.strerror}") from None
     names = [entry.name for entry in entries]
-    for entry in entries:  # a reader would wait for the writer of a pipe forever
+    for entry in entries:  # reading from a pipe would block until there is a writer
         if entry.suffix in _READ and not entry.is_dir() and entry.exists() and not entry.is_file():
             raise ModelSourceError(
                 f"{entry} is a pipe, a socket or a device; the files of a model directory must be plain files"
@@ -173,7 +173,7 @@ def _checked_directory(path: Path, shown: str) -> Path:
 
 
 def _checked_gguf(path: Path) -> Path:
-    """Refuse a file that does not begin like a GGUF file; its insides are checked when it is read."""
+    """Refuse a file that does not begin like a GGUF file; its contents are checked when it is read."""
     try:
         with open(path, "rb") as handle:
             magic = handle.read(4)
@@ -203,7 +203,7 @@ def _no_such_path(model: str, path: Path) -> ModelSourceError:
 
 
 def nearest_sibling(path: Path) -> str:
-    """End a message about a missing path with the nearest existing one, or with what is missing."""
+    """Return the end of a message about a missing path: the closest existing name, or the missing parent."""
     try:
         siblings = [entry.name for entry in path.parent.iterdir() if not entry.name.startswith(".")]
     except OSError:

@@ -1,7 +1,7 @@
 """Fetch one pinned wheel as a file, without installing it.
 
-pip does it where there is one, because pip knows the user's mirror, proxy and certificates. A virtual
-environment made without pip (uv makes these) falls back to PyPI's own index page. Neither path is trusted:
+pip does it if it is installed, because it knows the user's mirror, proxy and certificates. A virtual
+environment without pip (as uv makes them) falls back to PyPI's own index page. Neither source is trusted:
 the caller checks the digest of the file.
 """
 
@@ -24,7 +24,7 @@ from typing import IO
 
 from infer.errors import ModelSourceError
 
-Report = Callable[[float], None]  # called with the number of further bytes of the wheel that have arrived
+Report = Callable[[float], None]  # gets the number of bytes of the wheel that arrived since the last call
 
 _CHUNK = 1 << 20
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -42,7 +42,7 @@ ELSEWHERE = "give --model a directory or GGUF file you already have"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    """One published file, known to the last bit."""
+    """One published file, pinned by its hash."""
 
     package: str
     version: str
@@ -61,11 +61,11 @@ def download_wheel(wheel: Wheel, scratch: Path, report: Report) -> Path:
 
 
 def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
-    """Let pip fetch the wheel; its size on disk is the progress."""
+    """Let pip fetch the wheel; the progress is its size on disk."""
     command = [sys.executable, "-m", "pip", "download", str(wheel), "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command += ["--dest", str(scratch / "wheel")]
-    # TMPDIR: pip downloads into its temporary directory first, where the progress bar watches the file grow.
+    # TMPDIR: pip downloads into its temporary directory first, where the size of the file can be watched.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with open(scratch / "pip.log", "w+b") as log:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
@@ -77,7 +77,7 @@ def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
                 seen = now
                 time.sleep(0.1)
         finally:
-            if child.poll() is None:  # interrupted: do not leave pip behind
+            if child.poll() is None:  # interrupted: do not leave pip running
                 child.terminate()
                 child.wait()
         log.seek(0)
@@ -91,7 +91,7 @@ def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
 
 def _bytes_so_far(scratch: Path) -> int:
     sizes = [0]
-    for directory, _, names in os.walk(scratch):  # unlike rglob it does not mind what pip has just removed
+    for directory, _, names in os.walk(scratch):  # unlike rglob, it ignores files that pip has just removed
         for name in names:
             if name.endswith(".whl"):
                 with suppress(FileNotFoundError):
@@ -100,7 +100,7 @@ def _bytes_so_far(scratch: Path) -> int:
 
 
 def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
-    """Say in one line what pip said in fifty."""
+    """Summarise pip's log in a one-line error."""
     folded = log.lower()
     if "no space left on device" in folded:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -124,7 +124,7 @@ def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
 
 
 def _from_pypi(wheel: Wheel, scratch: Path, report: Report) -> Path:
-    """Ask PyPI where the file with the pinned digest lies, and fetch it."""
+    """Ask PyPI for the URL of the file with the pinned digest, and fetch it."""
     target = scratch / "downloaded.whl"
     try:
         with _open(f"https://pypi.org/simple/{wheel.package}/") as answer:

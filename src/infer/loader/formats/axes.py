@@ -1,7 +1,7 @@
-"""The axes of a stored tensor: what runs along them, so that a file can be cut without being unpacked.
+"""The axes of a stored tensor and their units, so that a file can be sliced without being unpacked.
 
 A matrix W is [rows, columns] (out, in), and each leaf of its format has axes that run along one of the two,
-some rows or columns to an entry. GPTQ in 4 bits, with groups of 128 columns:
+with one or more rows or columns per entry. GPTQ in 4 bits, with groups of 128 columns:
 
     leaf       axis 0                         axis 1
     qweight    columns, 8 in a word           rows
@@ -9,8 +9,8 @@ some rows or columns to an entry. GPTQ in 4 bits, with groups of 128 columns:
     scales     columns, 128 share a scale     rows
     g_idx      columns
 
-The columns 512 to 1023 are the words 64 to 127 of qweight and the groups 4 to 7 of qzeros and scales. A cut
-inside a word, a group or a block is refused: neither side could read its half.
+Columns 512 to 1023 are words 64 to 127 of qweight and groups 4 to 7 of qzeros and scales. A cut inside a
+word, a group or a block is refused, because neither side could read its half.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import NamedTuple
 
 from infer.errors import ConfigError
 
-Ranges = tuple[range, ...]  # ranges in their order; a fused matrix has one for each part
+Ranges = tuple[range, ...]  # ascending ranges; a fused matrix has one for each part
 
 
 class Axis(NamedTuple):
     """One axis of a stored tensor."""
 
-    along: str = ""  # "rows" or "columns" of the matrix; "": every part of the matrix needs all entries
+    along: str = ""  # "rows" or "columns" of the matrix; "": every slice needs all entries
     step: int = 1  # rows or columns that share `entries` entries
     entries: int = 1
-    unit: str = ""  # what the step is: a word, a group, a block
+    unit: str = ""  # name of a step for errors: word, group, block
 
     def cut(self, ranges: Ranges, size: int) -> Ranges:
-        """The entries that hold these rows or columns, out of `size`."""
+        """Return the entries that hold these rows or columns, out of `size`."""
         for at in (edge for each in ranges for edge in (each.start, each.stop)):
             if at % self.step and at != size:
                 what, side = f"a {self.unit} of {self.step} {self.along}", self.along.removesuffix("s")
@@ -45,20 +45,20 @@ class Axis(NamedTuple):
 
 
 WHOLE, ROWS, COLUMNS = Axis(), Axis("rows"), Axis("columns")
-Axes = Mapping[str, tuple[Axis, ...]]  # leaf -> what its axes are
+Axes = Mapping[str, tuple[Axis, ...]]  # leaf -> its axes
 
 
 def plain_axes(num_axes: int) -> tuple[Axis, ...]:
-    """The axes of plain numbers: a bias or norm, a matrix, or a stack of matrices."""
+    """Return the axes of plain numbers: a bias or norm, a matrix, or a stack of matrices."""
     return (WHOLE,) * (num_axes - 2) + (ROWS, COLUMNS)[:num_axes]
 
 
 def words(along: str, bits: int) -> Axis:
-    """Codes in words of 32 bits, end to end."""
+    """Return the axis of codes that are packed end to end in words of 32 bits."""
     common = math.gcd(bits, 32)
     return Axis(along, 32 // common, bits // common, "word")
 
 
 def groups(along: str, step: int, size: int, unit: str = "group") -> Axis:
-    """One entry for each `step` rows or columns of `size`; one for all of them, or by other rules: whole."""
+    """Return the axis with an entry per `step` rows or columns of `size`; `WHOLE` if there is one group."""
     return Axis(along, step, unit=unit) if 0 < step < size else WHOLE

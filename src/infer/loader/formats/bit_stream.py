@@ -1,7 +1,7 @@
-"""Small integers in words of 32 bits.
+"""Small integers packed in words of 32 bits.
 
-One picture is the packing of almost every published format: codes of b bits lie end to end in one
-little-endian stream, so a code may straddle two words where b does not divide 32:
+Almost every published format is packed like this: codes of b bits lie end to end in one little-endian stream,
+so a code may straddle two words if b does not divide 32:
 
     4 bits   word 0: │ 7 │ 6 │ 5 │ 4 │ 3 │ 2 │ 1 │ 0 │             code 0 in the lowest bits
     3 bits   word 0: │10│ 9 │ 8 │ 7 │ 6 │ 5 │ 4 │ 3 │ 2 │ 1 │ 0 │  two bits of code 10; its third is in word 1
@@ -13,9 +13,9 @@ import torch
 
 
 def unpack(words: torch.Tensor, bits: int, count: int, *, padded: bool = False) -> torch.Tensor:
-    """The first `count` codes of each row of int32 words, as uint8.
+    """Return the first `count` codes of each row of int32 words, as uint8.
 
-    `padded`: whole codes only in a word, its highest bits are unused (compressed-tensors before 0.17).
+    `padded`: no code straddles two words; the highest bits may be unused (compressed-tensors before 0.17).
     """
     words = words.contiguous()
     if bits in (2, 4, 8):

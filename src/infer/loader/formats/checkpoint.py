@@ -4,13 +4,13 @@
     │ length N │ N bytes of JSON: name -> dtype, shape, range │ the tensors, end to end       │
     └──────────┴────────────────────────────────────────────┴───────────────────────────────┘
 
-Headers are read and checked first, for all files: a checkpoint that does not fit the model is refused before
-a byte of weights is read. The weights are mapped, not read: `copy_to` brings one tensor into its final place,
+Headers of all files are read and checked first: a checkpoint that does not fit the model is refused before
+a byte of weights is read. The weights are mapped, not read: `copy_to` copies one tensor to its final place,
 converting on the way, and releases the pages it has read, so loading needs no second copy.
 
-Files come from strangers, so we check them ourselves: ranges that overlap, leave holes or leave the file,
-names that occur twice, an index that points outside its directory. Weights themselves are not inspected: a
-NaN in a checkpoint is loaded as a NaN.
+Files are not trusted. Errors are ranges that overlap, leave holes or exceed the file, names that occur twice,
+and an index that points outside its directory. Weights themselves are not inspected: a NaN in a checkpoint is
+loaded as a NaN.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from infer.quant.coded import CodedRows, StoredCodes
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 64 << 20
-CHUNK_WEIGHTS = 1 << 20  # 4 MiB of float32: they stay in the CPU's cache between the passes over them
+CHUNK_WEIGHTS = 1 << 20  # weights unpacked at a time: 4 MiB of float32 stay in the CPU's cache
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES = {  # types whose numbers only a quantization scheme can interpret
+CODES = {  # types that only a quantization scheme can interpret
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -49,14 +49,14 @@ ITEM_BYTES = {name: dtype.itemsize for name, dtype in (CODES | FLOATS).items()}
 
 
 class StoredTensor(ABC):
-    """A tensor on disk that knows how to get into a tensor in memory."""
+    """A tensor on disk that can be copied into a tensor in memory."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape as the checkpoint's own names mean it."""
+        """The tensor's shape, as its name in the checkpoint implies it."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class StoredTensor(ABC):
     @property
     @abstractmethod
     def type_name(self) -> str:
-        """The type of its numbers, as the file spells it."""
+        """The type of its numbers, as the file names it."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -75,17 +75,17 @@ class StoredTensor(ABC):
 
     @property
     def is_readable(self) -> bool:
-        """True if its numbers are weights by themselves, which `copy_to` converts to any float."""
+        """True if its numbers are weights, which `copy_to` can convert to any float type."""
         return True
 
     @property
     def codes(self) -> StoredCodes | None:
-        """The description of its codes; None: it has plain numbers, or codes without even steps."""
+        """The description of its codes; None: plain numbers, or codes with uneven steps."""
         return None
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The values of `quantization` that its format answers to; none for plain numbers."""
+        """The values of `quantization` that name its format; none for plain numbers."""
         return ()
 
     @property
@@ -95,7 +95,7 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of a matrix in order on a device, about `num_rows` at a time, codes as codes."""
+        """Yield the rows of a matrix in order, on a device, about `num_rows` at a time; codes stay codes."""
 
     def copy_to(self, out: torch.Tensor) -> None:
         """Fill `out`, which has this tensor's shape, converting to its dtype and device.
@@ -109,54 +109,54 @@ class StoredTensor(ABC):
             out[part].copy_(rows.numbers() if isinstance(rows, CodedRows) else rows)
 
     def transpose(self) -> StoredTensor | None:
-        """The transposed matrix, if that is how this one is stored."""
+        """Return the transposed matrix if that is how this one is stored, else None."""
         return None
 
     def matrix(self, index: int) -> StoredTensor:
-        """One matrix of a stack of them, [n, rows, columns]."""
+        """Return one matrix of a stack [n, rows, columns]."""
         raise NotImplementedError(f"{type(self).__name__} is not a stack")
 
 
 def slices_of(length: int, step: int) -> Iterator[slice]:
-    """The places up to `length`, some at a time."""
+    """Yield slices of up to `step` that cover `length`."""
     for first in range(0, length, step):
         yield slice(first, min(first + step, length))
 
 
 @dataclass(frozen=True, slots=True)
 class DerivedTensor(StoredTensor):
-    """A tensor whose numbers are another's: some of them, or all in another order."""
+    """A tensor whose numbers come from another tensor: some of them, or all in another order."""
 
     whole: StoredTensor
 
     @property
     def type_name(self) -> str:
-        """The type of the other's numbers."""
+        """The type of the other tensor's numbers."""
         return self.whole.type_name
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """PyTorch's type of them."""
+        """PyTorch's type of the other tensor's numbers."""
         return self.whole.dtype
 
     @property
     def is_readable(self) -> bool:
-        """True if the other can be read."""
+        """True if the other tensor can be read."""
         return self.whole.is_readable
 
     @property
     def codes(self) -> StoredCodes | None:
-        """The description of the other's codes."""
+        """The description of the other tensor's codes."""
         return self.whole.codes
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The names of the other's format."""
+        """The names of the other tensor's format."""
         return self.whole.formats
 
     @property
     def num_bytes(self) -> int:
-        """The share of the other's size on disk."""
+        """The corresponding share of the other tensor's size on disk."""
         return self.whole.num_bytes * math.prod(self.shape) // max(math.prod(self.whole.shape), 1)
 
 
@@ -168,7 +168,7 @@ class _File:
     mapped: mmap.mmap | None = field(default=None, repr=False)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """The bytes start..stop, as a view of the mapped file."""
+        """Return the bytes start..stop as a view of the mapped file."""
         return torch.frombuffer(self.map(), dtype=torch.uint8, count=stop - start, offset=start)
 
     def map(self) -> mmap.mmap:
@@ -182,12 +182,12 @@ class _File:
         return self.mapped
 
     def forget(self, start: int, stop: int) -> None:
-        """Give the pages of these bytes back to the system."""
+        """Release the pages of these bytes."""
         forget_pages(self.map(), start, stop)
 
 
 def forget_pages(mapped: mmap.mmap, start: int, stop: int) -> None:
-    """Give the pages between two bytes of a mapped file back to the system, which can read them again."""
+    """Release the pages between two bytes of a mapped file; the kernel can read them again."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
@@ -198,7 +198,7 @@ class SafeTensor(StoredTensor):
     """One tensor of a safetensors file."""
 
     file: _File
-    type_name: str = field()  # the base class has a property of this name, which is not a default
+    type_name: str = field()  # field(): else the base class's property would be the default
     shape: tuple[int, ...] = field()
     start: int  # offset from the beginning of the file
     stop: int
@@ -215,7 +215,7 @@ class SafeTensor(StoredTensor):
 
     @property
     def is_readable(self) -> bool:
-        """Integers and 8-bit floats need a quantization scheme to mean anything."""
+        """True for floats of 16 bits or more; other types mean nothing without a quantization scheme."""
         return self.type_name in FLOATS
 
     def copy_to(self, out: torch.Tensor) -> None:
@@ -227,14 +227,14 @@ class SafeTensor(StoredTensor):
         self.file.forget(self.start, self.stop)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows of a matrix as they are stored."""
+        """Yield the rows of a matrix as they are stored."""
         numbers = self._view() if self.num_bytes else torch.empty(self.shape, dtype=self.dtype)
         for part in slices_of(self.shape[0], num_rows):
             yield part, numbers[part].to(device)
         self.file.forget(self.start, self.stop)
 
     def matrix(self, index: int) -> StoredTensor:
-        """One matrix of a stack: a part of the same bytes."""
+        """Return one matrix of a stack: a part of the same bytes."""
         num_bytes = self.num_bytes // self.shape[0]
         start = self.start + index * num_bytes
         return SafeTensor(self.file, self.type_name, self.shape[1:], start, start + num_bytes)
@@ -248,7 +248,7 @@ class SafeTensor(StoredTensor):
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, in the order of the files; no weights are read yet."""
+    """Return every tensor of the checkpoint by name, in the order of the files, without reading weights."""
     if (directory / SINGLE).exists():
         return read_header(directory / SINGLE)
     if (directory / INDEX).exists():
@@ -267,7 +267,7 @@ def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} has no 'weight_map' of tensor names to files")
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        # A plain file name: nothing in an index may point outside its directory.
+        # A plain file name: no entry of an index may point outside its directory.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{path} puts tensor {name!r} in {shard!r}; a *.safetensors name is needed")
         shards.setdefault(shard, []).append(name)
@@ -288,7 +288,7 @@ def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
 def _check_shard(
     path: Path, header: Mapping[str, StoredTensor], names: list[str], weight_map: Mapping[str, Any]
 ) -> None:
-    """The index and the shard must name the same tensors, and each tensor must be in one shard only."""
+    """Check that index and shard name the same tensors, and that each tensor is in one shard only."""
     for name in names:
         if name not in header:
             raise CheckpointError(
@@ -334,7 +334,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one file; it is on the disk, and not on its way there, when this returns."""
+    """Write one file and sync it to disk."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -351,7 +351,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _read_entry(file: _File, name: str, entry: Any, data_start: int) -> SafeTensor:
-    """Check one line of the header: a known type, a shape, and a range of just the right length."""
+    """Check one entry of the header: a known type, a shape, and a range of exactly the right length."""
     if not isinstance(entry, dict):
         _fail(file.path, f"the entry of tensor {name!r} is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -9,9 +9,9 @@ Numbers are little-endian. A tensor info is a name, a shape, a type and an offse
 types pack a block of 32 or 256 numbers into a few bytes (`gguf_quants.py` unpacks them).
 
 Every count, length and offset is checked against the rest of the file before it is used: a damaged file must
-end in a `CheckpointError`, never in a huge allocation, and never in weights read from the wrong place. This
-costs no time (docs/features/gguf.md has the measurement), because the file is mapped and arrays of numbers
-are read in one piece.
+lead to a `CheckpointError`, never to a huge allocation or to weights read from the wrong place. The checks
+take hardly any time (docs/features/gguf.md has the measurement), because the file is mapped and arrays of
+numbers are read in one piece.
 
 The format lists dimensions fastest first; shapes here are row-major, as everywhere in Python.
 """
@@ -39,7 +39,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 class GGMLType(IntEnum):
-    """The type of a tensor's numbers. The value is the one in the file."""
+    """The type of a tensor's numbers, by its number in the file."""
 
     F32, F16, Q4_0, Q4_1 = 0, 1, 2, 3
     Q5_0, Q5_1, Q8_0, Q8_1 = 6, 7, 8, 9
@@ -77,7 +77,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """The place of one tensor's bytes in the file, and their meaning."""
+    """The position of one tensor's bytes in the file, and their type and shape."""
 
     name: str
     shape: tuple[int, ...]  # row-major: [out, in] for a matrix
@@ -93,17 +93,17 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    mapped: mmap.mmap  # the whole file: nothing is read until touched
+    mapped: mmap.mmap  # the whole file; pages are read when they are first accessed
 
     def packed_rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of a tensor as stored, one row of numbers (its last dimension) per row; a view."""
+        """Return a view of a tensor's bytes as stored, one row of numbers (the last dimension) per row."""
         tensor = self.tensors[name]
         data = np.frombuffer(self.mapped, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
         return data.reshape(math.prod(tensor.shape[:-1]), -1)
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse and check the header of a GGUF file; the tensors stay on disk until they are read."""
+    """Parse and check the header of a GGUF file; tensors are not read."""
     try:
         with open(path, "rb") as handle:
             # private and writable: PyTorch warns about read-only memory; nothing is written
@@ -205,7 +205,7 @@ class _Header:
         return values
 
     def strings(self, key: str, length: int) -> list[str]:
-        """An array of strings. This is the one hot loop here: a vocabulary has hundreds of thousands."""
+        """Read an array of strings. This is the hot loop: a vocabulary has hundreds of thousands of them."""
         mapped, size, at = self.mapped, self.size, self.at
         unpack = struct.Struct("<Q").unpack_from
         values = []
@@ -250,7 +250,7 @@ class _Header:
         return GGUFTensor(name, shape, kind, offset, math.prod(shape) // block_len * block_bytes)
 
     def place(self, infos: list[GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
-        """Turn offsets into positions in the file; no tensor may leave it or share bytes with another."""
+        """Turn offsets into file positions, checking that tensors neither exceed the file nor overlap."""
         base = -(-self.at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for info in infos:

@@ -1,12 +1,12 @@
-"""The metadata of a GGUF file as the keys of a config.json, so that families know one language only.
+"""The metadata of a GGUF file as the keys of a config.json, so that families read one format only.
 
     llama.embedding_length 576   ──►   hidden_size 576
     output.weight is absent      ──►   tie_word_embeddings true
-    llama.attention.sliding_window     only Mistral has one: its files say llama too
-    llama.expert_count                 Mixtral's files say llama, too, and have experts
+    llama.attention.sliding_window     only in Mistral's files, whose architecture is llama too
+    llama.expert_count                 only in Mixtral's files, whose architecture is llama too
 
-Llama 3's rope scaling is not described but tabulated, in a tensor with one divisor per pair of
-channels; the parameters are recovered from it, or the file is refused.
+Llama 3's rope scaling is given as a table, a tensor with one divisor per pair of channels; the parameters are
+recovered from it, or the file is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": 
 
 # The values that every published Llama 3 uses: (low_freq_factor, high_freq_factor, original context)
 _LLAMA3 = (1.0, 4.0, 8192)
-_GEMMA3_27B_LAYERS = 62  # the one Gemma 3 whose attention scale is not its head size; no key says so
-_GEMMA2_27B_LAYERS = 46  # the one Gemma 2 of that kind
+_GEMMA3_27B_LAYERS = 62  # layers of the one Gemma 3 whose attention scale is not its head size; in no key
+_GEMMA2_27B_LAYERS = 46  # layers of the one Gemma 2 of that kind
 
 
 class Keys(RawConfig):
@@ -52,7 +52,7 @@ class Keys(RawConfig):
         self.file, self.architecture = file, name
 
     def optional_size(self, name: str) -> int:
-        """A positive integer; 0: there is none."""
+        """Return a positive integer; 0: there is none."""
         return self.size(name) if self.get(name) else 0
 
 
@@ -62,7 +62,7 @@ def _is_one_number(value: Any) -> bool:
 
 
 def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The metadata of a GGUF file as the keys of a config.json, for `Family.read_config`."""
+    """Return the metadata of a GGUF file as the keys of a config.json, for `Family.read_config`."""
     keys = Keys(file)
     architecture = keys.architecture
     if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
@@ -195,7 +195,7 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
 
 
 def _layer_types(keys: Keys, num_layers: int, *, default: int = 6) -> list[str]:
-    """The type of each layer: given layer by layer, or as a period, whose last layer sees everything."""
+    """Return the type of each layer, given as a list, or as a period whose last layer has full attention."""
     pattern = keys.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list) or not all(isinstance(is_local, bool) for is_local in pattern):
         every = keys.size("attention.sliding_window_pattern", default=default)
@@ -217,7 +217,7 @@ def _gpt2_config(keys: Keys) -> dict[str, Any]:
 
 
 def _gemma4_config(keys: Keys) -> dict[str, Any]:
-    """Facts of layers are lists, where they differ; which pairs turn is tabulated: divisors of 1, or 1e30."""
+    """Read facts of layers, lists if they differ; a table tells which pairs rotate: divisors 1, or 1e30."""
     num_layers, tensors = keys.size("block_count", at_most=MAX_LAYERS), keys.file.tensors
     types = _layer_types(keys, num_layers)
     head_dim, local_dim = keys.size("attention.key_length"), keys.size("attention.key_length_swa")
@@ -276,7 +276,7 @@ def _gemma4_config(keys: Keys) -> dict[str, Any]:
 
 
 def _per_layer(keys: Keys, name: str, num_layers: int) -> list[int]:
-    """A positive integer for each layer: a list of them, or one for all."""
+    """Return a positive integer for each layer, given as a list or as one number for all."""
     value = keys.get(name)
     if not isinstance(value, list):
         return [keys.size(name)] * num_layers
@@ -302,7 +302,7 @@ def _rope_scaling(keys: Keys, head_dim: int, rotated: int) -> dict[str, Any] | N
 
 
 def _table(keys: Keys, name: str, count: int) -> list[float]:
-    """The numbers of a tensor with one for each pair of channels."""
+    """Return the numbers of a tensor that has one for each pair of channels."""
     tensor = keys.file.tensors.get(name)
     if tensor is None or tensor.shape != (count,) or tensor.kind is not GGMLType.F32:
         raise CheckpointError(f"{keys.file.path}: {name!r} must be {count} numbers of type F32")
@@ -311,11 +311,11 @@ def _table(keys: Keys, name: str, count: int) -> list[float]:
 
 
 def _llama3_scaling(keys: Keys, head_dim: int) -> dict[str, Any] | None:
-    """Recover the parameters behind a table of divisors, or refuse a table we cannot explain."""
+    """Recover the parameters of a table of divisors, or refuse a table that is not Llama 3's."""
     path, divisors = keys.file.path, _table(keys, ROPE_FACTORS, head_dim // 2)
     if all(divisor == 1.0 for divisor in divisors):
         return None
-    factor = max(divisors)  # the slowest pairs are divided by all of it
+    factor = max(divisors)  # the slowest pairs are divided by the full factor
     low, high, original = _LLAMA3
     theta = keys.number("rope.freq_base", default=1e4)
     is_llama3 = math.isfinite(factor) and factor > 1

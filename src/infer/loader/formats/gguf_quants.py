@@ -1,6 +1,6 @@
 """Unpack the block formats of GGUF into float32.
 
-Weights that lie next to each other are alike, so a *block* of them shares one scale d (and often one
+Neighbouring weights have similar magnitudes, so a *block* of them shares one scale d (and often one
 minimum m), stored as float16, and each weight is a small integer q:
 
     Q4_0   32 weights   d                       w = d * (q - 8)       q: 4 bits
@@ -19,12 +19,12 @@ minimum m), stored as float16, and each weight is a small integer q:
     TQ1_0  256          d                       w = d * q             q: -1, 0 or 1, five to a byte
     TQ2_0  256          d                       w = d * q             q: -1, 0 or 1, four to a byte
 
-The formats of under 3.5 bits whose integers are points of a grid are in `gguf_grids.py`.
+The formats of under 3.5 bits that store points of a grid are in `gguf_grids.py`.
 
 Each function below maps the bytes of B blocks, [B, bytes], to integers of 8 bits, [B, weights], and float32
-scales [B, groups], w = scale * q; where there are minima, to those as well, w = scale * q + minimum. The
-arithmetic is float32 in the order written above, and multiplication and addition stay two operations
-(a fused one rounds differently), so the result equals the format's reference bit for bit.
+scales [B, groups], w = scale * q; and also to minima if the format has them, w = scale * q + minimum. The
+arithmetic is float32 in the order written above, with separate multiplications and additions (a fused
+multiply-add rounds differently), so the result equals the format's reference bit for bit.
 
 Shapes:  B blocks; the other dimensions are written out as numbers.
 """
@@ -42,7 +42,7 @@ from infer.loader.formats.gguf import BLOCK, GGMLType
 from infer.loader.formats.gguf_bits import fields, half, look_up
 from infer.quant.coded import CodedRows, StoredCodes
 
-_GROUP = 32  # numbers that share a scale in the codes that kernels/cpu multiplies with
+_GROUP = 32  # group size of the codes that kernels/cpu multiplies
 
 _T = TypeVar("_T")
 _Scaled = tuple[torch.Tensor, torch.Tensor]  # integers, scales
@@ -56,9 +56,9 @@ def dequantize(packed: torch.Tensor, kind: GGMLType) -> torch.Tensor:
 
 
 def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor:
-    """Rows of bytes as the codes that they hold; float32, where the format is plain numbers.
+    """Return rows of bytes as the codes that they hold; float32 if the format is plain numbers.
 
-    Codes in groups of 32 are what kernels/cpu multiplies with, so these are not unpacked and rounded again.
+    kernels/cpu multiplies codes in groups of 32, so these need not be unpacked and rounded again.
     """
     num_rows, blocks = packed.shape[0], packed.reshape(-1, BLOCK[kind][1])
     if kind in _DENSE:
@@ -70,7 +70,7 @@ def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor
     unpacked: _Scaled | _Shifted = _SCALED[kind](blocks) if kind in _SCALED else _SHIFTED[kind](blocks)
     codes, scales, *minima = unpacked
     zeros = 0
-    if kind in FOUR_BITS and kind in _SCALED:  # around zero: -8 .. 7 or less
+    if kind in FOUR_BITS and kind in _SCALED:  # codes around zero: -8 .. 7 or a smaller range
         codes, zeros = codes.add_(8).view(torch.uint8), 8
     group = codes.shape[1] // scales.shape[1]
     bits = 4 if kind in FOUR_BITS else 5 if codes.dtype is torch.uint8 else 8
@@ -80,11 +80,11 @@ def coded_rows(packed: torch.Tensor, kind: GGMLType) -> CodedRows | torch.Tensor
 
 
 def stored_codes(kind: GGMLType, size: int) -> StoredCodes | None:
-    """The codes of blocks of a type in rows of `size` columns; None: plain numbers.
+    """Describe the codes of a block type in rows of `size` columns; None: plain numbers.
 
-    On a GPU 4 bits stay 4, all others have 8. Types with groups of 16 (`ROUNDED`) are not kept: they are
-    rounded to 8 bits in groups of 32, which errs by 0.0045 of the weights' size for Q6_K, and the start line
-    says so. A CPU keeps some in `cpu_bits` as they are.
+    On a GPU 4-bit codes stay 4 bits, all others become 8. Types with groups of 16 (`ROUNDED`) are rounded to
+    8 bits in groups of 32, with an error of 0.0045 of the weights' size for Q6_K, and the start line says so.
+    A CPU keeps some of them unchanged, in `cpu_bits`.
     """
     if kind in _DENSE or kind.name not in SUPPORTED:
         return None
@@ -101,7 +101,7 @@ def _bf16(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _minus(q: torch.Tensor, middle: int) -> torch.Tensor:
-    """Unsigned numbers around zero."""
+    """Centre unsigned numbers on zero."""
     return q.view(torch.int8).sub_(middle)
 
 
@@ -130,7 +130,7 @@ def _q8_0(blocks: torch.Tensor) -> _Scaled:
 def _with_minima(
     q_B256: torch.Tensor, d_B4: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor
 ) -> _Shifted:
-    """(d * s) * q - (dmin * t), group by group: the second half of Q2_K, Q4_K and Q5_K."""
+    """Compute (d * s) * q - (dmin * t) group by group: the second half of Q2_K, Q4_K and Q5_K."""
     return q_B256, scales * half(d_B4[:, :2]), (minima * half(d_B4[:, 2:])).neg_()
 
 
@@ -141,7 +141,7 @@ def _q2_k(blocks: torch.Tensor) -> _Shifted:
 
 
 def _q3_k(blocks: torch.Tensor) -> _Scaled:
-    # 32 bytes of high bits: bit g of byte i belongs to weight i of the g-th 32
+    # 32 bytes of high bits: bit g of byte i belongs to weight i of the g-th run of 32
     q_B256 = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
     scales_B16 = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << 4
     return _minus(q_B256, 4), _minus(scales_B16, 32) * half(blocks[:, 108:])
@@ -181,7 +181,7 @@ def _valued(q: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the number
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of the codes
 
 
 def _iq4_nl(blocks: torch.Tensor) -> _Scaled:
@@ -194,14 +194,14 @@ def _iq4_xs(blocks: torch.Tensor) -> _Scaled:
 
 
 def _mxfp4(blocks: torch.Tensor) -> _Scaled:
-    # half of 2^(e - 127), because the values are twice theirs; put together from the bits of a float32
+    # half of 2^(e - 127), because `_FP4` has twice the values; assembled from the bits of a float32
     exponents_B1 = blocks[:, :1].int()
     bits_B1 = torch.where(exponents_B1 < 2, 0x200000 << exponents_B1, (exponents_B1 - 1) << 23)
     return _valued(fields(blocks[:, 1:], 4, 16), _FP4), bits_B1.view(torch.float32)
 
 
 def _tq1_0(blocks: torch.Tensor) -> _Scaled:
-    """A byte is a fraction of 256 in base 3: times 3, the digit is what overflows, and so on."""
+    """Read each byte as a fraction of 256 in base 3: times 3, the overflow is the next digit."""
 
     def digits(bytes_B: torch.Tensor, count: int) -> list[torch.Tensor]:
         return [bytes_B * 3**place for place in range(count)]
@@ -216,7 +216,7 @@ def _tq2_0(blocks: torch.Tensor) -> _Scaled:
 
 
 def _by_type(*functions: Callable[[torch.Tensor], _T]) -> dict[GGMLType, Callable[[torch.Tensor], _T]]:
-    """Functions by the type each of them is named after."""
+    """Map each function's type, which is its name in upper case, to the function."""
     return {GGMLType[function.__name__.lstrip("_").upper()]: function for function in functions}
 
 
@@ -230,7 +230,7 @@ ROUNDED = {kind.name for kind in (*_SHORT_GROUPS, GGMLType.Q2_K)}  # types that 
 _SHIFTED = _by_type(_q4_1, _q5_1, _q2_k, _q4_k, _q5_k)
 # Types that int4 keeps: integers of 4 bits or less, in groups of 32 and up.
 FOUR_BITS = {GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q4_K, GGMLType.TQ1_0, GGMLType.TQ2_0}
-_FIVE_BITS = {GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K}  # types in groups of 32
-_SIX_BITS = {GGMLType.Q6_K, GGMLType.Q3_K}  # types of up to 6 bits in groups of 16
+_FIVE_BITS = {GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K}  # types with groups of 32
+_SIX_BITS = {GGMLType.Q6_K, GGMLType.Q3_K}  # types of up to 6 bits with groups of 16
 _DENSE = _by_type(_f32, _bf16) | {GGMLType.F16: half}
 SUPPORTED = tuple(kind.name for kind in sorted({*_SCALED, *_SHIFTED, *_DENSE}))

@@ -1,16 +1,16 @@
-"""The tensors of a GGUF file under the names, and in the layout, of a Hugging Face checkpoint.
+"""The tensors of a GGUF file with the names and the layout of a Hugging Face checkpoint.
 
-The two formats name the same things differently, and the converter that writes GGUF files also
-changes some tensors. Everything is translated back here, so that weight maps know one language only:
+The two formats use different names, and the converter that writes GGUF files also changes some tensors.
+Both are translated back here, so that weight maps need only one set of names:
 
     llama, granite, smollm3
              rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
              rotate channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
     gemma2, gemma3   norm weights are stored with 1 added
     qwen2moe the gate of the shared expert, a matrix of one row, is stored as a vector
-    gpt2     matrices are stored [out, in], Hugging Face has them [in, out]
+    gpt2     matrices are stored [out, in], unlike Hugging Face's [in, out]
 
-The rows of a matrix are reordered while they are still packed, and nothing is unpacked before it is
+The rows of a matrix are reordered while they are still packed. Matrices are unpacked only when they are
 copied into place, a few rows at a time.
 """
 
@@ -45,7 +45,7 @@ _DENSE = {
     "output_norm":             "model.norm",
     "output":                  "lm_head",
 }
-_LLAMA = _DENSE | {  # Mixtral says llama, too
+_LLAMA = _DENSE | {  # also the architecture in Mixtral's files
     "blk.{}.ffn_gate_inp":     "model.layers.{}.mlp.gate",
     "blk.{}.ffn_gate_exps":    "model.layers.{}.mlp.experts.gate_proj",
     "blk.{}.ffn_up_exps":      "model.layers.{}.mlp.experts.up_proj",
@@ -78,7 +78,7 @@ _GEMMA4 = _GEMMA3 | {
     "blk.{}.pre_ffw_norm_2":   "model.layers.{}.pre_feedforward_layernorm_2",
     "blk.{}.post_ffw_norm_2":  "model.layers.{}.post_feedforward_layernorm_2",
     "blk.{}.ffn_gate_inp":     "model.layers.{}.router.proj",
-    "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",  # leaves that are modules elsewhere
+    "blk.{}.ffn_gate_inp.scale": "model.layers.{}.router.scale",  # a leaf; other keys are modules
     "blk.{}.ffn_down_exps.scale": "model.layers.{}.router.per_expert_scale",
     "blk.{}.ffn_gate_up_exps": "model.layers.{}.experts.gate_up_proj",
     "blk.{}.ffn_gate_exps":    "model.layers.{}.experts.gate_proj",
@@ -133,13 +133,13 @@ PERMUTED = ("llama", "granite", "smollm3")  # architectures whose queries and ke
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor(StoredTensor):
-    """One tensor of a GGUF file, with what must be undone to it."""
+    """One tensor of a GGUF file, and the converter's changes that must be undone."""
 
     file: GGUFFile
     stored: GGUFTensor
-    num_heads: int = 0  # > 0: the rows within each of this many heads are reordered for rotary positions
+    num_heads: int = 0  # > 0: rows are reordered within each of this many heads, for rotary positions
     offset: float = 0.0  # number that was added to every weight
-    transposed: bool = False  # stored as the transpose of what the name means
+    transposed: bool = False  # True: stored as the transpose of what the name means
     index: int | None = None  # number of this matrix in a stack [n, rows, columns]
 
     @property
@@ -160,7 +160,7 @@ class PackedTensor(StoredTensor):
 
     @property
     def is_readable(self) -> bool:
-        """True if the block format is one we unpack."""
+        """True if the block format is supported."""
         return self.type_name in SUPPORTED
 
     @property
@@ -170,18 +170,18 @@ class PackedTensor(StoredTensor):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """One name for all types of blocks."""
+        """The name "gguf", for all block types."""
         return ("gguf",)
 
     @property
     def axes(self) -> Axes:
-        """Rows, and blocks along them; heads are reordered within, so whole ones can be cut."""
+        """The axes: rows, and blocks of columns. Rows are reordered within heads, so cut whole heads only."""
         *others, last = plain_axes(len(self.shape))
         step = BLOCK[self.stored.kind][0]
         return {"weight": (*others, last._replace(step=step, unit="block"))}
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Unpack into `out`, undoing what the converter did."""
+        """Unpack into `out`, undoing the converter's changes."""
         if out.dim() > 1:
             StoredTensor.copy_to(self, out)
             return
@@ -191,7 +191,7 @@ class PackedTensor(StoredTensor):
         out.copy_(weights - self.offset if self.offset else weights)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of a matrix: codes, or float32 where the file has plain numbers."""
+        """Yield the rows of a matrix: codes, or float32 if the file has plain numbers."""
         assert not self.transposed and not self.offset, self.stored.name
         packed = self.packed_rows()
         for part in slices_of(len(packed), num_rows):
@@ -199,29 +199,29 @@ class PackedTensor(StoredTensor):
         self._forget()
 
     def packed_rows(self) -> torch.Tensor:
-        """The rows of a matrix as bytes, in the order that the name means."""
+        """Return the rows of a matrix as bytes, in the row order that the name means."""
         packed = self._packed_rows()
         return _restore_order(packed, self.num_heads) if self.num_heads else packed
 
     def coded(self, packed: torch.Tensor) -> CodedRows | torch.Tensor:
-        """Rows of whole blocks as codes, or as float32 where blocks are plain numbers."""
+        """Return rows of whole blocks as codes, or as float32 if blocks are plain numbers."""
         return coded_rows(packed, self.stored.kind)
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of a row."""
+        """The number of blocks in a row."""
         return self.stored.shape[-1] // BLOCK[self.stored.kind][0]
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, if the name means them as columns."""
+        """Return the matrix as it is stored, if the name means its transpose."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:
-        """One matrix of a stack."""
+        """Return one matrix of a stack."""
         return replace(self, index=index)
 
     def _forget(self) -> None:
-        """Let go of the pages that were read: they need not stay in memory with what was made from them."""
+        """Release the pages that were read: they need not stay in memory next to the copy."""
         start = self.stored.offset + (self.index or 0) * self.num_bytes
         forget_pages(self.file.mapped, start, start + self.num_bytes)
 
@@ -233,13 +233,13 @@ class PackedTensor(StoredTensor):
 
 
 def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(head, H/2, 2) -> (head, 2, H/2) along the first dimension."""
+    """Reorder (head, H/2, 2) to (head, 2, H/2) along the first dimension."""
     by_pair = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return by_pair.transpose(1, 2).reshape(rows.shape)
 
 
 def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
-    """Every tensor of the file under its Hugging Face name, in the order of the file."""
+    """Return every tensor of the file by its Hugging Face name, in the order of the file."""
     keys = Keys(file)
     names = NAMES[keys.architecture]
     tensors: dict[str, StoredTensor] = {}

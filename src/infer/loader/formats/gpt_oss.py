@@ -1,4 +1,4 @@
-"""The experts of a gpt-oss checkpoint, under the names and in the layout of other stacks of experts.
+"""The experts of a gpt-oss checkpoint, with the names and the layout of other stacks of experts.
 
     file                                         becomes
     experts.gate_up_proj       [E, D, 2F]        experts.gate_proj, up_proj  [E, F, D]: 0, 2, ..; 1, 3, ..
@@ -6,14 +6,14 @@
     experts.gate_up_proj_bias  [E, 2F]           experts.gate_proj.bias, up_proj.bias
     experts.down_proj_bias     [E, D]            experts.down_proj.bias
 
-Or the matrices are MXFP4, out before in already:
+If the matrices are MXFP4, they are already stored [out, in]:
 
     ..._blocks    [E, out, in / 32, 16]    two codes in a byte, the even column in the low half
     ..._scales    [E, out, in / 32]        exponents: 32 columns are multiplied by 2^(byte - 127)
 
 A code is a float of 4 bits (sign, two bits of exponent, one of mantissa). Twice its value is a small integer,
-so the codes are handed out as integers of 8 bits with half the scale. None of them is rounded, neither by
-mxfp4, which turns them back into codes, nor by int8.
+so the codes are read as integers of 8 bits with half the scale. Neither scheme rounds them: mxfp4 turns them
+back into codes, and int8 keeps them exactly.
 
 Shapes:  E experts, D hidden size, F intermediate size of an expert, R rows, K columns.
 """
@@ -38,18 +38,18 @@ _PARTS = {"gate_up_proj": (("gate_proj", 0), ("up_proj", 1)), "down_proj": (("do
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack(StoredTensor):
-    """One matrix of every expert, or of one expert: all rows of the file's matrix, or every second one."""
+    """One matrix of one expert or of all: all rows of the file's matrix, or every second row."""
 
     stored: StoredTensor  # [E, in, out], or blocks [E, out, in / 32, 16], or a bias [E, out]
     scales: StoredTensor | None = None  # scales of the blocks
-    first: int | None = None  # first row where every second row is taken: 0 or 1; None: all rows
+    first: int | None = None  # 0 or 1: the first of every second row; None: all rows
     index: int | None = None  # number of one expert; None: all experts
-    rows_kept: Ranges | None = None  # rows that a rank has, and its columns below; None: all
+    rows_kept: Ranges | None = None  # rows of a rank, and below its columns; None: all
     columns_kept: Ranges | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E, out, in], or [E, out] for a bias; without E for one expert."""
+        """The shape [E, out, in], or [E, out] for a bias; without E for one expert."""
         sizes = list(self.stored.shape[1:])
         if self.scales is not None:
             sizes = [sizes[0], sizes[1] * BLOCK]
@@ -80,7 +80,7 @@ class ExpertStack(StoredTensor):
 
     @property
     def is_readable(self) -> bool:
-        """True if its numbers are known."""
+        """True if it has codes, or plain numbers of a type that can be read."""
         return self.scales is not None or self.stored.is_readable
 
     @property
@@ -95,7 +95,7 @@ class ExpertStack(StoredTensor):
 
     @property
     def axes(self) -> Axes:
-        """Rows, and columns in blocks of 32 where there are codes."""
+        """The axes: rows, and columns, in blocks of 32 if there are codes."""
         if len(self.stored.shape) == 2:
             return {"weight": (WHOLE, ROWS)}
         if self.scales is None:
@@ -103,11 +103,11 @@ class ExpertStack(StoredTensor):
         return {"weight": (WHOLE,) * (len(self.shape) - 2) + (ROWS, Axis("columns", BLOCK, BLOCK, "block"))}
 
     def matrix(self, index: int) -> StoredTensor:
-        """The matrix of one expert."""
+        """Return the matrix of one expert."""
         return replace(self, index=index)
 
     def cut(self, rows: Ranges, columns: Ranges) -> StoredTensor:
-        """The part that a rank has."""
+        """Return the part that a rank has."""
         return replace(self, rows_kept=rows, columns_kept=columns or None)
 
     def copy_to(self, out: torch.Tensor) -> None:
@@ -115,12 +115,12 @@ class ExpertStack(StoredTensor):
         if out.dim() > 1:
             StoredTensor.copy_to(self, out)
         elif self.rows_kept == ():
-            out.zero_()  # the bias of a sum, which another rank adds
+            out.zero_()  # the bias after a partial sum, which another rank adds
         else:
             out.copy_(_kept(self._every(self._read(self.stored)), self.rows_kept, 0))
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The rows of one expert's matrix: plain numbers, or codes as integers."""
+        """Yield the rows of one expert's matrix: plain numbers, or codes as integers."""
         held = self._read(self.stored)
         held = _kept(self._every(held if self.scales is not None else held.T), self.rows_kept, 0)
         exponents = (
@@ -139,7 +139,7 @@ class ExpertStack(StoredTensor):
                 yield part, coded_rows(held[part].to(device), exponents[part].to(device))
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
-        """The numbers of one expert as they are stored: a view of the mapped file."""
+        """Return the numbers of one expert as they are stored: a view of the mapped file."""
         assert self.index is not None, "a stack is read matrix by matrix"
         ((_, numbers),) = list(stored.matrix(self.index).rows(1 << 40, torch.device("cpu")))
         assert isinstance(numbers, torch.Tensor)
@@ -156,17 +156,17 @@ def _kept(held: torch.Tensor, ranges: Ranges | None, axis: int) -> torch.Tensor:
 
 
 def coded_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> CodedRows:
-    """Blocks [R, K / 32, 16] and exponents [R, K / 32] as integers and scales."""
+    """Convert blocks [R, K / 32, 16] and exponents [R, K / 32] to integers and scales."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # low half first
     twice = torch.tensor(TWICE, dtype=torch.int8, device=blocks.device)
-    # float32 of 2^(exponent - 128); 0 where it is too small
+    # bits of the float32 2^(exponent - 128); 0 on underflow
     words = (exponents.int() - 1).clamp_(min=0) << 23
     scales = words.view(torch.float32).masked_fill_(exponents == 255, torch.nan)
     return CodedRows(twice[codes.long()], 8, scales, 0, BLOCK)
 
 
 def translated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint, the experts' under other names."""
+    """Return all tensors of a checkpoint, with the experts' tensors renamed."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")

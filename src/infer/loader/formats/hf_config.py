@@ -1,10 +1,10 @@
 """Read the JSON files next to the weights: config.json and generation_config.json.
 
-    config.json              what the network looks like; each family reads it (models/registry.py)
-    generation_config.json   how its authors sample from it, and which tokens end an answer
+    config.json              the shape of the network; each family reads it (models/registry.py)
+    generation_config.json   its authors' sampling parameters, and the tokens that end an answer
 
-A model often has more than one end (end of text, end of turn), and the two files need not name the
-same: all of them count.
+A model often has several end tokens (end of text, end of turn), and the two files may name different ones:
+all of them count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """The settings of a checkpoint for generating from it."""
+    """The generation settings of a checkpoint."""
 
     eos_ids: tuple[int, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)  # values of SAMPLING_KEYS that the file sets
@@ -44,7 +44,7 @@ def read_json_list(path: Path, max_bytes: int) -> list[Any]:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file, as an opener of `open`; a pipe that nobody writes to is empty, and not waited for."""
+    """Open a file without blocking, as the `opener` of `open`; a pipe without a writer reads as empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -66,15 +66,15 @@ def _read(path: Path, max_bytes: int, kind: type[T], name: str) -> T:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """The keys of config.json, as they are."""
+    """Return the content of config.json."""
     return read_json(directory / "config.json", MAX_CONFIG_BYTES)
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """The content of generation_config.json; nothing if there is none.
+    """Read generation_config.json; the defaults are empty if there is none.
 
-    Its sampling parameters count only where it also says `do_sample`: without that, its authors
-    decode greedily and the other numbers are leftovers.
+    Its sampling parameters count only if `do_sample` is set: without it, its authors decode greedily and
+    the other numbers are leftovers.
     """
     path = directory / "generation_config.json"
     if not path.exists():
@@ -100,5 +100,5 @@ def _read_eos(raw: Mapping[str, Any], path: Path) -> tuple[int, ...]:
 
 
 def merge_eos_ids(*sources: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Every id that ends an answer, once, in order; ids outside the vocabulary can never come up."""
+    """Return every id that ends an answer once, in order, without ids outside the vocabulary."""
     return tuple(dict.fromkeys(i for ids in sources for i in ids if 0 <= i < vocab_size))

@@ -1,12 +1,12 @@
-"""Scales of an FP8 KV cache that a checkpoint was calibrated with: k ≈ code * k_scale for all tokens.
+"""Read a checkpoint's calibrated scales of an FP8 KV cache: k ≈ code * k_scale for all tokens.
 
     self_attn.k_scale, self_attn.v_scale         one number, or one for each kv head [G, 1, 1]
     self_attn.attn.k_scale, k_proj.k_scale       the same, by other tools
     k_proj.output_scale, v_proj.output_scale     older compressed-tensors
     self_attn.kv_scale                           one for both
 
-Either all layers use their scales or none does: every layer must have both. The log says why scales are not
-used: they are all 1, which tools write where nothing was calibrated; codes of other kinds; zero points.
+The scales are used only if every layer has both. Otherwise the log says why not. Other reasons are scales
+that are all 1, which tools write if nothing was calibrated, codes other than fp8, and zero points.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def read_kv_scales(
     num_layers: int,
     num_kv_heads: int,
 ) -> torch.Tensor | None:
-    """Scales of keys and values, float32 [layers, 2, G]; None: there are none, or none that can be used.
+    """Return scales of keys and values, float32 [layers, 2, G]; None: there are none that can be used.
 
-    Other towers of a checkpoint may have such leaves, too: only those below the layers of `weight_map` count.
+    Other towers of a checkpoint may have scales too; only those in the layers of `weight_map` count.
     """
     stems = {re.escape(name.partition("{}")[0]) for name in weight_map if "{}" in name}
     of_layer = re.compile(f"(?:{'|'.join(stems)})(\\d+)\\.")
@@ -79,7 +79,7 @@ def read_kv_scales(
 
 
 def _other_codes(settings: Mapping[str, Any]) -> str:
-    """The reason why the scales belong to other codes than e4m3; "": the config names no others."""
+    """Return the reason why the scales are not for e4m3 codes; "": the config names no other codes."""
     scheme, algorithm = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
     said = {"num_bits": 8, "type": "float"} | dict(scheme if isinstance(scheme, Mapping) else {})
     if (said["num_bits"], said["type"]) != (8, "float") or algorithm not in (None, "FP8"):

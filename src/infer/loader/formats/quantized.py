@@ -1,14 +1,14 @@
-"""The quantized matrices of a safetensors checkpoint, each as the one tensor `weight` that it stands for.
+"""The quantized matrices of a safetensors checkpoint, each combined into one tensor named `weight`.
 
     q_proj.qweight, q_proj.qzeros, q_proj.scales, q_proj.g_idx   ──►   q_proj.weight, [N, K]
 
-After that it is a matrix like any other: a part of a fused matrix, an expert, a head, next to matrices that
-are not quantized. It is unpacked while it is copied into place, some rows at a time. If the scheme in memory
-can keep the integers, they are copied instead (quant/packed.py). So formats on disk (stored_formats.py) and
-schemes in memory know nothing of each other.
+The result can be used like a dense matrix: as a part of a fused matrix, an expert or a head, next to matrices
+that are not quantized. It is unpacked while it is copied into place, some rows at a time. If the scheme in
+memory can keep the integers, they are copied instead (quant/packed.py). So formats on disk
+(stored_formats.py) and schemes in memory are independent of each other.
 
-The present tensors decide which matrices are quantized. Lists of exceptions in a config are not read; the
-other settings only help (`Settings`). A method that gives the same bytes another meaning is refused.
+The tensors decide which matrices are quantized. A config's lists of exceptions are not read; its other
+settings are hints (`Settings`). A config whose method would give the same bytes another meaning is refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from infer.quant.coded import CodedRows, StoredCodes
 
 FORMAT_NAMES = tuple(dict.fromkeys(row.name for row in FORMATS))
 KNOWN_METHODS = (*FORMAT_NAMES, "auto-round", "mxfp4")  # methods that a config may name
-# files that may hold the settings where config.json does not
+# files that may hold the settings if config.json does not
 CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-# Methods of a config, and formats whose tensors have the same types or shapes: integers that are not fp8
-# numbers, and words packed along the other axis.
+# (method of the config, format of the tensors) that contradict each other although types or shapes agree:
+# integers instead of fp8 numbers, or words packed along the other axis
 _OTHER_NUMBERS = {("fp8", "compressed-tensors"), ("awq", "gptq"), ("gptq", "awq")}
-_MOST_CODES = 64 << 20  # bytes of a leaf; one with more stays on the host, and comes to a GPU with its rows
+_MOST_CODES = 64 << 20  # bytes of codes; larger leaves stay on the host and are copied to a GPU row by row
 _ALIGNED = 32  # rows: codes of any number of bits along them fill whole words
 _LEAVES = sorted({leaf for row in FORMATS for leaf in (*row.needs, *row.may_have)}, key=len, reverse=True)
 
@@ -54,11 +54,11 @@ class QuantizedTensor(StoredTensor):
     format: StoredFormat
     module: StoredModule
     layout: Layout
-    transposed: bool = False  # the name means [in, out], as GPT-2's Conv1D does; every format has [out, in]
+    transposed: bool = False  # True: the name means [in, out], as in GPT-2; every format stores [out, in]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The matrix's shape as its name means it."""
+        """The matrix's shape, as its name means it."""
         shape = self.layout.num_rows, self.layout.size
         return shape[::-1] if self.transposed else shape
 
@@ -79,7 +79,7 @@ class QuantizedTensor(StoredTensor):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """The names of its format: its own, and the config's for it."""
+        """The names of its format: ours, and the config's."""
         return tuple(filter(None, {self.format.name, self.module.settings.method}))
 
     @property
@@ -90,15 +90,15 @@ class QuantizedTensor(StoredTensor):
         return {leaf: known.get(leaf, (WHOLE,) * len(tensor.shape)) for leaf, tensor in leaves}
 
     def transpose(self) -> StoredTensor | None:
-        """The rows as they are stored, if the name means them as columns."""
+        """Return the matrix as it is stored, if the name means its transpose."""
         return replace(self, transposed=False) if self.transposed else None
 
     def matrix(self, index: int) -> StoredTensor:
-        """Stacks have no published format here."""
+        """Raise an error: no published format stores quantized stacks in a way that can be read here."""
         raise CheckpointError(f"{self.module.name} holds all experts in one stack, which is not supported")
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
-        """The matrix as the file has it, some rows at a time; float32 where codes have no even steps."""
+        """Yield the rows, some at a time, as the file has them; float32 if codes have uneven steps."""
         host, leaves = torch.device("cpu"), self.module.leaves
         tensors = {
             leaf: self.module.read(leaf, host if leaf in CODES and stored.num_bytes > _MOST_CODES else device)
@@ -113,7 +113,7 @@ class QuantizedTensor(StoredTensor):
 def quantized_checkpoint(
     tensors: Mapping[str, StoredTensor], weight_map: WeightMap, settings: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, with one `weight` in the place of the leaves of each quantized matrix.
+    """Return a checkpoint's tensors, with one `weight` in place of the leaves of each quantized matrix.
 
     Scales of a KV cache (kv_scales.py) are left out.
     """
@@ -137,7 +137,7 @@ def quantized_checkpoint(
 
 
 def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -> None:
-    """Refuse tensors of another format than the config's, in which the same bytes mean other numbers."""
+    """Refuse tensors in another format than the config's, if the same bytes would mean other numbers."""
     for each in matrices:
         if (settings.method, each.format.name) in _OTHER_NUMBERS:
             held = ", ".join(
@@ -151,7 +151,7 @@ def _refuse_other_numbers(settings: Settings, matrices: list[QuantizedTensor]) -
 
 
 def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) -> None:
-    """Warn if a config names a method or a number of bits that no tensor has; the tensors are believed."""
+    """Warn if a config names a method or a number of bits that no tensor has; the tensors take precedence."""
     wrong, bits = [], settings.raw.get("bits")
     if settings.method and settings.method not in (*KNOWN_METHODS, *METHODS):
         wrong.append(f"quant_method {settings.method!r}")
@@ -163,13 +163,13 @@ def _warn_of_contradiction(settings: Settings, matrices: list[QuantizedTensor]) 
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The module and the leaf of a tensor, which may be a leaf of a leaf: `weight.absmax`."""
+    """Split a tensor's name into module and leaf, which may be a leaf of a leaf: `weight.absmax`."""
     leaf = next((leaf for leaf in _LEAVES if name.endswith(f".{leaf}")), name.rpartition(".")[2])
     return name.removesuffix(f".{leaf}"), leaf
 
 
 def _is_quantized(leaves: Mapping[str, StoredTensor]) -> bool:
-    """Return True if a module has a leaf of some format."""
+    """Return True if a module has a leaf of any quantized format."""
     return any(leaf in leaves for leaf in _LEAVES if leaf != "weight")
 
 
@@ -207,7 +207,7 @@ def _said(settings: Settings) -> str:
 
 
 def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """The quantization settings of a checkpoint: in its config, or in a file of their own."""
+    """Read the quantization settings of a checkpoint, from its config or a separate file."""
     for key in ("quantization_config", "compression_config"):
         settings: Mapping[str, Any] | None = raw.get(key)
         if settings is not None:
@@ -218,12 +218,12 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
     if path is None:
         return {}
     found = read_json(path, MAX_CONFIG_BYTES)
-    inner = found.get("quantization")  # ModelOpt puts its settings next to its producer's
+    inner = found.get("quantization")  # ModelOpt nests its settings, next to the producer's name
     return _with_method(inner if isinstance(inner, Mapping) else found)
 
 
 def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with `quant_method` fp8 where tools that write that format say it in other words."""
+    """Set `quant_method` to fp8 if the settings describe that format in other words, as some tools do."""
     method, algorithm = settings.get("quant_method"), settings.get("quant_algo")
     if algorithm and method in (None, "modelopt"):
         is_fp8 = str(algorithm).upper().startswith("FP8")
@@ -232,7 +232,7 @@ def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_method(settings: Mapping[str, Any]) -> None:
-    """Refuse an unknown method where there are no tensors to ask."""
+    """Refuse an unknown method if there are no tensors to go by."""
     method = settings.get("quant_method")
     if method is not None and method not in KNOWN_METHODS:  # older tools name none
         raise ConfigError(
@@ -242,7 +242,7 @@ def check_method(settings: Mapping[str, Any]) -> None:
 
 
 def describe(tensors: Collection[StoredTensor]) -> str:
-    """The formats of matrices, most weights first, and their bytes: `gptq:int4-g128 4.9GiB`."""
+    """Describe the formats of matrices, most weights first, with their bytes: `gptq:int4-g128 4.9GiB`."""
     weights: dict[str, int] = {}
     for tensor in tensors:
         weights[tensor.type_name] = weights.get(tensor.type_name, 0) + math.prod(tensor.shape)
@@ -251,10 +251,10 @@ def describe(tensors: Collection[StoredTensor]) -> str:
 
 
 def published_as(tensors: Mapping[str, StoredTensor]) -> str:
-    """The quantized formats that a checkpoint holds, and their bytes; "": it is plain numbers, or GGUF."""
+    """Describe a checkpoint's quantized formats, with their bytes; "": it has plain numbers, or is GGUF."""
     return describe([tensor for tensor in tensors.values() if isinstance(tensor, QuantizedTensor)])
 
 
 def short_bytes(num_bytes: int) -> str:
-    """A size without a space in it, for a log line."""
+    """Format a size without a space, for a log line."""
     return f"{num_bytes / 2**30:.1f}GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f}MiB"

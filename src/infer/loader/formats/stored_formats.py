@@ -1,10 +1,10 @@
-"""Every format that publishes quantized matrices in safetensors: one row each.
+"""The published formats of quantized matrices in safetensors: a table with one row each.
 
-A format is known by the tensors of a module, its *leaves*, and by their shapes and dtypes; a config names
-nothing that the tensors do not say, except the few things that cannot be seen (`Settings`: GPTQ's version,
-sizes of groups that do not divide a row). `measure` finds out what the matrix is from headers, and refuses
-leaves that do not fit together; `open` makes the function that reads rows, on the device of their scales
-(the codes of a large matrix are elsewhere).
+A format is recognised by the tensors of a module, its *leaves*, and by their shapes and dtypes. A config is
+only used for what the tensors do not show (`Settings`: GPTQ's version, group sizes that do not divide a row).
+`measure` reads a matrix's layout from headers, and refuses leaves that do not fit together. `open` makes the
+function that reads rows, on the device of their scales (the codes of a large matrix may be on the host).
+
 
     gptq                 qweight [K·b/32, N]  qzeros [G, N·b/32]  scales [G, N]  g_idx [K]
     awq                  qweight [K, N/8]     qzeros [G, N/8]     scales [G, N]
@@ -15,7 +15,7 @@ leaves that do not fit together; `open` makes the function that reads rows, on t
                          weight [N, K]  SCB [N]
     squeezellm           qweight [K·b/32, N]  lookup_table [N, 2^b]  rows [N+1]  cols  vals
 
-Scales of activations (`input_scale`) are checked and not used: where tokens are rounded, each has its own.
+Scales of activations (`input_scale`) are checked but not used: if tokens are rounded, each has its own scale.
 
 Shapes:  N rows of W (out), K columns (in), G groups of a row, b bits of a code.
 """
@@ -36,10 +36,10 @@ from infer.loader.formats.stored_module import Layout, ReadRows, StoredFormat, S
 from infer.quant.coded import CodedRows, Outliers, StoredCodes
 
 MAX_STATE_BYTES = 1 << 16  # limit of the JSON next to a matrix of bitsandbytes
-CODES = {"weight", "qweight", "weight_packed"}  # the leaf of a matrix that has its codes
+CODES = {"weight", "qweight", "weight_packed"}  # names of the leaf that has a matrix's codes
 _SCALES = ("F16", "BF16", "F32")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column 0, 1, ... of eight
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column 0, 1, ..., 7
 
 
 def _has_weight_of(types: tuple[str, ...]) -> Callable[[Mapping[str, StoredTensor]], bool]:
@@ -80,9 +80,9 @@ def _open_gptq(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRo
     if settings.is_symmetric and not is_constant:
         module.fail(f"the config says sym, but qzeros are neither all {middle - 1} nor all {middle}")
     if is_constant and settings.is_symmetric is not False:
-        zeros = torch.full_like(zeros, middle)  # either version: some files name the wrong one
+        zeros = torch.full_like(zeros, middle)  # versions are ignored here: some files name the wrong one
     elif not settings.has_true_zeros:
-        zeros = zeros + 1 & (1 << bits) - 1  # a zero of 0, less one, is all ones
+        zeros = zeros + 1 & (1 << bits) - 1  # wraps around: a zero of 0 is stored as all ones
     scales = module.finite("scales", tensors["scales"]).T
     groups = layout.group_size or tensors["g_idx"].long()
 
@@ -161,7 +161,7 @@ def _measure_packed(module: StoredModule) -> Layout:
 
 
 def _word_counts(size: int, bits: int) -> tuple[int, int]:
-    """The number of words for `size` codes: as a stream, and with only whole codes in a word."""
+    """Return the number of words for `size` codes: as a stream, and with only whole codes in a word."""
     return -(-size * bits // 32), -(-size // (32 // bits))
 
 
@@ -170,7 +170,7 @@ def _open_packed(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     middle = 1 << bits - 1
     padded = tensors["weight_packed"].shape[1] != _word_counts(size, bits)[0]
     scales = module.finite("weight_scale", tensors["weight_scale"])
-    zeros: torch.Tensor | int = middle  # codes are stored with the middle added, and so are zeros
+    zeros: torch.Tensor | int = middle  # both codes and zeros are stored with the middle added
     stored = tensors.get("weight_zero_point")
     if stored is not None and stored.dtype is torch.int32:
         zeros = unpack(stored.T, bits, num_rows, padded=padded).T.short()
@@ -236,7 +236,7 @@ def _measure_scaled(module: StoredModule) -> Layout:
 
 
 def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[int, int]:
-    """Rows and columns that share a scale, from whichever shape gives them."""
+    """Return the numbers of rows and of columns that share a scale, from the shape of the scales."""
     counts = _as_matrix(module.leaves[leaf].shape)
     if counts is None or 0 in counts:
         module.fail(f"{leaf} is {list(module.leaves[leaf].shape)}; one scale, [rows] or a matrix is needed")
@@ -250,7 +250,7 @@ def _blocks(module: StoredModule, leaf: str, num_rows: int, size: int) -> tuple[
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The shape of scales as rows and columns: [], [1], [N] or [N, G]."""
+    """Return the shape of scales, [], [1], [N] or [N, G], as rows and columns."""
     if len(shape) > 2:
         return None
     return (shape[0], shape[1]) if len(shape) == 2 else ((shape or (1,))[0], 1)
@@ -264,9 +264,9 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
     row_step, _ = _blocks(module, leaf, layout.num_rows, layout.size)
     counts = _as_matrix(tuple(tensors[leaf].shape))
     assert counts is not None
-    scales = module.finite(leaf, tensors[leaf]).view(counts)  # "inv" or not, both multiply
+    scales = module.finite(leaf, tensors[leaf]).view(counts)  # factors, even if the name ends in "inv"
     zeros = tensors["weight_zero_point"].view(counts).short() if "weight_zero_point" in tensors else None
-    for unused in ("input_scale", "activation_scale"):  # 8-bit kernels' scales, only checked
+    for unused in ("input_scale", "activation_scale"):  # scales of activations, only checked
         if unused in tensors:
             module.finite(unused, tensors[unused])
 
@@ -274,7 +274,7 @@ def _open_scaled(module: StoredModule, layout: Layout, tensors: Tensors) -> Read
         codes = tensors["weight"][part].to(scales.device)
         if ones := _NO_NUMBERS.get(codes.dtype):
             magnitudes = codes.view(torch.uint8) & ones
-            if bool((magnitudes == ones).any()):  # NaN or infinity, which kernels would read as large numbers
+            if bool((magnitudes == ones).any()):  # NaN or infinity; kernels would read them as large numbers
                 module.fail("weight has codes that are not finite")
         which = torch.arange(part.start, part.stop, device=codes.device) // row_step
         return CodedRows(codes, 8, scales[which], 0 if zeros is None else zeros[which], layout.group_size)
@@ -296,12 +296,12 @@ _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandby
 
 
 class _State(NamedTuple):
-    """The content of the JSON next to a matrix."""
+    """The content of the JSON stored with a matrix."""
 
     shape: tuple[int, int]
     block: int  # numbers that share an absmax
-    nested_block: int  # absmax that share one of their own; 0: they are plain
-    offset: float  # offset of nested absmax
+    nested_block: int  # absmax values that share a nested absmax; 0: absmax is not quantized
+    offset: float  # offset of quantized absmax values
 
 
 def _state_leaf(leaves: Mapping[str, Any]) -> str:
@@ -350,7 +350,7 @@ def _measure_nf4(module: StoredModule) -> Layout:
 
 
 def _has_own_blocks(state: _State) -> bool:
-    """Return True if blocks, which run on from row to row, are groups of one row, or rows of one block."""
+    """Return True if blocks, which continue across rows, each lie in one row or cover whole rows."""
     return state.shape[1] % state.block == 0 or state.block % state.shape[1] == 0
 
 
@@ -384,7 +384,7 @@ def _open_nf4(module: StoredModule, layout: Layout, tensors: Tensors) -> ReadRow
 
 
 def _axes_nf4(module: StoredModule, layout: Layout) -> Axes:
-    """Blocks run on from row to row: whole rows that begin with a block can be cut, columns cannot."""
+    """Return the axes; blocks continue across rows, so cuts are only possible before rows that start one."""
     state, size = _read_state(module), layout.size
 
     def numbers(count: int) -> Axis:
@@ -482,7 +482,7 @@ def _integers(
 
 
 def _label(kind: str, group_size: int, size: int) -> str:
-    """int4-g128; int8: one group for a row; int4-actorder: columns name their groups."""
+    """Return a label: int4-g128; int8 if a row is one group; int4-actorder if columns name their groups."""
     return f"{kind}-actorder" if not group_size else kind if group_size >= size else f"{kind}-g{group_size}"
 
 

@@ -1,8 +1,8 @@
-"""The leaves of a quantized matrix on disk, and how a format of them is described.
+"""The leaves of a quantized matrix on disk, and the description of a format.
 
-A row of stored_formats.py is a `StoredFormat`: the tensors that identify it, a function that finds out
-from their headers what the matrix is (`Layout`), and one that opens it for reading. Both are given a
-`StoredModule`, which checks the shapes that a file claims against each other: files are other people's.
+A row of stored_formats.py is a `StoredFormat`: the tensors that identify it, a function that derives the
+matrix's `Layout` from their headers, and one that opens it for reading. Both get a `StoredModule`, which
+checks the shapes in a file against each other, because files are not trusted.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from infer.loader.formats.axes import Axes
 from infer.loader.formats.checkpoint import StoredTensor
 from infer.quant.coded import CodedRows, StoredCodes
 
-_BLOCK = 128  # rows and columns that share a scale where nothing says otherwise
+_BLOCK = 128  # default number of rows and columns that share a scale
 _INTEGERS = ("gptq", "awq", "auto-round", "compressed-tensors")  # methods whose configs name bits and groups
 
 Tensors = Mapping[str, torch.Tensor]
-ReadRows = Callable[[slice], CodedRows | torch.Tensor]  # codes, or float32 where codes have no even steps
+ReadRows = Callable[[slice], CodedRows | torch.Tensor]  # returns codes, or float32 if they have uneven steps
 
 
 class Layout(NamedTuple):
-    """The description of a matrix, read from headers."""
+    """The layout of a matrix, read from headers."""
 
     num_rows: int
     size: int  # columns
     bits: int  # bits of a code
-    group_size: int  # columns that share a scale; 0: neighbours do not
+    group_size: int  # neighbouring columns that share a scale; 0: groups are not neighbours
     label: str  # text for the start line: int4-g128
-    codes: StoredCodes | None = None  # None: steps are not even
+    codes: StoredCodes | None = None  # None: steps are uneven
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The `quantization_config` of a checkpoint: hints, believed where they fit the shapes of tensors."""
+    """The `quantization_config` of a checkpoint: hints, which are used if they fit the tensors' shapes."""
 
     raw: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,14 +56,14 @@ class Settings:
         return all(said) if said or self.method == "compressed-tensors" else None
 
     def has_minima(self, bits: int) -> bool:
-        """Return True if a GPU keeps zero points as minima: 8-bit integers that have zero points."""
+        """Return True if a GPU keeps zero points as minima: for 8-bit integers with zero points."""
         return bits == 8 and not self.is_symmetric
 
     @property
     def has_true_zeros(self) -> bool:
-        """True if the qzeros of GPTQ are the zeros; version 1 stores each zero minus one.
+        """True if GPTQ's qzeros are the zeros themselves; version 1 stores each zero minus one.
 
-        AutoRound's own packing has true zeros and no version; exported for GPTQ, it is version 1.
+        AutoRound's own packing has true zeros and no version; exported as GPTQ, it is version 1.
         """
         if self.method == "auto-round":
             packing = str(self.raw.get("packing_format") or "auto_gptq")
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def has_int8_tokens(self) -> bool:
-        """True if all matrices of 8-bit integers are meant for tokens in 8-bit integers: W8A8, symmetric."""
+        """True if all matrices of 8-bit integers expect 8-bit activations: W8A8, symmetric."""
         groups = self.raw.get("config_groups")
         found = groups.values() if isinstance(groups, Mapping) else []
         wanted = [
@@ -83,13 +83,13 @@ class Settings:
         return bool(wanted) and all(_is_int8(each) and each.get("symmetric", True) for each in wanted)
 
     def codes(self, size: int) -> StoredCodes | None:
-        """The codes of a matrix with `size` columns, where there are no tensors yet; None: it is unpacked."""
+        """Predict the codes of a matrix with `size` columns, without tensors; None: it is unpacked."""
         if self.method == "fp8":
             blocks = self.hints("weight_block_size") or [1, size]
             return StoredCodes("fp8", size, blocks[-1], scale_rows=blocks[0])
         if self.method == "bitsandbytes" and self.raw.get("load_in_4bit"):
             kind = str(self.raw.get("bnb_4bit_quant_type", "fp4"))
-            is_known = kind in TABLED and size % 64 == 0  # the size of its blocks
+            is_known = kind in TABLED and size % 64 == 0  # 64: default block size
             return StoredCodes(kind, size, 64) if is_known else None
         if self.method == "squeezellm":
             return StoredCodes("lut4", size, size)
@@ -101,11 +101,11 @@ class Settings:
 
     @property
     def bits(self) -> int:
-        """The largest number of bits that is named; 0: none is."""
+        """The largest number of bits in the config; 0: there is none."""
         return max(self.hints("bits", "num_bits", "w_bit", "wbits"), default=0)
 
     def hints(self, *keys: str) -> list[int]:
-        """Every integer under one of these keys, in the config itself and in its groups."""
+        """Return every integer under one of these keys, in the config itself and in its groups."""
         found = self._said(*keys)
         flat = [number for value in found for number in (value if isinstance(value, list) else [value])]
         return [number for number in flat if type(number) is int and number > 0]
@@ -136,33 +136,33 @@ class StoredModule:
         raise CheckpointError(f"{self.name} cannot be read: {reason}")
 
     def shape(self, leaf: str, num_axes: int) -> tuple[int, ...]:
-        """The shape of a leaf, which must have `num_axes` axes, none of them empty."""
+        """Return the shape of a leaf, which must have `num_axes` axes, none of them empty."""
         shape = self.leaves[leaf].shape
         if len(shape) != num_axes or 0 in shape:
             self.fail(f"{leaf} is {list(shape)}, but {num_axes} axes are needed, none of them empty")
         return shape
 
     def check(self, leaf: str, *shapes: tuple[int, ...]) -> None:
-        """Refuse a leaf that exists and has none of these shapes."""
+        """Refuse a leaf if it exists and has none of these shapes."""
         if leaf in self.leaves and self.leaves[leaf].shape not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             self.fail(f"{leaf} is {list(self.leaves[leaf].shape)}, the other tensors need {wanted}")
 
     def words(self, count: int, bits: int, side: str) -> int:
-        """The number of words for `count` codes, which must fill them."""
+        """Return the number of words for `count` codes, which must fill them exactly."""
         if count * bits % 32:
             self.fail(f"{count} {side} of {bits} bits do not fill words of 32")
         return count * bits // 32
 
     def read(self, leaf: str, device: torch.device | None = None) -> torch.Tensor:
-        """A leaf as it is stored."""
+        """Read a leaf as it is stored."""
         stored = self.leaves[leaf]
         out = torch.empty(stored.shape, dtype=stored.dtype, device=device)
         stored.copy_to(out)
         return out
 
     def step(self, size: int, count: int, what: str, hints: list[int], *, is_block: bool = False) -> int:
-        """The rows or columns, out of `size`, for each of `count` entries; a block has a published size."""
+        """Return how many of `size` rows or columns share each of `count` entries; blocks use known sizes."""
         if count == 1:
             return size
         candidates = [*hints, _BLOCK, *([] if is_block else [size // count])]
@@ -172,13 +172,13 @@ class StoredModule:
         return found
 
     def group_size(self, size: int, num_groups: int, leaf: str) -> int:
-        """Columns that share a scale; 0 where `leaf`, the group of each column, says otherwise."""
+        """Return the number of columns that share a scale; 0 if `leaf` gives each column another group."""
         hints = self.settings.hints("group_size", "q_group_size")
         if leaf not in self.leaves:
             return self.step(size, num_groups, "groups", hints)
         self.check(leaf, (size,))
         order = self.read(leaf)
-        if bool((order == -1).all()):  # never set
+        if bool((order == -1).all()):  # the leaf was never filled
             return self.step(size, num_groups, "groups", hints)
         if int(order.min()) < 0 or int(order.max()) >= num_groups:
             self.fail(f"{leaf} names groups {int(order.min())} to {int(order.max())} of {num_groups}")
@@ -187,9 +187,9 @@ class StoredModule:
         return step if torch.equal(order, torch.arange(size, dtype=order.dtype) // step) else 0
 
     def order(self, leaf: str, group_size: int) -> tuple[int, str]:
-        """The size of the groups that `leaf` names for each column, and a digest of the columns by group.
+        """Return the size of the groups that `leaf` gives each column, and a digest of the order by group.
 
-        (`group_size`, "") where neighbours are a group; (0, "") where groups have different sizes.
+        (`group_size`, "") if groups are neighbours; (0, "") if groups have different sizes.
         """
         if group_size:
             return group_size, ""
@@ -200,7 +200,7 @@ class StoredModule:
         return step, hashlib.sha256(order.numpy().tobytes()).hexdigest()
 
     def finite(self, leaf: str, scales: torch.Tensor) -> torch.Tensor:
-        """Scales as float32; refused unless all are finite."""
+        """Return scales as float32; refused unless all are finite."""
         if not bool(scales.float().isfinite().all()):
             self.fail(f"{leaf} has scales that are not finite")
         return scales.float()
@@ -208,12 +208,12 @@ class StoredModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """A row: how a format names its tensors, and the functions that read them."""
+    """A row of the table: how a format names its tensors, and the functions that read them."""
 
-    name: str  # a value of `quantization`, which checks what is on disk
-    needs: Mapping[str, tuple[str, ...]]  # leaves that identify it, and their dtypes as a file spells them
+    name: str  # value of `quantization` that names it
+    needs: Mapping[str, tuple[str, ...]]  # leaves that identify it, and their dtypes as files name them
     may_have: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     matches: Callable[[Mapping[str, StoredTensor]], bool] = lambda leaves: True  # a test beyond names
     measure: Callable[[StoredModule], Layout]
     open: Callable[[StoredModule, Layout, Tensors], ReadRows]
-    axes: Callable[[StoredModule, Layout], Axes]  # leaves that are not named are whole
+    axes: Callable[[StoredModule, Layout], Axes]  # leaves without axes are needed whole
