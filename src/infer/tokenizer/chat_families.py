@@ -1,16 +1,16 @@
-"""The chat templates and the models that they belong to: a table.
+"""The table of chat templates and the models that they belong to.
 
-A model type alone does not decide: SmolLM2, Llama 3 and TinyLlama are all `llama`. The vocabulary does,
-because a chat format is made of special tokens, and a model that was trained on a format has its tokens:
+The model type alone does not identify a template: SmolLM2, Llama 3 and TinyLlama are all `llama`. The
+vocabulary does, because chat formats use special tokens, and a model trained on a format has its tokens:
 
     <|start_header_id|>   Llama 3            <|im_start|>   ChatML: SmolLM2, Qwen
     <start_of_turn>       Gemma              [INST]         Mistral from tokenizer v3 on; with [ARGS] v11
     <|channel|>           gpt-oss
 
-The first row that fits wins. A model that fits none uses the template it was shipped with; a base model has
+The first matching row wins. A model without a match uses the template it was shipped with; a base model has
 none, and an error says so. Some formats are plain text (Mistral 7B v0.1 and v0.2, Mixtral 8x7B, Llama 2), and
-models of Mistral's tokenizer v7 differ in their default system prompt: no vocabulary tells these apart, so a
-row that `yields` leaves the choice to the shipped template, and ours is used on demand or in its absence.
+models of Mistral's tokenizer v7 differ in their default system prompt. Their vocabularies do not tell them
+apart, so a row that `yields` prefers the shipped template; ours is used on request, or if none was shipped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatFamily:
-    """A template, the model types it is for, and the marks of its models among others of that type."""
+    """A template, its model types, and what distinguishes its models from others of these types."""
 
     template: str
     model_types: frozenset[str]
     tokens: tuple[str, ...] = ()  # special tokens the vocabulary must have
     not_tokens: tuple[str, ...] = ()  # special tokens it must not have
-    published: str = ""  # text the checkpoint's own template must hold, if no token decides
-    yields: bool = False  # a template shipped with the model goes first
+    published: str = ""  # text that the shipped template must contain, if tokens do not decide
+    yields: bool = False  # True: a template shipped with the model takes precedence
 
     def fits(self, model_type: str, tokenizer: Tokenizer) -> bool:
         """Return True if a model of this type, with this vocabulary, was trained on this format."""
@@ -52,7 +52,7 @@ _QWEN2 = frozenset({"qwen2", "qwen2_moe"})
 _QWEN3 = frozenset({"qwen3", "qwen3_moe"})
 _GEMMA3 = frozenset({"gemma2", "gemma3", "gemma3_text"})
 _MISTRAL = frozenset({"mistral", "mixtral"})
-_MISTRAL3 = frozenset({"mistral3", "ministral3"})  # newer ones have system prompts that their templates write
+_MISTRAL3 = frozenset({"mistral3", "ministral3"})  # newer models, whose templates write their system prompts
 _GPT_OSS = frozenset({"gpt_oss", "gpt-oss"})
 
 FAMILIES = (
@@ -78,5 +78,5 @@ TEMPLATES = tuple(dict.fromkeys(family.template for family in FAMILIES))
 
 
 def templates_directory() -> Traversable:
-    """The directory of our templates: models/templates of the installed package."""
+    """Return the directory of our templates: models/templates of the installed package."""
     return resources.files("infer") / "models" / "templates"

@@ -6,10 +6,10 @@
                  gets a guard after each character              is encoded as plain text
 
 Special tokens tell a model whose turn it is. Only the template may write them: <|im_end|> in a user's message
-must not end the turn. So a guard character is put into every special-token spelling found in messages and
-tools before the template sees them, and taken out after the special tokens of the *template* have been found.
+must not end the turn. So guard characters are inserted into every special-token spelling found in messages
+and tools before the template sees them, and removed after the special tokens of the *template* were found.
 
-Clients write messages in the OpenAI format, templates were written for a slightly different one:
+Clients write messages in the OpenAI format; templates were written for a slightly different one:
 
     content       text, or a list of {"type": "text", "text": ...} parts   ->  text
     content       null next to tool_calls                                  ->  ""
@@ -18,13 +18,13 @@ Clients write messages in the OpenAI format, templates were written for a slight
     reasoning     another name for reasoning_content                       ->  reasoning_content (or thinking)
 
 Keys that no template reads are dropped. Content that cannot be shown to a model (an image, an unknown role,
-arguments that are not JSON) is refused, and so is a conversation beyond the limits below, which bound the
-work of a request before its tokens are counted.
+arguments that are not JSON) is refused. So is a conversation beyond the limits below, which bound the work of
+a request before its tokens are counted.
 
-Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` from
-the model type and from the special tokens the vocabulary has. A model that fits no family uses the template
-that it was shipped with. Templates run in a sandbox (sandbox.py), which limits the time they take and the
-text they make.
+Templates are data, not code: one Jinja file per family in models/templates, chosen by `find_template` based
+on the model type and the vocabulary's special tokens. A model that matches no family uses the template that
+it was shipped with. Templates run in a sandbox (sandbox.py), which limits the time they take and the text
+they produce.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from infer.tokenizer.sandbox import Allowance, Sandbox, current
 from infer.tokenizer.tokenizer import Tokenizer
 
 CHECKPOINT = "checkpoint"  # the name of the template that was shipped with a model
-GUARD = "\ufdd2"  # a code point that Unicode reserves for use inside programs; users' own are dropped
+GUARD = "\ufdd2"  # a code point that Unicode reserves for internal use; dropped from users' text
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
-MAX_CHARS = 8 * 2**20  # length of all strings together
+MAX_CHARS = 8 * 2**20  # total length of all strings
 MAX_DEPTH = 32  # depth of nested tool schemas and arguments
 
 _STRING_KEYS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 MAX_RENDERED_CHARS = 4 * MAX_CHARS
 
-# A prompt ends with the beginning of an answer, inside the last message, or after it.
+# The end of a prompt: the beginning of an answer, the open last message, or the closed last message.
 Opening = Literal["answer", "continued", "none"]
-OPEN_END = "\ue0f1"  # a character without a meaning, after the text that an answer continues
+OPEN_END = "\ue0f1"  # a private-use character that marks the end of the text that an answer continues
 # options that a client may set in addition to messages and tools, if the template reads them
 KWARGS: dict[str, type] = {
     "enable_thinking": bool,
@@ -73,7 +73,7 @@ KWARGS: dict[str, type] = {
 
 
 SYSTEM_TOOLS = "message['tools']"  # a template that reads this wants tools in the system message, as JSON
-RESULT_ROLES = {  # words that show that a template has its own role for results of calls
+RESULT_ROLES = {  # text that shows that a template has its own role for results of calls
     "'observation'": "observation",
     "'environment'": "environment",
     "<|/tool|>": "tool_response",
@@ -81,7 +81,7 @@ RESULT_ROLES = {  # words that show that a template has its own role for results
 
 
 class ChatTemplate:
-    """One family's chat format, bound to a tokenizer. Safe to share between threads."""
+    """One family's chat format, bound to a tokenizer. Thread-safe."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, name: str) -> None:
         """Compile a template; `name` is its name in errors."""
@@ -96,7 +96,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template {name}, line {error.lineno}: {error.message}") from None
         self.kwargs = frozenset(KWARGS) & names  # the keywords this template reads
         self.reads_tools = "tools" in names or SYSTEM_TOOLS in source
-        # writes the calls of a history, for a template that does not show them
+        # writes the tool calls of a conversation, for a template that does not show them
         self.write_calls: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
 
     def encode_chat(
@@ -107,9 +107,9 @@ class ChatTemplate:
         opening: Opening = "answer",
         **options: Any,
     ) -> list[int]:
-        """Return the ids of a conversation, beginning with BOS once if the checkpoint wants it.
+        """Return the ids of a conversation, beginning with one BOS if the checkpoint uses it.
 
-        `options`: as for `render`. A text too long for `context_len` is refused before it is encoded.
+        `options`: as for `render`. A text that is too long for `context_len` is refused before it is encoded.
         """
         if opening == "continued":
             text = self.render_open(messages, **options)
@@ -121,9 +121,9 @@ class ChatTemplate:
         return self._tokenizer.begin(ids)
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the text up to the end of the last message, which an answer continues.
+        """Return the text up to the end of the last message's text, which an answer continues.
 
-        A template closes a message after its text, so the text is marked, and cut at the mark.
+        Templates close each message, so the end of that text is marked, and the rest is cut off.
         """
         given = [dict(each) for each in clean_messages(messages)]
         messages = map_strings(given, lambda text: text.replace(OPEN_END, ""))
@@ -152,7 +152,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """Return the text, with a guard inside every special-token spelling that came from outside."""
+        """Return the text, with guards inside every special-token spelling from messages and tools."""
         self.check_options(kwargs)
         given: dict[str, Any] = {"messages": clean_messages(messages), **kwargs}
         cleaned_tools = clean_tools(tools)
@@ -197,7 +197,7 @@ class ChatTemplate:
                     )
         except TemplateError:
             raise
-        except Exception as error:  # a template's expression can fail in any way that Python can
+        except Exception as error:  # a template's expressions can raise any exception
             raise TemplateError(
                 f"chat template {self.name} cannot render these messages: {error}", param="messages"
             ) from None
@@ -223,9 +223,9 @@ class ChatTemplate:
                 raise TemplateError(f"{name} must be {wanted}, got {show_value(value)}", param=name)
 
 
-@functools.lru_cache(maxsize=16)  # engines of one process often have the same
+@functools.lru_cache(maxsize=16)  # engines of one process often use the same template
 def _compile(source: str) -> tuple[set[str], jinja2.Template]:
-    """The names that a template reads, and the template."""
+    """Return the names that a template reads, and the compiled template."""
     names = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
     return names, _ENVIRONMENT.from_string(source)
 
@@ -238,8 +238,8 @@ def _own_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate:
     """Choose a model's chat template: the override, our own for its family, or the one it was shipped with.
 
-    `override` is a Jinja file, or 'checkpoint' for the template that was shipped with the model, or the name
-    of one of ours, or 'family' for the one of ours that fits, which is the default for most models.
+    `override` is a Jinja file, 'checkpoint' for the template that was shipped with the model, the name of one
+    of ours, or 'family' for the one of ours that matches, which is the default for most models.
     """
     published = tokenizer.published_chat_template
     if override == "checkpoint":
@@ -261,7 +261,7 @@ def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = 
         is_left_to_the_model = family.yields and published is not None and override is None
         if family.fits(model_type, tokenizer) and not is_left_to_the_model:
             return _own_template(family.template, tokenizer)
-    if published is not None and override is None:  # trained on a format of its own, or on one without tokens
+    if published is not None and override is None:  # the model's own format, or one without special tokens
         return ChatTemplate(published, tokenizer, name=CHECKPOINT)
     raise ConfigError(
         f"no chat template for model type {model_type!r} with this vocabulary (a base model has none); "
@@ -272,7 +272,7 @@ def find_template(model_type: str, tokenizer: Tokenizer, override: str | None = 
 
 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Check a conversation and bring it into the form templates expect."""
+    """Check a conversation and convert it to the form that templates expect."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise TemplateError(f"messages must be a list, got {json_type(messages)}", param="messages")
     if not messages:
@@ -298,7 +298,7 @@ def clean_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
 
 
 def map_strings(value: Any, change: Callable[[str], str], *, depth: int = 0) -> Any:
-    """Rebuild nested JSON with each string, keys included, passed through `change`."""
+    """Rebuild nested JSON, applying `change` to each string, including keys."""
     if depth > MAX_DEPTH:
         raise TemplateError(f"messages and tools may be nested {MAX_DEPTH} levels deep, not more")
     if isinstance(value, str):
@@ -339,8 +339,8 @@ def _clean_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _suit(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-    """Use the words of published templates that have their own for some things."""
-    if "message.thinking" in source:  # gpt-oss; the text of a call goes there as well
+    """Rename fields and roles for published templates that use names of their own."""
+    if "message.thinking" in source:  # gpt-oss; the text of a call is put there too
         for message in messages:
             if thought := message.get("reasoning_content"):
                 text = message["content"] if message.get("tool_calls") else ""
@@ -364,7 +364,7 @@ def _suit(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any
 
 
 def _split_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message for the text, if there is one, and one for each call."""
+    """Split into a message for the text, if there is one, and one for each call."""
     calls = message.pop("tool_calls", ())
     parts = [
         {"role": "assistant", "metadata": function["name"], "content": _to_json(function["arguments"])}
@@ -374,7 +374,7 @@ def _split_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_text(given: Any, name: str, where: str) -> str:
-    """A text that an object must have."""
+    """Return a required text field of an object."""
     text = field_of(given, name, where)
     if not isinstance(text, str):
         raise MalformedRequest.about(f"{where}.{name}", f"must be text, got {show_value(text)}")
@@ -435,7 +435,7 @@ def _spelling(tokenizer: Tokenizer, token_id: int | None) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training; here it is just its content."""
+    """`{% generation %}...{% endgeneration %}` marks answers for training; only its content is rendered."""
 
     tags = {"generation"}
 
@@ -455,14 +455,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training: not escaped for HTML, which Jinja's own filter does."""
+    """Write JSON as models saw it in training: not escaped for HTML, unlike Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _to_python(value: Any) -> str:
-    """A JSON value as a Python literal; text stays as in JSON, which is the same and leaves guards alone."""
+    """Write a JSON value as a Python literal; strings stay as in JSON, which keeps guards unescaped."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_to_json(key)}: {_to_python(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

@@ -1,18 +1,18 @@
-"""Token ids that arrive one by one, turned into text that is safe to show.
+"""Turn token ids that arrive one by one into text that is safe to show.
 
 A token may end in the middle of a character, and text may be the beginning of a stop string. Only these two
-are held back, until more tokens decide them:
+are held back, until more tokens arrive:
 
     ids    ──►  bytes  ──►  whole characters  ──►  text before the first stop string
             Tokenizer    incremental UTF-8        `_StopSearch`
 
-Because a text *is* the UTF-8 of its tokens' bytes, the promise is simple, and tested for random ids,
+Because a text *is* the UTF-8 of its tokens' bytes, the invariant is simple. It is tested with random ids,
 random splits and random stop strings:
 
     "".join(pushes) + finish()  ==  tokenizer.decode(all ids), cut at the first stop string
 
 The first stop string is the one that begins earliest; if several begin there, the longest.
-So with stops "abcd" and "bc" the text "abc" is not decided yet: a "d" may follow.
+So with the stop strings "abcd" and "bc" the text "abc" is still undecided, because a "d" may follow.
 
 Each pushed byte and each character is processed once per stop string, however long the text gets.
 """
@@ -29,7 +29,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8
 
 
 class Detokenizer:
-    """The text of one sequence. Not thread-safe: it belongs to the reader of the sequence."""
+    """The text of one sequence. Not thread-safe: only the sequence's reader uses it."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Detokenizer:
         prompt_ids: Sequence[int] = (),
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Start a text of its own, or one that continues `prompt_ids`; `shown` special tokens are text.
+        """Start a new text, or one that continues `prompt_ids`; special tokens in `shown` appear as text.
 
         Sentencepiece vocabularies drop the first space of a text. A continuation keeps it, unless the
-        prompt ends in a special token: then, as after BOS, the space is the vocabulary's and not the text's.
+        prompt ends in a special token: then, as after BOS, the vocabulary added the space.
         """
         self._tokenizer = tokenizer
         self._shown = shown
@@ -55,13 +55,13 @@ class Detokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, once that is certain."""
+        """The stop string that ended the text, once it is certain."""
         return self._search.hit if self._search else None
 
     def look_for(self, stop: Sequence[str]) -> str:
-        """End the text at these strings from here on; return what was held back because of others.
+        """Replace the stop strings; return text that was held back because of the old ones.
 
-        Text that has been shown is not searched again.
+        Text that was already shown is not searched again.
         """
         held = self._search.finish() if self._search is not None else ""
         if self.stopped is None:
@@ -69,7 +69,7 @@ class Detokenizer:
         return held
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens; return the text that can be shown because of them. After a stop: nothing."""
+        """Add tokens; return the text that can now be shown. After a stop string: nothing."""
         if self._search is not None and self._search.hit is not None:
             return ""
         data = b"".join(map(self._spell, ids))
@@ -79,7 +79,7 @@ class Detokenizer:
         return self._show(self._utf8.decode(data))
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token; a model may have more rows than its tokenizer has tokens (padding)."""
+        """Return the bytes of a token; none for padding rows, which the tokenizer does not know."""
         tokenizer = self._tokenizer
         return tokenizer.visible_bytes(token_id) if token_id < tokenizer.vocab_size else b""
 
@@ -87,7 +87,7 @@ class Detokenizer:
         return self._tokenizer.token_bytes(token_id) if token_id in self._shown else self._bytes_of(token_id)
 
     def breaks_off(self, token_id: int) -> bool:
-        """Return True if this token cannot continue the begun character, which then shows as U+FFFD."""
+        """Return True if this token cannot continue the unfinished character, which then becomes U+FFFD."""
         begun, _ = self._utf8.getstate()
         if not begun or not 0 <= token_id < self._tokenizer.vocab_size:
             return False
@@ -99,7 +99,7 @@ class Detokenizer:
         return False
 
     def finish(self) -> str:
-        """Return what was held back: the sequence has ended."""
+        """End the sequence; return the text that was held back."""
         if self.stopped is not None:
             return ""
         text = self._show(self._utf8.decode(b"", final=True))
@@ -109,7 +109,7 @@ class Detokenizer:
         return self._search.push(text) if self._search else text
 
     def _tail_of(self, prompt_ids: Sequence[int]) -> bytes:
-        """The last bytes of the prompt, enough to hold any unfinished character."""
+        """Return the last bytes of the prompt, enough for any unfinished character."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if len(tail) >= _LONGEST_CHARACTER:
@@ -120,7 +120,7 @@ class Detokenizer:
 
 
 class _StopSearch:
-    """Finds the first stop string in a text that arrives in pieces, and holds back what may be one."""
+    """Finds the first stop string in a text that arrives in pieces, and holds back possible matches."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         for stop in stops:
@@ -131,7 +131,7 @@ class _StopSearch:
         self._held = ""  # text that is not shown yet
         self._num_shown = 0
         self._num_seen = 0
-        self._found: tuple[int, int, str] | None = None  # (start, -length, stop): the smallest is the best
+        self._found: tuple[int, int, str] | None = None  # (start, -length, stop); the smallest wins
 
     def push(self, text: str) -> str:
         self._held += text
@@ -151,7 +151,7 @@ class _StopSearch:
         return self._end() if self._found else self._show(self._num_seen)
 
     def _first_open(self) -> int:
-        """The start of the earliest stop string that the text may still complete."""
+        """Return the start of the earliest stop string that later text may complete."""
         return self._num_seen - max(tracker.num_matched for tracker in self._trackers)
 
     def _end(self) -> str:
@@ -167,14 +167,14 @@ class _StopSearch:
 
 
 class _Tracker:
-    """Tracks how much of one stop string the text ends with: Knuth, Morris and Pratt's automaton."""
+    """Tracks how much of one stop string the text ends with: the Knuth-Morris-Pratt automaton."""
 
     __slots__ = ("_fallback", "num_matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = 0  # the text ends with stop[:num_matched], and with no longer proper start of it
-        self._fallback = [0]  # _fallback[i]: the longest proper start of stop that also ends stop[:i+1]
+        self.num_matched = 0  # length of the longest proper prefix of `stop` that the text ends with
+        self._fallback = [0]  # _fallback[i]: the longest proper prefix of stop that also ends stop[:i+1]
         matched = 0
         for char in stop[1:]:
             while matched and stop[matched] != char:
@@ -183,7 +183,7 @@ class _Tracker:
             self._fallback.append(matched)
 
     def advance(self, char: str) -> bool:
-        """Take one more character; return True if the stop string is complete here."""
+        """Add a character; return True if it completes the stop string."""
         matched = self.num_matched
         while matched and self.stop[matched] != char:
             matched = self._fallback[matched - 1]

@@ -1,7 +1,7 @@
 """A tokenizer from the files of a model directory.
 
     tokenizer.json            all of it, in the library's own format             read first
-    vocab.json + merges.txt   the older spelling of a byte-level BPE (GPT-2, Qwen 2)
+    vocab.json + merges.txt   the older format of a byte-level BPE (GPT-2, Qwen 2)
     tokenizer_config.json     names of the special tokens, whether a prompt begins with BOS, chat template
     special_tokens_map.json   names of the special tokens, where the file above is missing
     chat_template.jinja       the chat template, in directories written by recent tools
@@ -26,7 +26,7 @@ from infer.errors import CheckpointError
 from infer.tokenizer.growth import check_growth
 from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core
 
-# tokenizer_class -> the rule by which vocab.json + merges.txt of that class cut text
+# tokenizer_class -> split rule of a vocab.json with merges.txt
 _SPLIT_RULE_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
 
@@ -73,9 +73,9 @@ class _StoredTokenizer(_StoredNormalizer):
 
 
 def read_plain_json(path: Path) -> str | None:
-    """The text of a tokenizer.json that needs no change: nothing pads, and special tokens are marked.
+    """Return the text of a tokenizer.json that can be used unchanged: no padding, special tokens marked.
 
-    None: it needs a change, or cannot be read; `read_directory_vocabulary` takes twice as long.
+    None: it must be changed, or cannot be read; `read_directory_vocabulary` takes twice as long.
     """
     file = path if path.is_file() else path / "tokenizer.json"
     if not file.is_file():
@@ -97,11 +97,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
     text = _read_text(path)
-    with suppress(msgspec.MsgspecError):  # the library says what is wrong with it
+    with suppress(msgspec.MsgspecError):  # the library reports what is wrong with the file
         check_growth(msgspec.json.decode(text, type=_StoredNormalizer).normalizer, path)
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception for whatever it cannot read
+    except Exception as error:  # the library raises a bare Exception for anything it cannot read
         raise CheckpointError(f"cannot read {path}: {error}; fetch the file again") from None
 
 
@@ -147,7 +147,7 @@ def _to_added_token(fields: Any) -> AddedToken:
 
 
 def _mark_special(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Mark tokens as special that the config names as special, even if the vocabulary does not."""
+    """Mark the tokens that the config lists as special, even if the vocabulary does not mark them."""
     known = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     missing = {
         text: AddedToken(text, special=True, normalized=False)
@@ -171,7 +171,7 @@ def _find_id(core: tokenizers.Tokenizer, name: Any) -> int | None:
 
 
 def _token_text(name: Any) -> str | None:
-    """Config files spell a token as its text, or as an object that holds the text."""
+    """Return the text of a token, which config files give as a string or as an object that contains it."""
     text = name.get("content") if isinstance(name, dict) else name
     return text if isinstance(text, str) else None
 
@@ -185,7 +185,7 @@ def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if (directory / "chat_template.jinja").is_file():
         return _read_text(directory / "chat_template.jinja")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name; the one called default is for chatting
+    if isinstance(template, list):  # named templates; the one called default is for chat
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None

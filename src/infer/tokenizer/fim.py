@@ -1,12 +1,12 @@
-"""Fill in the middle: models that were trained to write what stands between two texts.
+"""Fill in the middle: models that were trained to write the text between two other texts.
 
 Their vocabulary has special tokens that mark the parts; the model writes the middle after the last of them.
 
     <|fim_prefix|> text before <|fim_suffix|> text after <|fim_middle|>       prefix first (most models)
     [SUFFIX] text after [PREFIX] text before                                  suffix first (Codestral)
 
-A vocabulary may have the tokens although its model never learned them, as base vocabularies of families do;
-nothing in a checkpoint tells the difference.
+A vocabulary may have these tokens although its model never learned them, because a family shares a
+vocabulary; nothing in a checkpoint shows the difference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from infer.tokenizer.tokenizer import Tokenizer
 
 
 class GapMarks(NamedTuple):
-    """The ids of the tokens that mark a text with a gap."""
+    """The ids of the tokens that mark the parts of a text with a gap."""
 
     prefix: int
     suffix: int
     middle: int | None  # None: the suffix comes first, and nothing follows the prefix
 
     def join(self, before: list[int], behind: list[int]) -> list[int]:
-        """The ids of a text with a gap, up to the place where the model goes on."""
+        """Return the ids of a text with a gap, up to the point where the model continues."""
         if self.middle is None:
             return [self.suffix, *behind, self.prefix, *before]
         return [self.prefix, *before, self.suffix, *behind, self.middle]
@@ -42,7 +42,7 @@ SPELLINGS: tuple[tuple[str, str, str | None], ...] = (  # prefix, suffix, middle
 
 
 def find_gap_marks(tokenizer: Tokenizer) -> GapMarks | None:
-    """The marks of a vocabulary; None: it has none."""
+    """Return the marks in a vocabulary; None: it has none."""
     for spellings in SPELLINGS:
         prefix, suffix, middle = (None if text is None else tokenizer.token_id(text) for text in spellings)
         if prefix is not None and suffix is not None and (middle is not None or spellings[2] is None):

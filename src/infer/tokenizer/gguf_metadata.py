@@ -1,9 +1,9 @@
-"""The `tokenizer.*` keys of a GGUF file from a vocabulary: the other direction of gguf_vocab.py.
+"""Write a vocabulary as the `tokenizer.*` keys of a GGUF file: the inverse of gguf_vocab.py.
 
-    byte-level BPE       ──►   tokens, merges, and the name of the rule by which text is cut
+    byte-level BPE       ──►   tokens, merges, and the name of the split rule
     sentencepiece BPE    ──►   tokens and scores: minus the rank of the first merge that makes a token
 
-Another reader knows the rule of a cut by its name alone, so a rule without one is refused.
+Readers of the file know split rules by name only, so a rule without a name is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def tokenizer_metadata(vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """The `tokenizer.*` keys of a vocabulary: byte-level BPE, or sentencepiece BPE with its bytes."""
+    """Return the `tokenizer.*` keys of a vocabulary: byte-level, or sentencepiece BPE with byte tokens."""
     core = vocabulary.core
     state = json.loads(core.to_str())
     if state["model"].get("type") != "BPE":
@@ -75,7 +75,7 @@ def tokenizer_metadata(vocabulary: Vocabulary, eos_ids: Sequence[int], vocab_siz
 
 
 def _cut_of(state: dict[str, Any]) -> str:
-    """The name in GGUF of the rule by which a byte-level tokenizer cuts text."""
+    """Return GGUF's name for the split rule of a byte-level tokenizer."""
     whole = state["pre_tokenizer"] or {}
     patterns: list[str] = []
     for part in whole.get("pretokenizers", [whole]):

@@ -1,20 +1,20 @@
 """A tokenizer from the header of a GGUF file.
 
-GGUF stores the vocabulary as parallel lists, and a way to merge:
+GGUF stores the vocabulary as parallel lists, and the merges in one of these ways:
 
-    tokenizer.ggml.model = "gpt2"    byte-level BPE: `merges` in order of rank, `pre` names the cut
+    tokenizer.ggml.model = "gpt2"    byte-level BPE: `merges` in order of rank, `pre` names the split rule
     tokenizer.ggml.model = "llama"   sentencepiece BPE: `scores`, one per token, and no list of merges
     tokenizer.ggml.model = "gemma4"  the same with a list of merges
 
-Sentencepiece merges the adjacent pair whose union has the best score. The `tokenizers` library wants
-that as a ranked list of pairs, so each token is cut in two at every place where both halves are tokens:
+Sentencepiece merges the adjacent pair whose union has the best score. The `tokenizers` library expects a
+ranked list of pairs instead, so each token is split in two wherever both halves are tokens:
 
     "▁the" (score -12)   ──►   ("▁", "the"), ("▁t", "he"), ("▁th", "e")     all with rank of -12
 
-Text that it cannot build from characters is spelled in bytes: "<0xE2>" "<0x82>" "<0xAC>" is "€".
+Characters without a token are spelled in bytes: "<0xE2>" "<0x82>" "<0xAC>" is "€".
 
-`token_type` says what a token is for: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
-Control tokens take no part in merging: no text may ever become one by accident.
+`token_type` is the kind of each token: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+Control tokens take no part in merging, so that text never becomes one by accident.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from infer.tokenizer.vocabulary import (
     byte_level_core,
 )
 
-MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find the merges of one is quadratic
+MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find a token's merges is quadratic
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
-# GGUF has room for one end-of-sequence id; chat models also end a turn with one of these
+# GGUF has a single end-of-sequence id; chat models also end a turn with one of these
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>")
 
 
@@ -119,7 +119,7 @@ def _sentencepiece_core(
 
 
 def _merges_from_scores(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Rank every way to build a token from two others: user-defined longest first, then by score."""
+    """Rank every pair of tokens that makes a token: user-defined ones first, longest first, then by score."""
     mergeable = {
         token: index
         for index, token in enumerate(tokens)
@@ -164,7 +164,7 @@ def _index(tokens: list[str]) -> dict[str, int]:
 def _read_list(
     metadata: Mapping[str, Any], name: str, kind: type, *, like: list[str] | None = None, default: Any = None
 ) -> list[Any]:
-    """Read one of the parallel lists; with `like` it must be as long, or is filled with `default`."""
+    """Read one of the parallel lists, which must be as long as `like`; if absent, it is all `default`."""
     key = f"tokenizer.ggml.{name}"
     raw = metadata.get(key)
     if raw is None and like is not None:

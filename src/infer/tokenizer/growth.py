@@ -1,16 +1,16 @@
 """The factor by which the normalizer of a tokenizer.json can lengthen a text.
 
-A normalizer is a list of steps, and each may put many characters in the place of one: four replacements of
-one character by a hundred turn a byte into 10^8. The bound below is a product over the steps, so it needs no
-text, and a file is refused before the library sees it: the library normalizes added tokens while it reads.
+A normalizer is a list of steps, each of which may replace one character by many: four steps that replace one
+by a hundred turn a byte into 10^8. The bound below is a product over the steps, so it needs no text. A file
+is checked before the library loads it, because the library normalizes added tokens while loading.
 
     Replace "ab" by 10 characters    5        a text can be all "ab"
     Replace a regex by c             2 c + 1  it may match the empty text, on both sides of a character
-    Prepend c                        c + 1    in front of each stretch between two added tokens
+    Prepend c                        c + 1    before each stretch of text between two added tokens
     NFD, NFC, NFKD, NFKC             18       only once: decomposed text stays decomposed
 
-Patterns need no bound in time of their own: the library's regex engine ends a match after 10^7 steps with an
-error. Decoders are read, never run.
+Patterns need no time limit of their own: the library's regex engine stops a match with an error after 10^7
+steps. Decoders are read, but never run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 
 from infer.errors import CheckpointError, RequestError
 
-MAX_GROWTH = 256  # characters out of one
-MAX_NORMALIZED = 2**27  # characters that one text may become
+MAX_GROWTH = 256  # most characters that a normalizer may make out of one
+MAX_NORMALIZED = 2**27  # most characters of a normalized text
 
-_DECOMPOSED = 18  # characters of U+FDFA, the longest decomposition
+_DECOMPOSED = 18  # characters of U+FDFA after decomposition, the longest one
 _DECOMPOSES = {"NFC", "NFD", "NFKC", "NFKD", "BertNormalizer"}
 _FACTORS = {"BertNormalizer": 9, "ByteLevel": 4, "Lowercase": 3, "Nmt": 1, "Strip": 1, "StripAccents": 1}
 
 
 def growth_of(normalizer: Any) -> int:
-    """The most characters that a normalizer, as JSON, can make out of one."""
+    """Return the most characters that a normalizer, given as JSON, can make out of one."""
     growth = 1
     steps = list(_steps(normalizer))
     for step in steps:
@@ -41,7 +41,7 @@ def growth_of(normalizer: Any) -> int:
 
 
 def check_growth(normalizer: Any, file: object) -> int:
-    """The growth of a file's normalizer; raises `CheckpointError` if it is unreasonably large."""
+    """Return the growth of a file's normalizer; raises `CheckpointError` if it is unreasonably large."""
     growth = growth_of(normalizer)
     if growth > MAX_GROWTH:
         shown = f"{growth:,}" if growth < 10**12 else "more than 10^12"
@@ -53,7 +53,7 @@ def check_growth(normalizer: Any, file: object) -> int:
 
 
 def check_normalized(num_chars: int, growth: int) -> None:
-    """Refuse a text that its normalizer could make too long."""
+    """Refuse a text that the normalizer could make too long."""
     if num_chars * growth > MAX_NORMALIZED:
         raise RequestError(
             f"prompt has {num_chars} characters, and this model's tokenizer takes at most "
@@ -63,7 +63,7 @@ def check_normalized(num_chars: int, growth: int) -> None:
 
 
 def _steps(normalizer: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer, also in lists inside lists; deeper nesting than Python's is not JSON."""
+    """Yield the steps of a normalizer, including nested lists; the JSON parser bounds the depth."""
     pending = [normalizer]
     while pending:
         step = pending.pop()
@@ -90,15 +90,15 @@ def _factor(step: Mapping[str, Any]) -> int:
 
 
 def _length(text: Any) -> int:
-    """The characters of a replacement, decomposed, because a later step may decompose it."""
+    """Return the characters of a replacement after decomposition, which a later step may apply."""
     return len(unicodedata.normalize("NFKD", text)) if isinstance(text, str) else 0
 
 
 def _longest_entry(charsmap: Any) -> int:
-    """The characters of the longest replacement in a sentencepiece table: a trie, then texts ended by 0."""
+    """Return the length of the longest text in a sentencepiece table: a trie, then texts ended by 0."""
     try:
         data = base64.b64decode(charsmap or "")
     except (TypeError, ValueError, binascii.Error):
-        return 1  # the library will refuse it
+        return 1  # the library will refuse the table
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
     return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))

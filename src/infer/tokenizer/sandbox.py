@@ -1,15 +1,15 @@
-"""Run other people's chat templates: Jinja's sandbox, with limits on time and memory.
+"""Run untrusted chat templates: Jinja's sandbox, with limits on time and memory.
 
 Jinja hides the interpreter, but a template can still use much time and memory: 'a'.ljust(10**9), x ~ x in a
 loop, a loop in a loop that writes nothing. So each rendering has an `Allowance` of seconds and characters,
-and every operation that can grow is charged to it first:
+and every operation that makes text is charged to it first:
 
-    {% for %}, {% macro %}     a tick is put in front of their bodies when a template is parsed
+    {% for %}, {% macro %}     get a tick at the start of their bodies when a template is parsed
     a ~ b                      becomes a call of `concat_parts`
-    {{ a }}                    is paid for, as a block or a macro may collect it
-    a + b, a * b, a % b        Jinja lets a sandbox intercept them
-    methods and filters        must not get large numbers; ones that multiply sizes are checked before they
-                               run, and every result is paid for
+    {{ a }}                    is charged, because a block or a macro may collect it
+    a + b, a * b, a % b        are intercepted by a hook of Jinja's sandbox
+    methods and filters        must not get large numbers; functions that multiply sizes are checked before
+                               they run, and every result is charged
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MAX_SECONDS = 10.0
-MAX_RANGE = 100_000  # numbers that all range() calls of one rendering may yield together
-MAX_MADE = 2**28  # characters that all expressions of one rendering may make together
-ITEM_SIZE = 8  # characters that an item of a list counts as
-MAX_NUMBER = 10_000  # largest argument: a width, an indent
+MAX_RANGE = 100_000  # total numbers that the range() calls of one rendering may yield
+MAX_MADE = 2**28  # total characters that the expressions of one rendering may make
+ITEM_SIZE = 8  # cost of a list item, in characters
+MAX_NUMBER = 10_000  # largest number as an argument, such as a width or an indent
 DROPPED_GLOBALS = ("lipsum", "cycler", "joiner")
 DROPPED_FILTERS = (
     *("center", "filesizeformat", "pprint", "random", "sum", "truncate", "urlize", "wordwrap", "xmlattr"),
 )
 REFUSED_METHODS = {"encode", "expandtabs", "to_bytes", "translate"}
 SHALLOW = {"count", "default", "first", "items", "last", "len", "list", "map", "reverse"}
-SHALLOW |= {"reject", "rejectattr", "select", "selectattr"}  # filters that do not look inside an item
+SHALLOW |= {"reject", "rejectattr", "select", "selectattr"}  # filters that do not look inside items
 
 _FORMAT_SIZES = re.compile(r"\{[^{}]*:|%[^a-zA-Z%]*[\d*]")  # "{:9}", "%9d", "%*d": a width is a size
 
 
 class Allowance:
-    """The resources that one rendering may still use."""
+    """The resources that one rendering has left."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._left = {"expressions": MAX_MADE, "range()": MAX_RANGE}
 
     def spend(self, count: int, of: str = "expressions") -> None:
-        """Take something off; fails if nothing is left, or no time."""
+        """Charge `count`; raises an error if the budget or the time is used up."""
         self._left[of] -= count
         if self._left[of] < 0:
             raise jinja2.exceptions.SecurityError(f"{of} of this template make more than a rendering may")
@@ -61,17 +61,17 @@ class Allowance:
             raise jinja2.exceptions.SecurityError(f"this template runs for more than {MAX_SECONDS:g} seconds")
 
     def range(self, *bounds: int) -> Iterable[int]:
-        """`range` for one rendering: nested loops share one allowance."""
+        """Replace `range`: all loops of a rendering share one budget."""
         numbers = range(*bounds)
         self.spend(len(numbers), of="range()")
         return numbers
 
 
-current: ContextVar[Allowance] = ContextVar("allowance")  # allowance of this thread's rendering
+current: ContextVar[Allowance] = ContextVar("allowance")  # allowance of this context's rendering
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, without the features that make much out of little."""
+    """Jinja's sandbox, with limits on operations that make much output from little input."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -85,11 +85,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.add_filter(name, function)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Make a function a filter, with limits around it."""
+        """Register a function as a filter, wrapped in limits."""
         self.filters[name] = _limited(function)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Add values that may grow that far; multiply and take remainders of small numbers; nothing else."""
+        """Add values within the allowance; allow * and % for small integers only."""
         if operator == "+":
             current.get().spend(_size(left) + _size(right))
         elif operator == "**" or not all(
@@ -99,7 +99,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method with limits around it."""
+        """Call a function or method within limits."""
         bare = inspect.unwrap(function)
         name = getattr(bare, "__name__", "")
         if name == "join":
@@ -108,18 +108,18 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _paid(super().call(context, function, *args, **kwargs))
 
     def tick(self, num_chars: int) -> str:
-        """Run once per turn of a loop and per call of a macro; `num_chars` counts its literal text."""
+        """Charge a loop iteration or macro call; `num_chars` is the length of its literal text."""
         current.get().spend(1 + num_chars)
         return ""
 
     def concat_parts(self, *parts: Any) -> str:
-        """`a ~ b`."""
+        """Compute `a ~ b`."""
         texts = [part if isinstance(part, str) else str(self._finalize(part)) for part in parts]
         current.get().spend(sum(map(len, texts)))
         return "".join(texts)
 
     def _finalize(self, value: Any) -> Any:
-        _pay_deeply(value)  # it is about to become text
+        _pay_deeply(value)  # the value is about to become text
         return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
@@ -129,7 +129,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _AddLimits(jinja2.visitor.NodeTransformer):
-    """Rewrite a parsed template: ticks in bodies, `~` as a call."""
+    """Rewrites a parsed template: adds ticks to bodies, turns `~` into a call."""
 
     def visit_Concat(self, node: Any) -> Any:
         self.generic_visit(node)
@@ -152,11 +152,11 @@ def _call(name: str, args: list[Any], lineno: int) -> jinja2.nodes.Call:
 
 
 def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # Jinja's marks on the function are copied too
+    @functools.wraps(function)  # also copies Jinja's marks on the function
     def limited(*args: Any, **kwargs: Any) -> Any:
         name = function.__name__.removeprefix("sync_").removeprefix("do_")
         given = [list(map(_paid, arg)) if isinstance(arg, GeneratorType) else arg for arg in args]
-        if name not in SHALLOW:  # it may turn its argument into text
+        if name not in SHALLOW:  # the function may turn its arguments into text
             for arg in given:
                 _pay_deeply(arg)
         _check(name, [*given, *kwargs.values()])
@@ -183,7 +183,7 @@ def _check(name: str, args: list[Any]) -> None:
 
 
 def _pay_deeply(value: Any) -> None:
-    """Pay for each value inside a value: a list of twice itself, twenty times over, is long as text."""
+    """Charge each nested value: a list that contains another twice, twenty levels deep, is long as text."""
     if isinstance(value, list | tuple | dict):
         current.get().spend(len(value))
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:

@@ -1,9 +1,9 @@
-"""Find the text of special tokens in a text.
+"""Find the spellings of special tokens in a text.
 
 Special tokens tell a model whose turn it is, so only a template may write them. `SpecialText` finds their
-spelling in a text, leftmost and longest first, as the `tokenizers` library does. The search must be linear,
-because a client may send a megabyte of "<", and a vocabulary may hold a thousand special tokens. So the
-alternatives share their beginnings, as in a trie:
+spellings in a text, leftmost and longest first, as the `tokenizers` library does. The search must be linear,
+because a client may send a megabyte of "<", and a vocabulary may have a thousand special tokens. So the
+alternatives of the regex share their prefixes, as in a trie:
 
     <s>  <start>  <stop>    ──►    <s(?:>|t(?:art>|op>))
 """
@@ -23,7 +23,7 @@ _MAX_LEVELS = 32
 
 
 class Occurrence(NamedTuple):
-    """text[start:stop] is replaced by the token; `content` is its spelling."""
+    """A special token at text[start:stop]; `content` is its spelling."""
 
     start: int
     stop: int
@@ -31,23 +31,23 @@ class Occurrence(NamedTuple):
 
 
 class SpecialText:
-    """The spellings of a vocabulary's special tokens, and how to find them."""
+    """Finds the spellings of a vocabulary's special tokens."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.content: token for token in tokens if token.content}
         self._pattern = re.compile(_trie_pattern(sorted(self._tokens))) if self._tokens else None
 
     def find(self, text: str, mark: str = "") -> Iterator[Occurrence]:
-        """Yield each occurrence from left to right, never overlapping, except what `guard` marked."""
+        """Yield occurrences from left to right, without overlaps, skipping what `guard` marked."""
         if self._pattern is None:
             return
         end = 0
         for match in self._pattern.finditer(text):
-            if match.start() < end:  # swallowed by the white space rule of the one before
+            if match.start() < end:  # part of the white space that the previous token took
                 continue
-            if mark and text.startswith(mark, match.end()):  # a token of one character: nothing to cut
+            if mark and text.startswith(mark, match.end()):  # a guarded token of one character
                 continue
-            token = self._tokens[match[0]]  # may swallow the white space to its left or right
+            token = self._tokens[match[0]]  # some tokens include the white space to their left or right
             start, stop = match.span()
             while token.lstrip and start > end and text[start - 1].isspace():
                 start -= 1
@@ -57,9 +57,9 @@ class SpecialText:
             end = stop
 
     def guard(self, text: str, mark: str) -> str:
-        """Put `mark` after each character of each occurrence, so that it no longer is one.
+        """Insert `mark` after each character of each occurrence, so that it no longer matches.
 
-        After each, not just once: a special token may be spelled inside another, or begin in one.
+        One mark is not enough: a special token may contain another, or overlap one.
         """
         if self._pattern is None:
             return text
@@ -67,8 +67,8 @@ class SpecialText:
 
 
 def _trie_pattern(words: list[str], levels: int = _MAX_LEVELS) -> str:
-    """A pattern that matches any of these sorted words, the longest that fits."""
-    if levels == 0:  # each of them holds a copy of the words
+    """Return a pattern that matches the longest of these sorted words that fits."""
+    if levels == 0:  # each level holds a copy of the words
         raise CheckpointError(
             f"more than {_MAX_LEVELS} special tokens begin with one another, as in no real vocabulary"
         )

@@ -1,25 +1,25 @@
 """Text to token ids and back.
 
-The `tokenizers` library does the *encoding*, set up so that the text of a special token is always text. If a
-caller wants markup (`parse_special`), we find the special tokens ourselves and give the library an *anchor*
-in their place, so it still sees the whole text at once and splits it as usual:
+The `tokenizers` library does the *encoding*, configured to treat spellings of special tokens as text. If a
+caller wants special tokens (`parse_special`), we find them ourselves and put an *anchor* in their place, so
+that the library still sees the whole text at once and splits it as usual:
 
     <|im_start|>user⏎Hi     ──►   ⚓user⏎Hi   ──►   [⚓, 4093, 198, 23066]   ──►   [1, 4093, 198, 23066]
 
-The anchor is spelled with a random number made at start-up, so no text can hold it. A second one, the
-*cut*, stands for nothing and keeps merges from spelling a special token out of text.
+The anchor's spelling has a random number made at start-up, so that no text can contain it. A second anchor,
+the *cut*, encodes to nothing and keeps merges from making a special token out of text.
 
-*Decoding* is our own: each id stands for some bytes, and text is the UTF-8 of the bytes laid end to end, with
-U+FFFD for invalid bytes. This rule makes streaming exact (detokenizer.py).
+*Decoding* is our own: each id stands for some bytes, and text is the UTF-8 of all bytes in a row, with U+FFFD
+for invalid bytes. This rule makes streaming exact (detokenizer.py).
 
     byte-level vocabularies    "Ġworld" -> b" world"      a printable alphabet for the 256 bytes
     sentencepiece ones         "▁world" -> b" world", "<0xE2>" -> b"\\xe2", and the first space of a text
                                is dropped if encoding puts one there
 
-Nothing changes after construction, so any number of threads may share one `Tokenizer`. The library keeps
-Python's lock while it encodes one text, but releases it for a batch. So long texts are batches of one, so
-that a thread that encodes megabytes does not stop the others. Texts of a vocabulary with unknown patterns are
-batches too, because a pattern may be slow.
+Nothing changes after construction, so any number of threads may share a `Tokenizer`. The library holds the
+GIL while it encodes a single text, but releases it for a batch. So long texts are encoded as batches of one,
+and a thread that encodes megabytes does not block the others. Vocabularies with unknown patterns always use
+batches, because a pattern may be slow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-LONG_TEXT = 2048  # characters, normalized: a millisecond or two of work
+LONG_TEXT = 2048  # normalized characters of a long text, which takes a millisecond or two to encode
 _KNOWN_PATTERNS = {pattern for rule in SPLIT_RULES.values() for pattern in rule.patterns}
 
 
@@ -68,13 +68,13 @@ class Tokenizer:
         self._special_id = {token.content: i for i, token in added.items() if token.special}
 
         self._prefix, self._suffix = self._find_wrapping(vocabulary)
-        core.encode_special_tokens = True  # the text of special tokens is text
+        core.encode_special_tokens = True  # True: encode their spellings as text
         self._anchor, self._cut = (f"\ufdd0{secrets.token_hex(16)}\ufdd1" for _ in range(2))
         core.add_tokens([AddedToken(text, normalized=False) for text in (self._anchor, self._cut)])
         self._anchor_id, self._cut_id = core.token_to_id(self._anchor), core.token_to_id(self._cut)
 
         self._is_byte_level, self.num_stripped = _read_decoder(core.decoder)
-        self._bytes: dict[int, bytes] = {}  # filled as ids are met; two threads may write the same value
+        self._bytes: dict[int, bytes] = {}  # cache by id; two threads may write the same value
         self._added = frozenset(added)
         unknown_text = getattr(core.model, "unk_token", None)  # not every kind of model has one
         unknown = core.token_to_id(unknown_text) if unknown_text else None
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """Read a model directory (or a tokenizer.json itself)."""
+        """Read a model directory, or a tokenizer.json."""
         with library_errors(CheckpointError):
             return cls(read_directory_vocabulary(path))
 
@@ -104,10 +104,10 @@ class Tokenizer:
     ) -> list[int]:
         """Turn text into ids.
 
-        `add_special` adds the checkpoint's tokens around every prompt, usually BOS, unless the text
-        already begins with it. `parse_special` turns the text of special tokens into those tokens, except
-        where a `guard` character stands inside it; guards are removed. A text that cannot fit `context_len`
-        tokens, even if each were the longest there is, is refused before any work is done.
+        `add_special` adds the tokens that the checkpoint puts around every prompt, usually BOS, unless the
+        text already begins with it. `parse_special` turns spellings of special tokens into these tokens,
+        except those with a `guard` character inside; guards are removed. A text that cannot fit into
+        `context_len` tokens, even if all were the longest in the vocabulary, is refused without encoding it.
         """
         if context_len is not None and self._most_chars is not None:
             least = (len(text) - text.count(guard) if guard else len(text)) // self._most_chars
@@ -118,7 +118,7 @@ class Tokenizer:
         return self.begin(ids) + self._suffix if add_special else ids
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Put the ids in front that begin every prompt of this checkpoint (BOS, or nothing), never twice."""
+        """Prepend the ids that begin every prompt of this checkpoint (BOS, or nothing), never twice."""
         if ids[: len(self._prefix)] == self._prefix:
             return ids
         return self._prefix + ids
@@ -130,23 +130,23 @@ class Tokenizer:
         return data[min(num_spaces, self.num_stripped) :].decode("utf-8", errors="replace")
 
     def visible_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text: none if it is special."""
+        """Return the bytes that a token adds to a text: none if it is special."""
         data = self.token_bytes(token_id)
         return b"" if token_id in self.special_ids else data
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; a special token stands for its own spelling."""
+        """Return the bytes of a token; for a special token, the bytes of its spelling."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._spell(token_id)
         return data
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, for people: half a character shows as U+FFFD."""
+        """Return a token as text, for people: an incomplete character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token with exactly this spelling in the vocabulary, if there is one."""
+        """Return the id of the token with exactly this spelling in the vocabulary, if there is one."""
         token_id = self._core.token_to_id(text)
         return None if token_id is None or token_id >= self.vocab_size else int(token_id)
 
@@ -164,10 +164,10 @@ class Tokenizer:
         return self._encode_parts(parts, specials)
 
     def _encode_parts(self, parts: list[str], specials: list[int]) -> list[int]:
-        """Encode text with a special token between each two parts; no part makes one by itself."""
+        """Encode text parts with a special token between neighbours; the parts themselves yield none."""
         ids = self._encode_raw(self._anchor.join(parts))
         if not self._never_from_text.isdisjoint(ids):
-            # a vocabulary whose merges spell a special token: cut the spelling up, so that no merge can
+            # the vocabulary's merges can make a special token: cut its spelling into characters
             cut_up = [self.special_text.guard(part, self._cut) for part in parts]
             ids = self._encode_raw(self._anchor.join(cut_up))
         remaining = iter(specials)
@@ -185,7 +185,7 @@ class Tokenizer:
         return ids
 
     def _find_wrapping(self, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
-        """The ids around every prompt: the library's post-processor, unless the checkpoint overrides it."""
+        """Return the ids around every prompt: the library's post-processor, unless the checkpoint differs."""
         bare = self._core.encode("a", add_special_tokens=False).ids
         wrapped = self._core.encode("a").ids
         start = next((i for i in range(len(wrapped)) if wrapped[i : i + len(bare)] == bare), 0)
@@ -197,10 +197,10 @@ class Tokenizer:
         return prefix, suffix
 
     def _find_gap(self) -> str:
-        """The text to write after a special token, so that the next word gets its usual space in front.
+        """Return the text to insert after a special token so that the next word gets its usual leading space.
 
-        Sentencepiece words are spelled "▁word". Some vocabularies put the mark in front of every stretch of
-        text by themselves, some only at the beginning of the prompt, where a written space must stand in.
+        Sentencepiece words are spelled "▁word". Some vocabularies add the mark before every stretch of text,
+        others only at the beginning of the prompt, so that a space must be inserted elsewhere.
         """
         puts_marks = not self._is_byte_level and self.num_stripped > 0
         after_special = self._encode_raw(self._anchor + "a")[1:]
@@ -212,7 +212,7 @@ class Tokenizer:
                 f"token id {token_id!r} is not in the vocabulary; ids are 0 to {self.vocab_size - 1}"
             )
         token = self._core.id_to_token(token_id)
-        if token is None:  # a gap in the numbering
+        if token is None:  # an unused id
             return b""
         if token_id in self.special_ids:
             return str(token).encode()
@@ -225,7 +225,7 @@ class Tokenizer:
 
 @contextmanager
 def library_errors(kind: type[InferError]) -> Iterator[None]:
-    """Turn errors of the `tokenizers` library, a bare Exception or a panic, into an error of ours."""
+    """Turn errors of the `tokenizers` library, a bare Exception or a panic, into an `InferError`."""
     try:
         yield
     except BaseException as error:  # a panic is not an Exception, and its class cannot be imported
@@ -235,7 +235,7 @@ def library_errors(kind: type[InferError]) -> Iterator[None]:
 
 
 def _printable_bytes() -> dict[str, int]:
-    """GPT-2's alphabet: bytes that print stand for themselves, the others for characters from 256 on."""
+    """Return GPT-2's alphabet: printable bytes are themselves, others are characters from 256 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -249,11 +249,11 @@ BYTE_OF_CHAR = _printable_bytes()
 
 
 def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
-    """The most characters of a text that one token can stand for, or None if there is no limit.
+    """Return the most characters of a text that one token can represent, or None if there is no limit.
 
-    It is the length of the longest spelling, in which a byte is a character or more; where characters are
-    composed first (NFC), up to three become two bytes. Other rewriting may drop text altogether, and an
-    unknown token, where there are no byte tokens, stands for any text.
+    It is the length of the longest spelling, in which a byte takes a character or more; if characters are
+    composed first (NFC), up to three become two bytes. Other normalizers may drop text altogether, and
+    without byte tokens an unknown token can represent any text.
     """
     normalizer = _state(core.normalizer)
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
@@ -272,12 +272,12 @@ def _most_chars(core: Any, vocab: Iterable[str]) -> int | None:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of the library's tokenizer as JSON."""
+    """Return a part of the library's tokenizer as JSON."""
     return {"type": None} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _has_known_patterns(core: Any) -> bool:
-    """Return True if text is cut and rewritten only by patterns of `SPLIT_RULES`, which are quick."""
+    """Return True if only patterns of `SPLIT_RULES`, which are fast, split and normalize text."""
     found = list(_regexes([_state(core.normalizer), _state(core.pre_tokenizer)]))
     return _KNOWN_PATTERNS.issuperset(found)
 
@@ -291,7 +291,7 @@ def _regexes(state: Any) -> Iterator[str]:
 
 
 def _read_decoder(decoder: Any) -> tuple[bool, int]:
-    """A flag, True if tokens are byte-level, and the number of leading spaces that are not the text's own."""
+    """Return True if tokens are byte-level, and the number of leading spaces that encoding adds to a text."""
     if decoder is None:
         raise CheckpointError("the tokenizer has no decoder, so its tokens cannot be turned into text")
     spec = _state(decoder)

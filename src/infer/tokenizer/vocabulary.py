@@ -1,15 +1,15 @@
-"""The parts of a tokenizer, whatever file described it.
+"""The parts of a tokenizer, independent of the file format.
 
-A `Vocabulary` is the `tokenizers` library's object (how text is cut and merged) plus the few facts
-the library does not keep: which token begins a prompt, which ones end an answer, and the chat template
+A `Vocabulary` is the `tokenizers` library's object (how text is split and merged) plus the few facts
+the library does not keep: the token that begins a prompt, the ones that end an answer, and the chat template
 that was shipped. `directory_vocab.py` and `gguf_vocab.py` each build one.
 
-A byte-level vocabulary cuts text into words before it merges anything, and merges never cross a cut:
+A byte-level vocabulary splits text into words before it merges anything, and merges never cross a split:
 
     "It's 1984"  ──►  It | 's | Ġ | 1 | 9 | 8 | 4        (SmolLM2: each digit alone)
 
-The rule of the cut is part of the model: a wrong one still gives valid ids, only not the ones the model
-was trained on. `SPLIT_RULES` holds the rules by their names in GGUF files.
+The split rule is part of the model: with a wrong one ids are still valid, but not the ones the model
+was trained on. `SPLIT_RULES` has the rules by their names in GGUF files.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """The way one byte-level family cuts text: patterns applied in turn, each to what the last one left."""
+    """The way a byte-level family splits text: patterns, each applied to the pieces of the previous one."""
 
     patterns: tuple[str, ...]
-    whole_words: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
-    nfc: bool = False  # Unicode is composed first
-    adds_bos: bool = False  # default if the file does not say
+    whole_words: bool = False  # True: a word in the vocabulary becomes one token without merges
+    nfc: bool = False  # True: text is normalized to NFC first
+    adds_bos: bool = False  # default if the file does not set it
 
 
 SPLIT_RULES: dict[str, SplitRule] = {
@@ -87,15 +87,15 @@ def byte_level_core(
 
 
 def build_bpe(**parts: Any) -> models.BPE:
-    """Build the library's BPE, or say why the vocabulary and its merges do not fit together."""
+    """Build the library's BPE; raises an error if the vocabulary and its merges do not fit together."""
     try:
         return models.BPE(**parts)
-    except Exception as error:  # the library raises bare Exception for a merge outside the vocabulary
+    except Exception as error:  # the library raises a bare Exception for a merge outside the vocabulary
         raise CheckpointError(f"the tokenizer's vocabulary and merges do not fit together: {error}") from None
 
 
 def add_tokens(core: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
-    """Match these texts before any cut; each must get the id the checkpoint gives it."""
+    """Add tokens that are matched before text is split; each must get its id in the checkpoint."""
     core.add_tokens([added[token_id] for token_id in sorted(added)])
     for token_id, token in added.items():
         if core.token_to_id(token.content) != token_id:
