@@ -1,17 +1,17 @@
-"""Two reports side by side, and whether the difference is more than noise.
+"""Compare two reports, and decide if a difference is more than noise.
 
     change = after / before - 1
     band   = the larger spread of the two, (high - low) / median / 2, and never less than the least band
     worse or better only if the change leaves the band; otherwise "same"
 
-A time that changed by less than a tenth of a millisecond is the same, whatever share of it that is. One
-repeat has no spread, so it gets a wider band: a single run can be off by that much on a busy machine.
-Figures that are neither better high nor better low (counts of tokens asked for, sizes chosen by a knob) are
-not judged. Differences in machine, model, config or seed are listed: they may explain everything. So may
-two things that no setting shows: a prefix cache that already held one report's prompts, seen in the share of
-prompt tokens that came from it; and a machine of the same name that was slower that day, seen in the
-ceilings that were measured with the rows.
-Reports that have no such figure in common are about different things, and comparing them is an error.
+A time that changed by less than a tenth of a millisecond counts as the same, whatever the relative change. A
+single repeat has no spread, so it gets a wider band: one run can be off by that much on a busy machine.
+Figures with no better direction (counts of requested tokens, sizes set by a knob) are not judged.
+Differences in machine, model, config or seed are listed, because they may explain the result. So may two
+things that no setting shows: a prefix cache that already held one report's prompts, which shows in the share
+of prompt tokens that were cached; and a machine of the same name that was slower that day, which shows in
+the ceilings that were measured with the rows.
+Comparing reports without a common figure that has a direction is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infer.errors import ConfigError
 
 LEAST_BAND = 0.02
 SINGLE_BAND = 0.08  # band if one of the two has only one repeat
-CACHED_BAND = 0.10  # share of the prompts' tokens
+CACHED_BAND = 0.10  # difference in cached share of prompt tokens that is listed
 LEAST_SECONDS = 1e-4
 
 
@@ -37,19 +37,19 @@ class Verdict:
     figure: str
     before: float
     after: float
-    change: float  # relative; +0.1: ten per cent more
+    change: float  # relative change; +0.1: ten per cent more
     band: float
     verdict: str  # "better", "worse" or "same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The verdicts on all figures that two reports share, and what they do not share."""
+    """The verdicts on all figures that two reports share, and the rows and settings that differ."""
 
     verdicts: list[Verdict]
-    only_before: list[str]  # rows
+    only_before: list[str]  # rows of the first report alone
     only_after: list[str]
-    differences: list[str]  # differences in machine, model, seed: reasons not to trust the rest
+    differences: list[str]  # differences in machine, model, seed: reasons to doubt the verdicts
 
     @property
     def worse(self) -> list[Verdict]:
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compare(before: Report, after: Report, *, least_band: float = LEAST_BAND) -> Comparison:
-    """Return a verdict on every figure that both have and that has a direction; raises if there is none."""
+    """Return a verdict on every common figure that has a direction; raises an error if there is none."""
     old = {row.name: row for row in before.rows if row.figures}
     new = {row.name: row for row in after.rows if row.figures}
     verdicts = []
@@ -173,7 +173,7 @@ def _warm_caches(before: Report, after: Report) -> list[str]:
 
 
 def _cached_share(row: Row) -> float | None:
-    """Return the recorded share, or compute it from the counts in reports older than the share."""
+    """Return the recorded share, or compute it from the counts if the report is too old to have it."""
     if "cached_share" in row.figures:
         return row.figures["cached_share"].median
     counts = [row.figures.get(name) for name in ("num_cached_tokens", "num_prompt_tokens")]

@@ -1,19 +1,19 @@
-"""Put a workload on a server: the right requests at the right times, and a trace of each.
+"""Run a workload against a server: send each request at its time, and record a trace of it.
 
-    closed loop    `concurrency` clients; each takes the next session when its last one has ended
-    open loop      a session starts at its time, however many are still running, or with a limit,
-                   when there is room
+    closed loop    `concurrency` clients; each starts the next session when its previous one has ended
+    open loop      a session starts at its time, however many are still running; with a limit, it may
+                   have to wait for another to end
 
-Bodies are made before the clock starts, except bodies that need an answer first. The client's own CPU time
-is part of the result: a client that is busy for most of the run measures itself. One Python process feeds one
-core, so a large load is divided among several:
+Bodies are made before the clock starts, unless they depend on an answer. The client's own CPU time is part of
+the result: a client that is busy for most of the run measures itself. A Python process uses one core, so a
+large load is split over several:
 
-    parent ──► spawn ──► worker 0: sessions 0, 2, 4 ...     each its own event loop and connections
-                    └──► worker 1: sessions 1, 3, 5 ...     all begin at the same moment of the same clock
+    parent ──► spawn ──► worker 0: sessions 0, 2, 4 ...     each with its own event loop and connections
+                    └──► worker 1: sessions 1, 3, 5 ...     all begin at the same time of the same clock
            ◄── a number for every answer, the traces at the end
 
-`perf_counter` is one clock for all processes of a machine, so a moment named by the parent is the same
-moment in all of them.
+`perf_counter` is the same clock in all processes of a machine, so a start time chosen by the parent is valid
+in all of them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from infer.bench.sse_client import Client, Clock, Endpoint
 from infer.bench.workloads import Session, Workload
 from infer.errors import EngineError
 
-with suppress(ImportError):  # it has no build for every platform
+with suppress(ImportError):  # not built for every platform
     from uvloop import new_event_loop
 
 STREAMS_PER_PROCESS = 128
-START_S = 1.0  # time for all workers to start after the last one is ready
+START_S = 1.0  # seconds from the last worker being ready to the common start
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """The traces of one run, and the client's cost of running it."""
+    """The traces of one run, and the load on the client."""
 
     traces: list[RequestTrace]
     seconds: float  # time from the first request to the last answer
     cpu_share: float  # share of one core that this client used
-    lag_s: float  # most seconds that a request of an open loop was sent late
+    lag_s: float  # largest delay with which a request of an open loop was sent
 
     @property
     def counts_frames(self) -> bool:
-        """True if tokens had to be counted by frames."""
+        """True if tokens had to be counted as frames."""
         return any(trace.is_ok and not trace.is_counted for trace in self.traces)
 
 
@@ -75,7 +75,7 @@ async def run_workload(
     first = [_message(endpoint, workload, session, []) for session in sessions]
 
     async def hold(numbers: Iterable[int]) -> None:
-        """Ask all turns of some sessions, one after the other."""
+        """Run all turns of some sessions, one after the other."""
         for number in numbers:
             session, answers, message = sessions[number], list[str](), first[number]
             while True:
@@ -84,7 +84,7 @@ async def run_workload(
                 answers.append(await client.ask(message, trace, keeps_text=has_more))
                 traces.append(trace)
                 on_done()
-                if trace.error is not None or not has_more:  # a session cannot go on after an error
+                if trace.error is not None or not has_more:  # a session cannot continue after an error
                     break
                 message = _message(endpoint, workload, session, answers)
 
@@ -107,7 +107,7 @@ async def run_workload(
                     lag_s = max(lag_s, clock() - due)
                     tasks.create_task(hold_in_turn(number))
             else:
-                waiting = iter(range(len(sessions)))  # shared by all clients: each takes the next
+                waiting = iter(range(len(sessions)))  # shared by all clients; each takes the next one
                 for _ in range(workload.arrival.concurrency or len(sessions)):
                     tasks.create_task(hold(waiting))
     finally:
@@ -181,7 +181,7 @@ def num_processes(workload: Workload) -> int:
 
 
 def split(workload: Workload, count: int) -> list[Workload]:
-    """Return the workload in `count` parts that make the whole when they run side by side."""
+    """Split the workload into `count` parts that together, run in parallel, are the same load."""
     parts = []
     for number in range(count):
         concurrency = workload.arrival.concurrency
@@ -222,7 +222,7 @@ def _receive(pipe: Pipe) -> Any:
 
 def _work(pipe: Pipe, endpoint: Endpoint, workload: Workload) -> None:
     """Run a part of the load in a worker process and send its traces to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, which ends its workers
     pipe.send("ready")
     starts_at = pipe.recv()
     pipe.send(_run(endpoint, workload, lambda: pipe.send(1), starts_at))

@@ -1,4 +1,4 @@
-"""From the times of requests to the figures of a report.
+"""Compute the figures of a report from the times of requests.
 
     asked ──────── first ──── ... ──── last
     ├──── TTFT ────┤                      |      time to first token
@@ -7,11 +7,11 @@
     ├──────────────── E2E ────────────────┤
 
 Percentiles interpolate between the two nearest values, as numpy does by default. Every figure is computed
-for each repeat by itself, then the median of the repeats is reported with the lowest and highest: a pool of
+for each repeat separately, then the median of the repeats is reported with the lowest and highest. Pooling
 all repeats would hide that one of them was disturbed.
 
 Goodput counts only the requests that met every limit of the SLO: a server that answers every request late has
-throughput and no goodput.
+throughput but no goodput.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ LATENCIES = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(slots=True, kw_only=True)
 class RequestTrace:
-    """One request as its client saw it; times in seconds on one clock, from the start of the run."""
+    """One request as its client saw it; times are seconds since the start of the run."""
 
     session: int
     turn: int
     asked: float
-    chunks: list[float] = field(default_factory=list)  # times at which the pieces of the answer came
+    chunks: list[float] = field(default_factory=list)  # arrival times of the chunks of the answer
     ended: float = 0.0
     num_prompt: int = 0  # tokens, from the server's count
     num_output: int = 0
     num_cached: int | None = None  # prompt tokens from the prefix cache; None: unknown
-    is_counted: bool = False  # True if the server said how many tokens there were
+    is_counted: bool = False  # True if the server reported the number of tokens
     queue_s: float | None = None  # time in the queue, if known
     error: str | None = None
 
     @property
     def is_ok(self) -> bool:
-        """True if the request brought an answer."""
+        """True if the request got an answer."""
         return self.error is None and bool(self.chunks)
 
     @property
     def ttft(self) -> float:
-        """The seconds from asking to the first piece."""
+        """The seconds from sending the request to the first chunk."""
         return self.chunks[0] - self.asked
 
     @property
@@ -62,24 +62,24 @@ class RequestTrace:
 
     @property
     def e2e(self) -> float:
-        """The seconds from asking to the last piece."""
+        """The seconds from sending the request to the last chunk."""
         return self.chunks[-1] - self.asked
 
     def gaps(self) -> list[float]:
-        """Return the seconds between successive pieces."""
+        """Return the seconds between successive chunks."""
         return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """The limits a request must keep to count as good, in seconds; None: no limit."""
+    """The limits that a request must meet to count as good, in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
     def is_met(self, trace: RequestTrace) -> bool:
-        """Return True if a request kept all limits."""
+        """Return True if a request met all limits."""
         if not trace.is_ok:
             return False
         seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2e": trace.e2e}
@@ -108,7 +108,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> dict[str, float]:
-    """Return the figures of one run that took `seconds`; figures without any data are left out."""
+    """Return the figures of one run that took `seconds`; figures without data are left out."""
     good = [trace for trace in traces if trace.is_ok]
     figures: dict[str, float] = {
         "seconds": seconds,
@@ -142,7 +142,7 @@ def summarise(traces: Sequence[RequestTrace], *, seconds: float, slo: Slo) -> di
 
 
 def cached_share(traces: Sequence[RequestTrace]) -> float | None:
-    """Return the share of all prompt tokens that came from the prefix cache; None if no server says."""
+    """Return the share of all prompt tokens that came from the prefix cache; None if it is unknown."""
     told = [(trace.num_cached, trace.num_prompt) for trace in traces if trace.is_ok]
     num_prompt = sum(length for cached, length in told if cached is not None)
     return sum(cached or 0 for cached, _ in told) / num_prompt if num_prompt else None
@@ -150,11 +150,11 @@ def cached_share(traces: Sequence[RequestTrace]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """The title and unit of a figure, and which way it is better."""
+    """The title, unit and better direction of a figure."""
 
     title: str
     unit: str
-    better: str  # "higher", "lower", or "" where neither is
+    better: str  # "higher", "lower", or "": neither
 
 
 MEASURES: dict[str, Measure] = {
@@ -215,7 +215,7 @@ _SCALES = {"ms": 1000.0, "%": 100.0, "MiB": 2.0**-20}
 
 
 def show(name: str, value: float) -> str:
-    """Return a figure as text, in the unit of its measure, with three digits that matter."""
+    """Return a figure as text, in the unit of its measure, with three significant digits."""
     unit = MEASURES[name].unit if name in MEASURES else ""
     value *= _SCALES.get(unit, 1.0)
     text = f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"

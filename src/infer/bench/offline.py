@@ -1,11 +1,11 @@
 """The engine without HTTP: throughput, latency, prompts alone, decoding alone.
 
-    offline    whole workloads, everything there at once          tokens per second, against the roofline
+    offline    whole workloads, all requests at once              tokens per second, against the roofline
     latency    one request at a time                              TTFT, TPOT, E2E
     prefill    one prompt, one token out                          tokens per second, share of the matmul rate
     decode     a batch that only decodes, at a given context      step time, against the roofline
 
-Every repeat has fresh tokens and an empty prefix cache, outputs are of fixed length (end-of-text is ignored),
+Every repeat has new tokens and an empty prefix cache, outputs have a fixed length (end-of-text is ignored),
 and the machine's ceilings are measured in the same process.
 """
 
@@ -33,12 +33,12 @@ from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.loader.quantization import PACKED
 
-TEMPERATURE = 0.6  # greedy decoding of random weights falls into cycles, which caches would find
+TEMPERATURE = 0.6  # not greedy: random weights would fall into cycles, an unrealistically easy load
 WARM_UP = 2
 
 
 def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -> OfflineResult:
-    """Run one repeat with tokens unlike any before and an empty prefix cache; raises if a request failed."""
+    """Run one repeat with new tokens and an empty prefix cache; raises an error if a request failed."""
     engine.reset_prefix_cache()
     result = run_offline(engine, vary(workload, repeat, vocab_size), temperature=TEMPERATURE)
     for trace in result.traces:
@@ -48,7 +48,7 @@ def run_once(engine: Engine, workload: Workload, repeat: int, vocab_size: int) -
 
 
 def warm_up(engine: Engine, target: BenchTarget) -> Engine:
-    """Run a few short requests, for first allocations, compiled kernels and captured graphs."""
+    """Run a few short requests to trigger allocations, kernel compilation and graph capture."""
     workload = batch(4, 32, 8, target.vocab_size, seed=99)
     for _ in range(WARM_UP):
         run_offline(engine, fit(workload, context_len=engine.context_len), temperature=TEMPERATURE)

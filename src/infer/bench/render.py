@@ -1,7 +1,7 @@
 """A report as text: Markdown for files and pages, a table and bars for the terminal.
 
-Everything is made from the report alone, so a page can be written again from a file of long ago, and
-scripts/docs.py can check that it still says what the file says.
+Everything is generated from the report alone, so a page can be regenerated from an old file, and
+scripts/docs.py can check that the two agree.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from infer.bench.compare import Comparison
 from infer.bench.metrics import CEILINGS, LATENCIES, MEASURES, PERCENTS, show
 from infer.bench.report import Figure, Report, Row
 
-# The figures that a report shows, as far as any row has them: a text of names for each of its tables. A
-# latency by itself stands for its three percentiles in one column.
+# The figures that each kind of report shows if any row has them: a string of names for each table. The bare
+# name of a latency means its three percentiles in one column.
 SHOWN: dict[str, tuple[str, ...]] = {
     "serve": (
         "output_tokens_per_s requests_per_s goodput_per_s goodput_share queue_mean_s cache_hit_share "
@@ -44,7 +44,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "mean_running kv_use cache_hit_share draft_share num_preemptions",
     ),
 }
-SHORT = 24  # letters of a reason that a cell can hold; a longer one stands below the table
+SHORT = 24  # characters of a reason that fit in a cell; longer reasons are shown below the table
 NOT_TOLD = {"queue_mean_s": "not told"}  # figures that only a server's own metrics can give
 
 
@@ -91,7 +91,7 @@ def json_lines(report: Report) -> str:
 
 
 def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
-    """Return headings and cells of one table; a skipped row says so, one without figures is left out."""
+    """Return headings and cells of one table; a skipped row shows why, one without figures is left out."""
     rows = [["", *(map(title, names) if names else [""])]]
     for row in report.rows:
         cells = [cell_of(row, name) for name in names]
@@ -104,11 +104,11 @@ def table_of(report: Report, names: Sequence[str]) -> list[list[str]]:
 
 
 def cell(name: str, figure: Figure | None) -> str:
-    """Return the median as text, with the spread of the repeats where there is one."""
+    """Return the median as text, with the spread of the repeats if there is any."""
     if figure is None:
         return ""
     if name == "num_errors":
-        return show(name, figure.high)  # a median would hide the one repeat that had them
+        return show(name, figure.high)  # a median would hide errors of a single repeat
     text = show(name, figure.median)
     if len(figure.values) > 1 and figure.median and MEASURES.get(name) and MEASURES[name].better:
         half = (figure.high - figure.low) / 2 / abs(figure.median)
@@ -176,7 +176,7 @@ def to_markdown(report: Report) -> str:
 
 
 def terminal(report: Report) -> str:
-    """Return the tables for a terminal, rows and columns exchanged where that is narrower."""
+    """Return the tables for a terminal, transposed if that is narrower."""
     lines: list[str] = []
     for names in columns(report):
         table = table_of(report, names)
@@ -192,7 +192,7 @@ def transpose(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with the first column to the left and the others to the right."""
+    """Return lines with the first column aligned left and the others aligned right."""
     first, *others = transpose(rows)
     columns = [_padded(first, str.ljust), *(_padded(column, str.rjust) for column in others)]
     return ["  ".join(cells).rstrip() for cells in transpose(columns)]

@@ -1,10 +1,10 @@
-"""Rows measured one after the other, so that Ctrl-C costs the repeat under way and nothing before it.
+"""Measure rows one after the other, so that Ctrl-C loses only the current repeat.
 
-    rows       row ──► row ──► row ✗ Ctrl-C             the rest is skipped, and says why
+    rows       row ──► row ──► row ✗ Ctrl-C             the rest are skipped, with the reason
     repeats    repeat ──► repeat ──► repeat ✗           complete repeats are kept, and the row says how many
 
-A repeat that was cut short is dropped: half a workload is another load, with figures of its own.
-A row that cannot be measured is skipped with its reason and the others go on; it is an error if all fail.
+An interrupted repeat is dropped, because half a workload is a different load.
+A row that cannot be measured is skipped with its reason, and the others continue; it is an error if all fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tell = Callable[[str], None]  # gets a line for each repeat as it ends
 
 
 class RowJob(NamedTuple):
-    """A row that is to be measured: its description, and a function that returns the figures of a repeat."""
+    """A row to measure: its description, and a function that runs a repeat and returns its figures."""
 
     about: str
     measure: Callable[[int], Mapping[str, float]]
@@ -38,7 +38,7 @@ Jobs = Mapping[str, Callable[[], RowJob | Row]]  # jobs by the name of the row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench:
-    """The input of every benchmark of an engine: a model, the seed of its prompts, the number of repeats."""
+    """The input of every engine benchmark: a model, the seed of the prompts, the number of repeats."""
 
     target: BenchTarget
     seed: int
@@ -54,7 +54,7 @@ class EngineBench:
         config: Mapping[str, Any] | None = None,
         notes: Callable[[Sequence[Row]], list[str]] = lambda rows: [],
     ) -> Report:
-        """Measure all rows and report them with the knobs of the engine, or with this config."""
+        """Measure all rows and report them with `config`, which defaults to the engine's knobs."""
         rows, is_partial = run_rows(jobs, self.repeats)
         return make_report(
             kind,
@@ -96,7 +96,7 @@ def run_rows(jobs: Jobs, repeats: int = 1) -> tuple[list[Row], bool]:
 
 
 def _cut_row(name: str, job: RowJob | None, runs: Sequence[Mapping[str, float]], repeats: int) -> Row:
-    """The row of a job that Ctrl-C has ended: its complete repeats, if there are any."""
+    """Return the row of a job that Ctrl-C interrupted: its complete repeats, if there are any."""
     if job is None:
         return skip_row(name, "", INTERRUPTED)
     if not runs:

@@ -1,13 +1,13 @@
-"""A report: what was measured, and everything that is needed to measure it again.
+"""A report: the results of a benchmark, and everything that is needed to repeat it.
 
     Report   schema, version, kind, when, machine, versions, commit, model, config, seed, repeats, warm-up
-    └── Row      one workload, one shape or one setting
+    └── Row      one workload, shape or setting
         └── Figure   median, low and high of the repeats, and the repeats themselves
 
-Reports are JSON, checked when they are written and when they are read: a field too many, too few or of
-the wrong type is an error that names it. `version` grows when a field changes its meaning; an older
+Reports are JSON, checked when they are written and when they are read: an unknown or missing field, or one of
+the wrong type, is an error that names it. `version` grows when a field changes its meaning; an older
 reader refuses an unknown version rather than misread it. A run that was interrupted is reported too:
-`is_partial` is set, and a row that is missing repeats, or all of them, says so.
+`is_partial` is set, and rows with missing repeats say so.
 
 Other engines' results, `{"engine": ..., "model": ..., "WORKLOAD": {"s": ..., "out_tok_s": ...}}`, are read
 as reports too, so that they can be compared with ours.
@@ -60,7 +60,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file of a report."""
+    """The content of a report file."""
 
     schema: str
     version: int
@@ -71,10 +71,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     versions: dict[str, str]
     commit: str
     model: dict[str, Any]  # name, revision, dtype, device and sizes, as far as they are known
-    config: dict[str, Any]  # every knob; for a server, what it says about itself
+    config: dict[str, Any]  # every knob; for a server, the settings that it reports
     seed: int
     repeats: int
-    warmup: int  # requests or calls before the first that counts
+    warmup: int  # requests or calls before the first measured one
     rows: list[Row]
     notes: list[str] = []
     is_partial: bool = False  # interrupted: rows may lack repeats, or be skipped
@@ -122,7 +122,7 @@ def make_report(
     is_partial: bool = False,
     served_by: str = "",
 ) -> Report:
-    """Return a report of rows measured here and now; `served_by` is the version of a server, if known."""
+    """Return a report of rows just measured on this machine; `served_by`: a server's version, if known."""
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -235,7 +235,7 @@ def _from_engine(raw: Mapping[str, Any], where: Path) -> Report:
 
 
 def machine() -> dict[str, str | int]:
-    """Return facts about the hardware; reports that differ in them compare machines, not programs."""
+    """Return facts about the hardware; if they differ, a comparison is about machines, not programs."""
     found: dict[str, str | int] = {
         "cpu": cpu_name(),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -246,7 +246,7 @@ def machine() -> dict[str, str | int]:
 
 
 def _gpu() -> dict[str, str | int]:
-    """Return the first GPU as its driver names it; a client of a server has no other way to see one."""
+    """Return the first GPU as its driver names it; a client of a server cannot learn it otherwise."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -257,7 +257,7 @@ def _gpu() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the programs that decide speed, and of the libraries that were used."""
+    """Return the versions of the programs that determine speed, and of the libraries in use."""
     found = {"infer": __version__, "python": platform.python_version()}
     for name in ("torch", "triton", "numpy"):
         if name in sys.modules:
@@ -268,7 +268,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Return the commit of this code, with `-dirty` if code was changed; `unknown` outside a repository.
 
-    Reports and pages do not count: the first of several reports does not make the others dirty.
+    Changed reports and pages do not count, so the first of several reports does not make the others dirty.
     """
 
     def git(*command: str) -> str:

@@ -1,7 +1,7 @@
-"""The roofline: the shortest time possible on this machine, which a measured time is compared with.
+"""The roofline: the shortest possible time on this machine, to compare measured times with.
 
 A step reads every weight once and multiplies it with every token; whichever takes longer is its roofline.
-Layers, head and keys come one after the other, so their rooflines add up:
+Layers, head and attention run one after the other, so their rooflines add up:
 
     decode(batch, context) = max(W_layers / BW, 2 P_layers * batch / F)      weights of the layers
                            + max(W_head / BW, 2 P_head * batch / F)          weights of the head
@@ -11,15 +11,15 @@ Layers, head and keys come one after the other, so their rooflines add up:
                               + 2 P_head) / F
                              and not less than reading the weights once
 
-P parameters, W bytes of them, kv bytes of keys and values per token, N query heads of size H in L layers.
-A layer with E experts, C of them for each token, reads the experts its tokens choose. If tokens choose evenly
-and independently, it reads  E (1 - (1 - C / E) ^ batch)  on average.
-P_last are the parameters of the last layer without its keys and values. Only one token of a prompt samples.
-For the others nothing is read after the last layer's keys and values, so neither their queries nor their
-attention and MLP need to be computed. (The engine saves less: it attends there for all, models/model.py.)
-BW (bytes copied per second, read and write counted) and F (multiply-adds of a large matrix product, two per
-element) are measured in the same process as the times compared with them: a ceiling from a data sheet is
-another machine's.
+P parameters, W their bytes, kv bytes of keys and values per token, N query heads of size H in L layers.
+A layer with E experts, C of them for each token, reads the experts that its tokens choose. If tokens choose
+uniformly and independently, it reads  E (1 - (1 - C / E) ^ batch)  experts on average.
+P_last are the parameters of the last layer without its keys and values. Only the last token of a prompt is
+sampled from. For the others, only the last layer's keys and values are needed, not its queries, attention and
+MLP. (The engine saves less: it computes attention there for all tokens, models/model.py.)
+BW (bytes copied per second, reads plus writes) and F (operations per second of a large matrix product, two
+per multiply-add) are measured in the same process as the times compared with them, because the ceilings of a
+data sheet are not this machine's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from infer.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The measured rates that this machine does not exceed."""
+    """The measured peak rates of this machine."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -54,16 +54,16 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that a roofline depends on, in elements unless they say bytes."""
+    """The sizes of a model that a roofline depends on, in elements unless the name says bytes."""
 
     layer_params: int  # parameters of the matrices; norms and biases are too small to count
-    last_params: int  # the last layer's, without keys and values: only sampled rows need them
+    last_params: int  # parameters of the last layer without keys and values; only sampled rows need them
     head_params: int
     attention_size: int  # query heads * head size, in one layer
     num_layers: int
     kv_elements: int  # keys and values of one token in all layers
-    expert_params: int = 0  # part of `layer_params` that belongs to the experts of one token
-    expert_share: float = 1.0  # C / E, the share of a layer's experts that one token is sent to
+    expert_params: int = 0  # part of `layer_params` in the experts of one token
+    expert_share: float = 1.0  # C / E, the share of a layer's experts that a token is routed to
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
 
@@ -93,7 +93,7 @@ def shape_of(config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> Mo
 
 
 def weights_roofline(shape: ModelShape, ceilings: Ceilings, batch: int) -> float:
-    """Return the seconds of one step of `batch` sequences that each add one token, without attention."""
+    """Return the seconds of a decode step with `batch` sequences, without attention."""
     bandwidth, flops = ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
     layers_read, head = shape.layer_params_read(batch), shape.head_params
     return sum(
@@ -109,7 +109,7 @@ def decode_roofline(shape: ModelShape, ceilings: Ceilings, *, batch: int, contex
 
 
 def prefill_flops(shape: ModelShape, length: int) -> float:
-    """Return the operations of one prompt; the last layer and the head compute only its last token."""
+    """Return the operations of one prompt; most of the last layer, and the head, only for its last token."""
     rows = 2 * (shape.layer_params - shape.last_params) * length + 2 * (shape.last_params + shape.head_params)
     num_pairs = (shape.num_layers - 1) * length * (length + 1) / 2 + length  # pairs of a query and a key
     return rows + 4 * shape.attention_size * num_pairs
@@ -123,10 +123,10 @@ def prefill_roofline(shape: ModelShape, ceilings: Ceilings, length: int) -> floa
 
 
 def workload_roofline(shape: ModelShape, ceilings: Ceilings, lengths: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds for (prompt, output) lengths that arrive together, every step as full as can be.
+    """Return the seconds for (prompt, output) lengths that arrive together, with steps as full as possible.
 
-    The prompts cost their operations; then the first token of every request is there, and each further step
-    reads the weights once for all that still run. Keys and values are read once per token made.
+    The prompts take the time of their operations, which makes the first token of every request. Each further
+    step reads the weights once for all running requests. Keys and values are read once per generated token.
     """
     seconds = sum(prefill_flops(shape, prompt) for prompt, _ in lengths) / ceilings.matmul_flops_per_s
     ends = sorted(output for _, output in lengths)
@@ -147,7 +147,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float =
 
 
 def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
-    """Return the bytes per second of the best of several copies of a large tensor, read and write counted."""
+    """Return the bytes per second, reads plus writes, of the best of several copies of a large tensor."""
     num_pieces = int(scale * (1 << (14 if is_gpu(device) else 11)))
     source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device=device).repeat(num_pieces)
     target = torch.empty_like(source)
@@ -155,7 +155,7 @@ def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
 
 
 def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
-    """Return the shortest of several calls: disturbances only make a call longer."""
+    """Return the shortest time of several calls, because disturbances only make a call longer."""
     assert callable(work)
     work()
     synchronize(device)

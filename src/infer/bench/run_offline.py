@@ -1,7 +1,7 @@
-"""Run a workload on an engine without a server: requests go in at their times, every token's time comes out.
+"""Run a workload on an engine without a server: add requests at their times, record the time of every token.
 
-Every user of an engine runs this loop: add the requests that are due, step, hand out. It takes the real clock
-or the virtual clock of a simulation, which the device moves by the cost of each step.
+Every user of an engine runs this loop: add the requests that are due, step, deliver. It uses the real clock
+or the virtual clock of a simulation, which the device advances by the cost of each step.
 
     offline      run_offline(engine, workload)                    this machine's speed
     simulated    run_offline(engine, workload, clock=device)      the scheduler's decisions alone
@@ -22,8 +22,8 @@ from infer.errors import InferError
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import Request, StepOutput
 
-SAMPLE_EVERY = 16  # steps between two looks at how full the engine is: a look takes measured time
-STARVED_S = 30.0  # time without a token that is longer than a user waits
+SAMPLE_EVERY = 16  # steps between two samples of the engine's load, which take measured time
+STARVED_S = 30.0  # seconds without a token after which a request counts as starved
 COUNTERS = (
     "num_steps", "num_preemptions", "num_step_tokens", "num_queried_tokens", "num_hit_tokens",
     "num_draft_tokens", "num_accepted_tokens",
@@ -38,7 +38,7 @@ class Clock(Protocol):
         """Return the seconds since the start."""
 
     def wait_until(self, when: float) -> None:
-        """Return at this moment, or at once if it is past."""
+        """Return at this time, or immediately if it is past."""
 
 
 class WallClock:
@@ -52,21 +52,21 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def wait_until(self, when: float) -> None:
-        """Sleep until this moment."""
+        """Sleep until this time."""
         time.sleep(max(0.0, when - self.seconds()))
 
 
 @dataclass(slots=True, kw_only=True)
 class OfflineResult:
-    """The traces of one run, and a record of what the engine did in it."""
+    """The traces of one run, and statistics of the engine."""
 
     traces: list[RequestTrace] = field(default_factory=list)
     seconds: float = 0.0  # time to the end of the last request
     num_blocks: int = 0  # blocks of the cache
     step_s: list[float] = field(default_factory=list)  # seconds of each step
-    running: list[int] = field(default_factory=list)  # running sequences, after each step that was sampled
-    kv_use: list[float] = field(default_factory=list)  # share of blocks in use, at the same steps
-    counters: dict[str, float] = field(default_factory=dict)  # changes of the engine's counters
+    running: list[int] = field(default_factory=list)  # running sequences after each sampled step
+    kv_use: list[float] = field(default_factory=list)  # share of blocks in use after the same steps
+    counters: dict[str, float] = field(default_factory=dict)  # increase of the engine's counters
 
     def figures(self, slo: Slo | None = None) -> dict[str, float]:
         """Return every figure of the run by its name in MEASURES."""
@@ -94,7 +94,7 @@ class OfflineResult:
 
 
 def to_ids(workload: Workload) -> Workload:
-    """Return a chat as token ids, one for each word: an engine has no words."""
+    """Return a chat as token ids, one for each word, because engines accept only ids."""
     if not workload.is_chat:
         return workload
 
@@ -110,7 +110,7 @@ def to_ids(workload: Workload) -> Workload:
 
 
 class _Run:
-    """Puts the requests of one workload into an engine and collects their traces."""
+    """Submits the requests of one workload to an engine and collects their traces."""
 
     def __init__(
         self, engine: Engine, workload: Workload, clock: Clock, sample_every: int, params: Mapping[str, Any]
@@ -127,7 +127,7 @@ class _Run:
         by_start = sorted(order, key=lambda number: self._sessions[number].start_s)
         self._pending = deque(by_start if self._is_open else order)
         self._active: dict[tuple[str, int], tuple[RequestTrace, list[int], float]] = {}  # last: seconds late
-        self._num_sessions = 0  # sessions under way
+        self._num_sessions = 0  # active sessions
         self.result = OfflineResult()
 
     def run(self) -> OfflineResult:
@@ -165,7 +165,7 @@ class _Run:
         session = self._sessions[number]
         asked = session.turns[turn]
         prompt = [*history, *asked.ids]
-        # an open loop counts from the time the request was due: a step under way is part of the wait
+        # in an open loop, times count from when the request was due: waiting for a running step is included
         due = session.start_s if self._is_open and turn == 0 else self._now()
         request = Request(
             request_id=f"{number}.{turn}",
@@ -204,7 +204,7 @@ class _Run:
         trace.error = output.error
         del self._active[key]
         if any(request_id == output.request_id for request_id, _ in self._active):
-            return  # the session goes on with the answer that ends last
+            return  # the session continues with the answer that ends last
         if trace.error is None and trace.turn + 1 < len(self._sessions[trace.session].turns):
             self._ask(trace.session, trace.turn + 1, tokens)
         else:

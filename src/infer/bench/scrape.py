@@ -1,8 +1,8 @@
-"""The counters of a server's /metrics page before and after a run, if it has one.
+"""Read the counters of a server's /metrics page before and after a run, if it has one.
 
-Names end alike in all engines (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a figure is
-found by the end of its name, and values with different labels are added up. A page may hold a series under
-two names: the first one counts. A server without the page loses these figures and nothing else.
+Names have the same endings in all engines (`infer_num_preemptions_total`, `vllm:num_preemptions_total`), so a
+figure is found by the end of its name, and values with different labels are added up. If a page has a series
+under two names, the first one counts. Without the page only these figures are missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_counters(page: str) -> dict[str, float]:
 
 
 def read_config(page: str) -> dict[str, str]:
-    """Return the labels of `cache_config_info`: the server's settings, as far as it reveals them."""
+    """Return the labels of `cache_config_info`: the server's settings, as far as it exposes them."""
     for name, labels, _ in _LINE.findall(page):
         if name.endswith("cache_config_info"):
             return dict(_LABEL.findall(labels))

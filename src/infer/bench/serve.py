@@ -1,6 +1,6 @@
-"""`infer bench serve`: workloads against a server, repeat by repeat, into one report.
+"""`infer bench serve`: run workloads against a server, repeat by repeat, and write one report.
 
-what is served? ──► which ids are taken? ──► warm up ──► each workload, each repeat: other tokens, run, count
+served model ──► accepted token ids ──► warm up ──► for each workload and repeat: new tokens, run, count
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ LATE_S = 0.05
 POLL_S = 0.2
 ELSEWHERE = "the machine and the commit are the client's; the server is at another address"
 FORM = ("revision", "dtype", "weights")  # properties of a model that a server may give in /v1/models
-LEAST_VOCAB = 100  # a server that refuses ids below it takes none at all
+LEAST_VOCAB = 100  # a server that refuses ids below this accepts no ids at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The workloads to run, and how to ask."""
+    """The workloads to run, and how to run them."""
 
     workloads: Sequence[str]
     seed: int = 42
     repeats: int = 1
     warmup: int = 4
-    vocab_size: int | None = None  # token ids stay below it; None: the largest that the server takes
-    as_text: bool = False  # words instead of token ids
+    vocab_size: int | None = None  # limit of token ids; None: the largest that the server accepts
+    as_text: bool = False  # True: send words instead of token ids
     processes: int | None = None
     slo: Slo = field(default_factory=Slo)
-    wait_s: float = 0.0  # time to wait for the server to be ready
-    note: str = ""  # remark for the report about what the server does not say
+    wait_s: float = 0.0  # seconds to wait for the server to be ready
+    note: str = ""  # remark for the report about facts that the server does not reveal
     random: RandomLoad = field(default_factory=RandomLoad)  # sizes of the workload of that name
 
     def make(self, name: str) -> Workload:
-        """Return the workload of this name, in ids that the server takes."""
+        """Return the workload of this name, with ids that the server accepts."""
         draw = {"seed": self.seed, "vocab_size": self.vocab_size or DEFAULT_VOCAB}
         return random_workload(self.random, **draw) if name == RANDOM else make_workload(name, **draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The model of a server, and what the server says about itself."""
+    """The model of a server, and the facts that the server reports about itself."""
 
     model: str
     context_len: int | None
@@ -77,7 +77,7 @@ class Served:
 
 
 def ask_server(endpoint: Endpoint, *, wait_s: float = 0.0) -> Served:
-    """Return the model to ask for and what the server says about itself; it may take `wait_s` to start."""
+    """Return the model to request and the server's facts; waits up to `wait_s` for the server to start."""
     page = _wait_for(endpoint, "/v1/models", wait_s)
     try:
         cards = json.loads(page)["data"]
@@ -147,9 +147,9 @@ def bench_server(
 
 
 def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
-    """Return the plan with token ids that this server takes, or with words where it takes none.
+    """Return the plan with token ids that this server accepts, or with words if it accepts none.
 
-    One request per guess, the largest first: nearly every server accepts the first.
+    It tries sizes with one request each, the largest first, which nearly every server accepts.
     """
     if plan.as_text or plan.vocab_size is not None:
         return replace(plan, vocab_size=plan.vocab_size or DEFAULT_VOCAB)
@@ -175,7 +175,7 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
 
 
 def _try(endpoint: Endpoint, turn: Turn, *, count: int = 1, concurrency: int = 1) -> str | None:
-    """Return the error of this request if it fails each time."""
+    """Return the error of this request if all of its copies fail."""
     workload = Workload.of("try", [turn] * count, concurrency=concurrency)
     errors = [trace.error for trace in run_load(endpoint, workload, processes=1).traces]
     return errors[0] if all(errors) else None
@@ -193,7 +193,7 @@ def _prepare(name: str, plan: Plan, served: Served) -> Workload:
 
 
 def _as_text(workload: Workload) -> Workload:
-    """Return the workload with a word for each id, for servers that take only text."""
+    """Return the workload with a word for each id, for servers that accept only text."""
 
     def words(turn: Turn) -> Turn:
         return replace(turn, ids=(), text=" ".join(WORDS[token_id % len(WORDS)] for token_id in turn.ids))
@@ -202,7 +202,7 @@ def _as_text(workload: Workload) -> Workload:
 
 
 def _warm_up(endpoint: Endpoint, plan: Plan) -> None:
-    """Send a few requests that are not counted: connections, compiled kernels, first allocations."""
+    """Send a few uncounted requests, to open connections, compile kernels and allocate memory."""
     if plan.warmup:
         turn = Turn(text=" ".join(WORDS[:32]), max_tokens=16)
         error = _try(endpoint, turn, count=plan.warmup, concurrency=max(1, plan.warmup // 2))
@@ -218,7 +218,7 @@ def _no_answer(error: str) -> str:
 def _bench(
     endpoint: Endpoint, workload: Workload, plan: Plan, tell: Callable[[str], None], notes: list[str]
 ) -> RowJob:
-    """Return the job that measures one workload; what a reader must know goes into the notes."""
+    """Return the job that measures one workload, adding caveats for readers to the notes."""
 
     def run(repeat: int) -> dict[str, float]:
         before = scrape.read_counters(_page(endpoint, "/metrics"))
@@ -247,7 +247,7 @@ def _bench(
 
 
 def _notes(name: str, result: LoadResult) -> list[str]:
-    """Return what a reader must know before trusting the figures."""
+    """Return caveats about the figures of a run."""
     notes = []
     if result.cpu_share > BUSY_CLIENT:
         notes.append(
@@ -259,14 +259,14 @@ def _notes(name: str, result: LoadResult) -> list[str]:
         notes.append(f"{name}: the server sends no usage, so frames were counted as tokens")
     errors: dict[str, list[str]] = {}
     for trace in result.traces:
-        if trace.error:  # errors that differ only in a number are of one kind
+        if trace.error:  # errors that differ only in numbers are grouped
             errors.setdefault(re.sub(r"\d+", "N", trace.error), []).append(trace.error)
     notes += [f"{name}: {len(alike)} failed: {alike[0]}" for alike in errors.values()]
     return notes
 
 
 def _version(endpoint: Endpoint) -> str:
-    """Return the version of the server, or nothing where it has no page for that."""
+    """Return the version of the server; empty if it has no page for that."""
     try:
         return str(json.loads(_page(endpoint, "/version"))["version"])
     except (ValueError, LookupError, TypeError):
@@ -274,7 +274,7 @@ def _version(endpoint: Endpoint) -> str:
 
 
 def _page(endpoint: Endpoint, path: str) -> str:
-    """Return a page that a server may have; empty where it has none."""
+    """Return an optional page of a server; empty if it has none."""
     try:
         return asyncio.run(fetch(endpoint, path)).decode(errors="replace")
     except ConfigError:

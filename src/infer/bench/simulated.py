@@ -1,15 +1,15 @@
-"""The real engine on a virtual clock: what would this load do under that policy and that cache?
+"""The real engine on a virtual clock: how would a load behave with a given policy and cache?
 
     workload ──► Engine (real) ──► Scheduler (real) ──► pool (real)
                      │
-                     └──► SimulatedDevice: makes up the tokens, and moves the clock by the step's cost
+                     └──► SimulatedDevice: makes up the tokens, and advances the clock by the step's cost
 
 Only the model is missing, so thousands of steps run in a second, and a policy that starves a request,
-thrashes the cache or wastes its budget does so here as it would on the machine. Requests come in when
-the clock has reached their arrival; the clock jumps when there is nothing to do. Nothing depends on
-the real time: the same workload gives the same figures on every machine. That makes them fit for comparing
-policies and cache sizes (`infer simulate`, `benchmarks/policies.py`), and for a gate that no load on a build
-machine can trip (benchmarks/counts.py).
+thrashes the cache or wastes its budget does so here as it would on the machine. Requests are added when
+the clock reaches their arrival; the clock jumps ahead when there is nothing to do. Nothing depends on
+real time: the same workload gives the same figures on every machine. That makes them suitable for comparing
+policies and cache sizes (`infer simulate`, `benchmarks/policies.py`), and for a CI gate that does not depend
+on the load of the build machine (benchmarks/counts.py).
 
     ├─ queue wait ─┤─ prompt ─┤
     arrival        first chunk  first token    ...    a gap    ...   last token
@@ -46,11 +46,11 @@ from infer.scheduling.scheduler import Scheduler
 from infer.speculative.adaptive import DraftLengths, StepCosts
 from infer.tools.step_cost import Ranks, StepCost
 
-VOCAB_SIZE = 1 << 32  # largest number of ids: they are made up anyway
+VOCAB_SIZE = 1 << 32  # any large number, because ids are made up
 
 
 class MadeUpDrafts:
-    """Drafts of a load without texts: chance decides how many of them are right."""
+    """Drafts for a load without texts: a random number of them is accepted."""
 
     is_late = False
 
@@ -58,44 +58,44 @@ class MadeUpDrafts:
         self._sequences: Sequence[sequence.Sequence] = ()
 
     def note(self, plan: StepPlan) -> None:
-        """See a plan that is about to run."""
+        """Ignore a plan that is about to run."""
 
     def is_ready(self, seq: sequence.Sequence) -> bool:
-        """Return True: it can always draft."""
+        """Return True, because drafts are always possible."""
         return True
 
     def fitted(self, sequences: Sequence[sequence.Sequence], counts: list[int]) -> list[int]:
-        """Return the counts: no drafts are being made."""
+        """Return the counts unchanged."""
         return counts
 
     def begin(self, sequences: Sequence[sequence.Sequence]) -> None:
-        """Take sequences to draft for."""
+        """Store the sequences to draft for."""
         self._sequences = sequences
 
     def go_on(self, sequences: Sequence[sequence.Sequence], counts: Sequence[int], *, verifies: bool) -> None:
-        """Do nothing: it is asked when the step is over."""
+        """Do nothing: drafts are made in `collect`."""
 
     def collect(self) -> list[tuple[int, ...]]:
-        """Return as many ids as each sequence has places for."""
+        """Return as many ids as each sequence has room for."""
         return [(0,) * len(seq.drafts) for seq in self._sequences]
 
     def take_missed(self) -> int:
-        """Return 0: it misses no text."""
+        """Return 0, because no text is missed."""
         return 0
 
 
 class SimulatedDevice(SyncDevice):
-    """A device half that makes ids up, and the clock of the run."""
+    """A device half that makes up ids, and is the clock of the run."""
 
     def __init__(self, cost: StepCost, acceptance: float = 0.0, ranks: Ranks | None = None) -> None:
-        """`acceptance` is the probability that a draft is right; `ranks` share the `cost` of one."""
+        """`acceptance` is the probability that a draft is right; `ranks` split a step of this `cost`."""
         self.cost = cost if ranks is None else ranks.divide(cost)
         self.ranks = ranks
         self.now = self.compute_s = self.communication_s = 0.0
         self._judge = SyntheticJudge(acceptance)
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        """Advance the clock; the ids are new ones, so outputs never match a prompt of the load."""
+        """Advance the clock; ids are the vocabulary's last ones, so outputs match no prompt of the load."""
         num_kv_tokens = int(order.stops.sum())
         compute_s = self.cost.seconds(order.num_tokens, num_kv_tokens, len(order.transfers))
         wait_s = 0.0 if self.ranks is None else self.ranks.communication_s(order.num_tokens)
@@ -112,7 +112,7 @@ class SimulatedDevice(SyncDevice):
         return self.now
 
     def wait_until(self, when: float) -> None:
-        """Jump to a moment that is not past."""
+        """Advance the clock to this time, unless it is past."""
         self.now = max(self.now, when)
 
 
@@ -127,7 +127,7 @@ def run_simulated(
 ) -> OfflineResult:
     """Run a workload through the engine's decisions to its end; the config must give `num_blocks`.
 
-    Every request asks for `n` answers. A `device` of the caller's has its own cost.
+    Every request has `n` answers. A `device` from the caller uses its own cost.
     """
     assert config.cache.num_blocks is not None, "a simulation has no memory to size its cache from"
     max_seq_len = config.load.max_seq_len or workload.longest
@@ -155,7 +155,7 @@ def run_simulated(
 def _make_speculation(
     settings: SpeculationConfig, scheduler: Scheduler, cost: StepCost
 ) -> Speculation | None:
-    """Return the source of drafts that cost nothing to make; None: it is off."""
+    """Return speculation whose drafts cost nothing to make; None: it is off."""
     if not settings.is_on:
         return None
     if settings.synthetic_acceptance is None or settings.draft_model is not None:
@@ -200,7 +200,7 @@ def simulate(
         "num_blocks": result.num_blocks,
         "num_ranks": 1 if ranks is None else ranks.size,
         "compute_seconds": device.compute_s,
-        "communication_seconds": device.communication_s,  # sum over steps, in each rank
+        "communication_seconds": device.communication_s,  # sum over all steps, per rank
         "num_finished": len(done),
         "num_refused": int(figures["num_errors"]),  # requests that could never be served, or met a full queue
         "num_late": sum(deadline is not None and ended > deadline for ended, deadline in ends),
@@ -208,7 +208,7 @@ def simulate(
         "seconds": result.seconds,
         "output_tokens_per_second": figures.get("output_tokens_per_s", 0.0),
         **{name: figures.get(f"{name}_s", 0.0) for name in times},
-        # longest time between two tokens of one sequence: preempted, or left out
+        # longest time between two tokens of a sequence, because it was preempted or left out of steps
         "longest_gap": figures.get("longest_gap_s", 0.0),
         # longest time from arrival to the first chunk
         "longest_queue_wait": max((trace.queue_s or 0.0 for trace in result.traces), default=0.0),
@@ -229,7 +229,7 @@ def compare(
     num_blocks: Sequence[int],
     ranks: Sequence[Ranks | None] = (None,),
 ) -> list[dict[str, Any]]:
-    """Return one result for every policy, every size of the cache and every number of ranks."""
+    """Return a result for every combination of policy, cache size and number of ranks."""
     return [
         simulate(
             workload,

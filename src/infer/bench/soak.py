@@ -1,17 +1,17 @@
-"""`infer bench serve --concurrency N --duration S`: a load for a long time, and a verdict.
+"""`infer bench serve --concurrency N --duration S`: a long load with a verdict at the end.
 
-N clients ask for S seconds, each again as soon as it has its answer: prompts and outputs of all lengths. They
-hang up during a third of the answers, as people do. Meanwhile the memory of the server is read, and at the
-end three things are judged:
+N clients send requests for S seconds, each as soon as its last answer ends, with prompts and outputs of all
+lengths. They hang up during a third of the answers, as people do. Meanwhile the memory of the server is read.
+The verdict has three criteria:
 
-    errors        none: a refusal, a broken stream or a stream that ends without its end is one
-    memory        the last quarter of the time against the second, since warming up happens in the first; not
-                  in a soak of less than a minute
+    errors        there must be none: refusals, broken streams and streams without their end are errors
+    memory        the last quarter of the time is compared with the second, since warm-up happens in the
+                  first; not in a soak of less than a minute
     p99 latency   the time to the first token, if a limit was given (`--slo ttft=...`)
 
 If the server is on this machine and belongs to the same user, the memory is counted on the host and on GPUs,
 for the processes that listen at the server's address and for their children. For a server on another machine,
-its metrics give the GPU memory of all processes: next to another program a soak cannot judge the memory.
+its metrics give the GPU memory of all processes, so growth cannot be judged if other programs use the GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from infer.cache.host_bytes import resident_bytes
 from infer.errors import ConfigError
 from infer.tools.nvml import held_by
 
-MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens; fewer if the context has less room
+MAX_PROMPT, MAX_OUTPUT = 512, 128  # tokens; fewer if the context is shorter
 HANG_UP_SHARE = 1 / 3
-LONGEST_WAIT_S = 2.0  # time before a client hangs up
-NUM_READINGS = 40  # readings of the memory
-LEAST_JUDGED_S = 60.0  # before that, a server may use blocks of its cache for the first time
-DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # growth above both is a leak
+LONGEST_WAIT_S = 2.0  # longest time before a client hangs up
+NUM_READINGS = 40  # memory readings of a soak
+LEAST_JUDGED_S = 60.0  # shortest soak with a memory verdict; before, cache blocks may still be touched first
+DRIFT_SHARE, DRIFT_BYTES = 0.05, 64 << 20  # growth above both counts as a leak
 _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 
@@ -50,7 +50,7 @@ _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 class Soak:
     """The observations of a soak so far."""
 
-    traces: list[RequestTrace] = field(default_factory=list)  # traces of requests that were not given up
+    traces: list[RequestTrace] = field(default_factory=list)  # traces of requests that were not hung up on
     num_hung_up: int = 0
     host_bytes: list[float] = field(default_factory=list)
     gpu_bytes: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ def bench_soak(
     endpoint: Endpoint, plan: Plan, *, concurrency: int, duration_s: float,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Report:  # fmt: skip
-    """Put the load on a server and return a report of one row, whose note is the verdict."""
+    """Run the load against a server and return a report of one row, whose note is the verdict."""
     served = ask_server(endpoint, wait_s=plan.wait_s)
     endpoint = replace(endpoint, model=served.model)
     notes: list[str] = []
@@ -96,7 +96,7 @@ def bench_soak(
 
 
 def judge(soak: Soak, slo: Slo) -> list[str]:
-    """The failures in words; none: the server has passed."""
+    """Return the failures in words; empty if the server has passed."""
     faults = []
     num_errors = sum(not trace.is_ok for trace in soak.traces)
     if num_errors or not soak.traces:
@@ -113,7 +113,7 @@ def judge(soak: Soak, slo: Slo) -> list[str]:
 
 
 def drift_of(readings: list[float]) -> tuple[float, float] | None:
-    """The bytes by which the last quarter exceeds the second, and their share; None: too few readings."""
+    """Return the growth from second to last quarter, in bytes and as a share; None: too few readings."""
     quarter = len(readings) // 4
     if not quarter:
         return None
@@ -144,7 +144,7 @@ async def _run(
 async def _ask_until(
     ends: float, client: Client, plan: Plan, longest: int, source: random.Random, soak: Soak
 ) -> None:
-    """Ask as one client until the time is up, and let the last answer end."""
+    """Send requests as one client until the time is up, and let the last answer end."""
     endpoint, vocab_size = client.endpoint, plan.vocab_size
     assert vocab_size is not None
     while time.perf_counter() < ends:
@@ -161,7 +161,7 @@ async def _ask_until(
 
 
 async def _hang_up(client: Client, message: bytes, trace: RequestTrace, after_s: float) -> None:
-    """Ask, and close the connection a moment later, whatever has come."""
+    """Send a request, and close the connection after `after_s` seconds, whatever has arrived."""
     with suppress(OSError, TimeoutError, BrokenAnswer):
         connection = await client.connect()
         asking = asyncio.create_task(connection.ask(message, EventReader(trace)))
@@ -191,7 +191,7 @@ async def _read_memory(
 
 
 async def _used_of_gpu(endpoint: Endpoint) -> float | None:
-    """The bytes that all processes hold on the server's GPU, from its metrics; None: not reported."""
+    """Return the bytes that all processes use on the server's GPU, from its metrics; None: not reported."""
     with suppress(ConfigError):
         page = (await fetch(endpoint, "/metrics")).decode(errors="replace")
         return scrape.read_counters(page).get("gpu_bytes")
@@ -202,12 +202,12 @@ async def _used_of_gpu(endpoint: Endpoint) -> float | None:
 
 
 def server_pids(endpoint: Endpoint) -> Iterator[int]:
-    """The processes that listen at an address of this machine, and all their children."""
+    """Yield the processes that listen at an address of this machine, and all their children."""
     inodes = _listening(endpoint)
     parents = {}
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):  # gone, or another user's
+        with suppress(OSError, ValueError, IndexError):  # the process has ended, or is another user's
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if any(os.readlink(entry) in inodes for entry in (folder / "fd").iterdir()):
                 found.add(int(folder.name))
@@ -220,7 +220,7 @@ def server_pids(endpoint: Endpoint) -> Iterator[int]:
 
 
 def _listening(endpoint: Endpoint) -> set[str]:
-    """The sockets that listen there, as links in /proc name them."""
+    """Return the sockets that listen at the address, as links in /proc name them."""
     parts = urlsplit(endpoint.url)
     inodes = []
     with suppress(OSError):

@@ -1,12 +1,12 @@
-"""The HTTP client of the benchmarks: when each piece of an answer came, and how many tokens there were.
+"""The HTTP client of the benchmarks: records the arrival of each chunk, and the number of tokens.
 
     Endpoint ──► Client ──► Connection: bytes ──► HTTP parser (C) ──► EventReader ──► RequestTrace
 
 A client in Python is the bottleneck of a benchmark long before a server is, so HTTP and JSON are parsed in C,
-and all bytes of one read share one reading of the clock (`benchmarks/client_speed.py` measures it). Tokens
-are counted by the server's `usage`; frames are counted only if a server has none, and the trace says so.
+and all bytes of one read share one timestamp (`benchmarks/client_speed.py` measures the cost). The number of
+tokens is the server's `usage`; frames are counted only if a server sends none, and the trace says so.
 
-Nothing that a server does ends a run: a refusal, a hang-up or garbage becomes the `error` of its trace.
+No behaviour of a server ends a run: a refusal, a hang-up or garbage becomes the `error` of its trace.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from infer.errors import ConfigError
 
 Clock = Callable[[], float]
 
-MAX_BODY = 1 << 26  # bytes of an answer that is not a stream of events
+MAX_BODY = 1 << 26  # largest answer that is not an event stream, in bytes
 MAX_EVENT = 1 << 24
 CONNECT_S = 10.0
-PAGE_S = 30.0  # time for a page of a busy server
+PAGE_S = 30.0  # timeout for a page, which a busy server may deliver late
 
 
 class NotReady(ConfigError):
-    """There is no server, or it cannot serve yet: a later attempt may succeed."""
+    """There is no server, or it is not ready; a later attempt may succeed."""
 
 
 class BrokenAnswer(Exception):
-    """The answer cannot be used; the message is for the trace, status and body come from a refusal."""
+    """The answer is unusable; the message goes into the trace, and a refusal has a status and a body."""
 
     def __init__(self, message: str, status: int | None = None, body: bytes = b"") -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class BrokenAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of the server, and what is sent to it with every request."""
+    """The address of the server, and the fields and headers of every request."""
 
     url: str  # http://host:port, https://host:port or unix:///path/of/socket
     model: str = ""
@@ -99,7 +99,7 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take bytes of the body that came at `now`."""
+        """Process bytes of the body that arrived at `now`."""
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
@@ -113,7 +113,7 @@ class EventReader:
     def _take(self, event: bytes, now: float) -> None:
         if event.startswith(b"data:"):
             payload = event[5:].strip()
-        else:  # a comment, an event's name, or lines in another order
+        else:  # a comment, an event name, or lines in another order
             lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
             if not lines:
                 return
@@ -151,7 +151,7 @@ class EventReader:
             self.pieces.append(str(text))
 
     def take_whole(self, body: bytes, now: float) -> None:
-        """Take an answer that came in one piece, from a server that does not stream."""
+        """Process an answer that came in one piece, from a server that does not stream."""
         try:
             answer = orjson.loads(body)
             choice = answer["choices"][0]
@@ -164,7 +164,7 @@ class EventReader:
         self.is_done = True
 
     def finish(self) -> None:
-        """Check, at the end of the body, that it was an answer."""
+        """Check, at the end of the body, that the answer is complete."""
         trace = self.trace
         if not self.is_done and not trace.is_counted:
             raise BrokenAnswer(f"the stream ended early, after {len(trace.chunks)} chunks")
@@ -191,7 +191,7 @@ def error_message(body: Any) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; requests go over it one after the other."""
+    """One connection, which carries one request at a time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
         self._body = b""
         self._now = 0.0
         self.can_reuse = False
-        self.has_answered = False  # True if any byte of the last answer came
+        self.has_answered = False  # True if any byte of the last answer has arrived
         self.timing = ""  # `server-timing` header of the last answer
 
     @property
@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, message: bytes, reader: EventReader | None = None) -> bytes:
-        """Send a request and read its answer to the end; without a reader, a plain body."""
+        """Send a request and read its answer to the end; without a reader, return a plain body."""
         assert self._transport is not None
         self._reader, self._body, self._is_stream, self.can_reuse = reader, b"", True, False
         self.has_answered, self.timing = False, ""
@@ -235,19 +235,19 @@ class Connection(asyncio.Protocol):
     # -- called by the transport --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport to write to."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the request under way, if there is one."""
+        """Fail the request in flight, if there is one."""
         self._transport = None
         count = len(self._reader.trace.chunks) if self._reader is not None else 0
         self._fail(BrokenAnswer(f"hung up after {count} chunks"))
 
     def data_received(self, data: bytes) -> None:
-        """Parse incoming bytes; all that came at once get one reading of the clock."""
+        """Parse incoming bytes; all bytes of one read get the same timestamp."""
         if self._ended is None or self._parser is None:
-            self.close()  # an answer without a question
+            self.close()  # an answer without a request
             return
         self._now = self._clock()
         self.has_answered = True
@@ -263,14 +263,14 @@ class Connection(asyncio.Protocol):
     # -- called by the parser -----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Find out if this is a stream of events, and keep the server's timing of its stages."""
+        """Detect an event stream, and store the server's timing of its stages."""
         if name.lower() == b"content-type":
             self._is_stream = b"event-stream" in value
         elif name.lower() == b"server-timing":
             self.timing = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the answer."""
+        """Process a piece of the answer."""
         assert self._parser is not None
         if self._is_stream and self._reader is not None and self._parser.get_status_code() == 200:
             self._reader.feed(body, self._now)
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
                 raise BrokenAnswer("the answer is too large")
 
     def on_message_complete(self) -> None:
-        """End the request: the whole answer is there."""
+        """End the request: the answer is complete."""
         assert self._parser is not None and self._ended is not None
         status = self._parser.get_status_code()
         if status != 200:
@@ -303,7 +303,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Connections to one server, reused where the server allows it."""
+    """Connections to one server, reused if the server allows it."""
 
     def __init__(self, endpoint: Endpoint, clock: Clock = time.perf_counter) -> None:
         self.endpoint = endpoint
@@ -326,7 +326,7 @@ class Client:
         return "".join(reader.pieces)
 
     async def send(self, message: bytes) -> tuple[int, bytes]:
-        """Send one request; return the status and body of its answer, or raise if none comes."""
+        """Send one request; return the status and body of its answer, or raise an error if there is none."""
         try:
             async with asyncio.timeout(self.endpoint.timeout_s):
                 return 200, await self._exchange(message, None)
@@ -345,7 +345,7 @@ class Client:
                 return await connection.ask(message, reader)
             except BrokenAnswer:
                 if not is_reused or connection.has_answered:
-                    raise  # else the server had just closed an idle connection, and has not seen the request
+                    raise  # otherwise the server closed an idle connection before it saw the request
             finally:
                 if connection.can_reuse:
                     self._idle.append(connection)
@@ -370,7 +370,7 @@ class Client:
 
 
 async def fetch(endpoint: Endpoint, path: str) -> bytes:
-    """Return the body of a GET; raises ConfigError if there is none."""
+    """Return the body of a GET; raises ConfigError on failure."""
     connection: Connection | None = None
     try:
         async with asyncio.timeout(PAGE_S):
@@ -397,7 +397,7 @@ def _advice(endpoint: Endpoint, status: int | None) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """Return the cause in a few words; asyncio repeats the address in its own."""
+    """Return the cause in a few words; asyncio's own message repeats the address."""
     if isinstance(error, TimeoutError):
         return f"no answer within {CONNECT_S:g} s"
     known = error.errno is not None and error.errno > 0

@@ -1,4 +1,4 @@
-"""The target of a benchmark: a model on a device, real or of random weights, and engines built around it."""
+"""The target of a benchmark: a model on a device, real or with random weights, and the engines around it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infer.loader.load import LoadedModel
 from infer.loader.random_weights import load_random
 from infer.loader.weight_plan import bytes_per_weight, kept_bytes
 
-# Large enough that attention and matrices show, small enough for a matrix of settings in minutes.
+# Large enough that attention and matrices take measurable time, small enough for many settings in minutes.
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,7 +46,7 @@ TINY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """A loaded model, and the knobs that engines around it are built with."""
+    """A loaded model, and the knobs of the engines built around it."""
 
     loaded: LoadedModel
     config: EngineConfig
@@ -55,7 +55,7 @@ class BenchTarget:
     revision: str = ""  # the hub's commit, or a hash of the files
 
     def in_form(self, quantization: str) -> BenchTarget:
-        """Return the model with its weights in another form, loaded anew; itself if they are in that form."""
+        """Return the model reloaded with its weights in another form; itself if they are in that form."""
         if self.weights == quantization:
             return self
         config = EngineConfig.from_knobs(**(self.config.knobs() | {"quantization": quantization}))
@@ -64,7 +64,7 @@ class BenchTarget:
         return replace(self, loaded=made or open_model(config, show_progress=True)[1], config=config)
 
     def engine(self, **knobs: Any) -> Engine:
-        """Return a fresh engine with these knobs over the others."""
+        """Return a fresh engine; these knobs override the others."""
         return build_engine(EngineConfig.from_knobs(**(self.config.knobs() | knobs)), self.loaded)
 
     @property
@@ -79,11 +79,11 @@ class BenchTarget:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights, tied ones once, as they are kept."""
+        """The bytes of all weights in memory, tied ones once."""
         return kept_bytes(self.loaded.model)
 
     def shape(self) -> ModelShape:
-        """Return the shape for rooflines; if matrices differ in their bits, weights have the average."""
+        """Return the shape for rooflines; if matrices differ in bits, it uses the average."""
         weight_bytes = bytes_per_weight(self.loaded.model, self.loaded.dtype)
         return shape_of(
             self.loaded.config, weight_bytes=weight_bytes, kv_bytes=float(self.loaded.dtype.itemsize)
@@ -119,7 +119,7 @@ class BenchTarget:
 
     @property
     def weights(self) -> str:
-        """The form the weights are kept in; random weights on a CPU have the dtype's form."""
+        """The form of the weights in memory; random weights on a CPU have the dtype's form."""
         if self.loaded.weights != "as stored" or device_kind(self.device) != "cpu":
             return self.loaded.weights
         return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.loaded.dtype, "fp32")
@@ -128,9 +128,9 @@ class BenchTarget:
 def open_target(
     knobs: dict[str, Any], *, model_config: Path | None = None, is_tiny: bool = False
 ) -> BenchTarget:
-    """Load the model of the knobs, or make one of random weights."""
+    """Load the model that the knobs name, or make one with random weights."""
     config = EngineConfig.from_knobs(**knobs)
-    if config.load.num_threads is not None or is_tiny:  # a model this small has no work for a second thread
+    if config.load.num_threads is not None or is_tiny:  # a tiny model has no work for a second thread
         torch.set_num_threads(config.load.num_threads or 1)
     if model_config is not None:
         directory = model_config.parent if model_config.name == "config.json" else model_config

@@ -1,11 +1,11 @@
-"""`infer bench trace`: one request after the other, and the time of each stage, from socket to socket.
+"""`infer bench trace`: send one request after the other, and time each stage, from socket to socket.
 
     connect | receive parse tokenize submit | to_engine wait compute | from_engine send | network
-    client  | server                        | engine                 | server           | what is left
+    client  | server                        | engine                 | server           | the rest
 
-The server reports its stages in the `server-timing` header of its answer to a request that has the header
-`x-infer-trace`. The first request is the cold one, the very first if the server has just started. Every
-prompt is new and of the same length, so none is found in a prefix cache.
+The server reports its stages in the `server-timing` header of its answer to a request with the header
+`x-infer-trace`. The first request counts as the cold one; it is, if the server has just started. Every prompt
+is new and of the same length, so none is found in a prefix cache.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def _ask_all(endpoint: Endpoint, prompts: list[list[int]]) -> list[dict[st
 
 
 async def _ask(endpoint: Endpoint, prompt: list[int]) -> dict[str, float]:
-    """The milliseconds of each stage of one request, over a connection of its own."""
+    """Return the milliseconds of each stage of one request, over a new connection."""
     body = endpoint.body({"prompt": prompt}, max_tokens=2)
     message = endpoint.message("POST", "/v1/completions", body, headers=["x-infer-trace: 1"])
     started = time.perf_counter()

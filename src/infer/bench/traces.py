@@ -1,23 +1,23 @@
-"""Traces: loads of lengths and arrival times, which `infer simulate` reads from a file or draws from a seed.
+"""Traces: loads as lengths and arrival times, which `infer simulate` reads from a file or draws from a seed.
 
-A trace is JSON lines, one request each:
+A trace is a file of JSON lines, one request each:
 
     {"arrival": 0.0, "prompt_len": 400, "output_len": 120}
     {"arrival": 0.3, "prompt_len": 900, "output_len": 40, "prefix_id": "tools", "prefix_len": 800}
     {"arrival": 0.9, "prompt_len": 30, "output_len": 200, "priority": -1, "deadline": 5.0}
 
-A record of `infer serve --record` is one too. It begins with a header, and its lines say which blocks of
-their prompts are shared: each hash stands for everything up to the end of its block.
+A record of `infer serve --record` is a trace too. It begins with a header, and its lines have a hash for each
+block of the prompt, which shows shared prefixes: a hash covers all tokens up to the end of its block.
 
     {"arrival": 4.1, "prompt_len": 40, "output_len": 12, "block_size": 16, "blocks": ["5f...", "07..."], ...}
 
-`arrival` and `deadline` are seconds from the start. Requests with one `prefix_id` share the first
-`prefix_len` tokens of their prompts (those with the shorter one share that much); all other tokens are
-unlike any other request's. `to_workload` makes token ids from it, so that everything that runs a workload can
-run a trace. Built-in loads draw their requests from a seed:
+`arrival` and `deadline` are seconds from the start. Requests with the same `prefix_id` share the first
+`prefix_len` tokens of their prompts (the smaller of two different lengths); all other tokens are unique.
+`to_workload` makes token ids from a trace, so that everything that runs a workload can run a trace. Built-in
+loads draw their requests from a seed:
 
-    mixed           short chats and, less urgent, longer documents, at a steady pace
-    shared_prefix   a few long system prompts, each in front of many short questions
+    mixed           short chats and, less urgent, longer documents, at a steady rate
+    shared_prefix   a few long system prompts, each before many short questions
     long_prompts    prompts of thousands of tokens among short chats
     bursty          silence, then many at once; priorities and deadlines
 """
@@ -54,7 +54,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deadline: Seconds | None = None
     block_size: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LEN)] = 0
     blocks: tuple[str, ...] = ()  # a hash for each block of the prompt, of all tokens up to its end
-    params: dict[str, Any] = {}  # this and the next are for people who read a record
+    params: dict[str, Any] = {}  # this field and the next are only for people who read a record
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -72,10 +72,10 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RepeatedIds(Sequence[int]):
-    """A prompt of a few ids, each repeated, which needs no memory for its length: traces may span a day."""
+    """A prompt of a few ids, each repeated, of constant size in memory, because traces may span a day."""
 
     def __init__(self, *runs: tuple[int, int]) -> None:
-        self._runs = runs  # (id, how many times)
+        self._runs = runs  # (id, number of repetitions)
 
     def __len__(self) -> int:
         return sum(count for _, count in self._runs)
@@ -89,9 +89,9 @@ class RepeatedIds(Sequence[int]):
 
 
 def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
-    """Return the requests as sessions of one turn: tokens are equal only where prefixes are shared.
+    """Return the requests as sessions of one turn, with equal tokens only in shared prefixes.
 
-    Every prefix has an odd id that it repeats, and every request an even one for its own tokens.
+    Every prefix repeats an odd id, and every request an even id for its own tokens.
     """
     prefixes: dict[str, int] = {}
     sessions = []
@@ -113,9 +113,9 @@ def to_workload(name: str, requests: Sequence[TraceRequest]) -> Workload:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Return the requests of a file in the order of arrival; an error names its line.
+    """Return the requests of a file in the order of arrival; errors name the line.
 
-    Arrivals of a record count from its first request: earlier files may be gone.
+    In a record, arrivals count from its first request, because earlier files may be gone.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     is_record = False
@@ -137,13 +137,13 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def _begin_at(start: float, item: TraceRequest) -> TraceRequest:
-    """Return the request as it was, with another moment for zero."""
+    """Return the request with its times relative to `start`."""
     deadline = None if item.deadline is None else max(0.0, item.deadline - start)
     return msgspec.structs.replace(item, arrival=item.arrival - start, deadline=deadline)
 
 
 def _check_header(line: bytes, path: Path) -> bool:
-    """Return True for the header of a record without text; one with text is not a trace and is refused."""
+    """Return True for the header of a record without text; a record with text is refused."""
     if read_json(line, msgspec.json.Decoder(dict[str, Any]), f"{path} line 1").get("text") is not False:
         raise ConfigError(
             f"{path} is a record of a whole run, for 'infer replay' and --cost; a trace is recorded by "
@@ -204,7 +204,7 @@ def _bursty(rng: random.Random, number: int, now: float) -> TraceRequest:
 
 
 def _newcomers(rng: random.Random, number: int, now: float) -> TraceRequest:
-    is_long = number % 5 == 0  # four requests of one token come while it is computed
+    is_long = number % 5 == 0  # four requests of one token arrive while its prompt is computed
     pause = rng.uniform(20, 30) if is_long else 1.0
     return TraceRequest(
         arrival=now + pause if number else now, prompt_len=3000 if is_long else 1, output_len=8

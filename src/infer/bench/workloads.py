@@ -1,19 +1,19 @@
-"""Workloads as data: what is asked, and when. The same seed gives the same workload on every machine.
+"""Workloads as data: requests and their times. The same seed gives the same workload on every machine.
 
     Workload
-    ├── arrival     closed: n clients, each asks again when it has its answer
-    │               open:   requests come at their own times, whether or not the server keeps up
-    └── sessions    each starts at a time, and is one turn or several
-        └── turns   what is added to the prompt, and how many tokens to generate
+    ├── arrival     closed: n clients, each sends its next request when it has its answer
+    │               open:   requests arrive at their own times, whether or not the server keeps up
+    └── sessions    each starts at a time, and has one turn or several
+        └── turns   the text added to the prompt, and the number of tokens to generate
 
-A request is a session of one turn. In a longer session the prompt of a turn holds everything before it,
-including the answers: that is how agents and chats grow, and what a prefix cache is for.
+A single request is a session of one turn. In a longer session the prompt of a turn contains everything before
+it, including the answers: that is how agents and chats grow, and what a prefix cache is for.
 
-Under a closed loop the server sets the pace, so latency stays flat and throughput tells; under an open
-loop a server that is too slow builds a queue, and the time to the first token shows it. Neither replaces
-the other, and a figure without its loop means nothing.
+In a closed loop the server sets the pace, so latency stays flat and throughput shows its speed. In an open
+loop a server that is too slow builds up a queue, and the time to the first token shows it. Neither replaces
+the other, and a figure means nothing without the kind of its loop.
 
-A prompt is token ids, exact in length on every model; or, in chats, words, since a chat has no ids.
+A prompt is token ids, exact in length on every model, or words in chats, since chats have no ids.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WORDS = _COMMON.split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """The process by which sessions start."""
+    """The arrival process of sessions."""
 
     kind: Literal["closed", "open"]
-    concurrency: int = 0  # sessions at once; 0: all of them (closed), no limit (open)
+    concurrency: int = 0  # concurrent sessions; 0: all of them (closed), no limit (open)
     rate: float = 0.0  # open: sessions per second, as a Poisson process; 0: all at once
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def prompt_len(self) -> int:
-        """The number of tokens, or of words where the turn is text, which is about the same."""
+        """The number of tokens, or for text the number of words, which is about the same."""
         return len(self.ids) or len(self.text.split())
 
 
@@ -76,7 +76,7 @@ class Session:
     """One client's requests, each after the answer to the one before."""
 
     turns: tuple[Turn, ...]
-    start_s: float = 0.0  # time from the beginning; read in open loops only
+    start_s: float = 0.0  # seconds from the beginning; used in open loops only
     system: str = ""  # system prompt of a chat
     priority: int = 0  # smaller is more urgent; for engines, not for servers
     deadline: float | None = None
@@ -84,7 +84,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything that clients ask, and nothing about the server."""
+    """All requests of the clients, independent of the server."""
 
     name: str
     about: str
@@ -115,12 +115,12 @@ class Workload:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens asked for."""
+        """The number of output tokens that are requested."""
         return sum(turn.max_tokens for session in self.sessions for turn in session.turns)
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest session at its end; approximate for a chat."""
+        """The final length of the longest session, in tokens; approximate for a chat."""
         return max(
             len(session.system.split()) + sum(turn.prompt_len + turn.max_tokens for turn in session.turns)
             for session in self.sessions
@@ -142,7 +142,7 @@ class _Draw:
         return " ".join(self.rng.choice(WORDS) for _ in range(count))
 
     def request(self, prompt: tuple[int, ...], max_tokens: int, rate: float = 0.0) -> Session:
-        """Return a session of one turn; with a rate it starts some time after the one before."""
+        """Return a session of one turn; with a rate, it starts a random time after the previous one."""
         if rate:
             self._now += self.rng.expovariate(rate)
         return Session(turns=(Turn(ids=prompt, max_tokens=max_tokens),), start_s=self._now)
@@ -165,7 +165,7 @@ def _poisson(rate: float) -> Arrival:
 
 
 AT_ONCE = Arrival(kind="open")
-Load = tuple[str, Arrival, Iterable[Session]]  # description; start of the sessions; the sessions
+Load = tuple[str, Arrival, Iterable[Session]]  # description, arrival process, sessions
 
 
 def _baseline(draw: _Draw, variant: str) -> Load:
@@ -228,7 +228,7 @@ CHATS = {"short": (8, 2, 64, 24, 40), "mid": (32, 4, 256, 64, 128), "long": (64,
 def _agent_session(draw: _Draw, variant: str) -> Load:
     count, num_turns, system_len, turn_len, max_tokens = AGENTS[variant]
     about = f"{count} agents of {num_turns} turns: the whole history again with every turn"
-    draw.words(system_len)  # drawn and not used, so that the workload stays the same
+    draw.words(system_len)  # drawn and discarded, so that later draws stay the same
     sessions = []
     for _ in range(count):
         session = draw.chat("", num_turns, turn_len // 2, turn_len, max_tokens)
@@ -252,7 +252,7 @@ RANDOM = "random"  # the workload that flags describe
 PRESETS = ("short", "mid", "long")
 COUNTS = ("16", "64")
 
-# name: (function that draws it, variants; the first one is the default)
+# name: (function that draws it, variants); the first variant is the default
 SERVING: dict[str, tuple[Callable[[_Draw, str], Load], tuple[str, ...]]] = {
     "baseline": (_baseline, ()),
     "continuous_batching": (_continuous_batching, ()),
@@ -267,8 +267,8 @@ SERVING: dict[str, tuple[Callable[[_Draw, str], Load], tuple[str, ...]]] = {
 }
 CHAT = ("w3_shared_prefix", "agent_session", "chat_serving")  # words over the chat endpoint
 
-# Offline throughput, the lists that other engines are timed on as well. The order of the draws is part of
-# the workload: (requests, tokens in, tokens out, seed), and a range is drawn from for every request.
+# Offline throughput: request lists that other engines are timed on too: (description, requests, tokens in,
+# tokens out, seed), with a draw from each range for every request. Reordering the draws changes the workload.
 OFFLINE: dict[str, tuple[str, int, tuple[int, int], tuple[int, int], int]] = {
     "nano256": ("256 requests, 100 to 1024 tokens in and out", 256, (100, 1024), (100, 1024), 0),
     "b1_256_256": ("1 request, 256 in, 256 out", 1, (256, 256), (256, 256), 1),
@@ -318,7 +318,7 @@ def make_workload(name: str, *, seed: int = 42, vocab_size: int = DEFAULT_VOCAB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLoad:
-    """The numbers of the workload RANDOM, with the defaults of `vllm bench serve`."""
+    """The sizes of the workload RANDOM, with the defaults of `vllm bench serve`."""
 
     num_prompts: int = 1000
     input_len: int = 1024
@@ -345,7 +345,7 @@ def random_workload(load: RandomLoad, *, seed: int = 42, vocab_size: int = DEFAU
 
 
 def read_names(text: str, *, group: str) -> list[str]:
-    """Return names given with commas; `all` is every workload of the group, `peer` every one of OFFLINE."""
+    """Return comma-separated names; `all` is every workload of the group, `peer` every one of OFFLINE."""
     if text in ("all", "peer"):
         return list(SERVING if text == "all" and group == "serving" else OFFLINE)
     return list(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -385,9 +385,9 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
 
 
 def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Workload:
-    """Return the same lengths and times with other tokens, so that no repeat is in the prefix cache.
+    """Return the same lengths and times with other tokens, so that repeats do not hit the prefix cache.
 
-    Tokens that were equal stay equal: prefixes that are shared within the workload stay shared.
+    Equal tokens stay equal, so prefixes that are shared within the workload stay shared.
     """
     if repeat == 0:
         return workload
