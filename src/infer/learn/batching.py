@@ -14,8 +14,8 @@ STARTER = '''\
 def next_batch(running, waiting, max_batch_size):
     """Return the names of the requests that take part in the next step.
 
-    running: names of the requests of the last step that have not finished, in the order in which they came.
-    waiting: names of the requests that wait, in the order in which they came. A name is a number.
+    running: names of the requests of the last step that have not finished, in order of arrival.
+    waiting: names of the requests that wait, in order of arrival. A name is a number.
     Every running request stays, and no place stays empty while a request waits.
     """
     raise NotImplementedError
@@ -23,7 +23,7 @@ def next_batch(running, waiting, max_batch_size):
 
 
 def check(student: Student) -> None:
-    """Run loads step by step, and compare the number of steps with the fewest that there can be."""
+    """Run loads step by step, and compare the number of steps with the minimum."""
     next_batch, rng = student.get("next_batch"), random.Random(0)
     for size in (1, 2, 4, 7):
         lengths = {name: rng.randint(1, 30) for name in range(40)}
@@ -66,7 +66,7 @@ def _run(student: Student, next_batch: object, lengths: dict[int, int], size: in
 
 
 def _fewest(lengths: dict[int, int], size: int) -> int:
-    """Steps of a run in which the next request takes the place that is free first."""
+    """Return the steps of a run in which each request takes the first place that becomes free."""
     ends = [0] * size
     for length in lengths.values():
         place = ends.index(min(ends))

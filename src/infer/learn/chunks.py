@@ -1,4 +1,4 @@
-"""Lesson 6: a long prompt in pieces, so that nobody waits for it."""
+"""Lesson 6: long prompts are computed in pieces, so that other requests do not wait."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ STARTER = '''\
 def chunks(prompts, num_decoding, budget):
     """Return, for each prompt, how many of its tokens the next step computes.
 
-    prompts: tokens of each prompt that are still to be computed, the first come first.
-    num_decoding: sequences that decode, each of which gets its one token first.
-    budget: tokens that the step computes altogether, at most. Prompts get what is left in their order, and
-    nothing is left over while a prompt needs it.
+    prompts: number of tokens of each prompt that are not computed yet, in order of arrival.
+    num_decoding: number of decoding sequences, each of which gets its one token first.
+    budget: the most tokens that the step computes in all. Prompts share the rest in their order, and nothing
+    is left over while a prompt needs it.
     """
     raise NotImplementedError
 '''
 
 
 def check(student: Student) -> None:
-    """Compare single steps with the rule, then compute long prompts to their end."""
+    """Compare single steps with the rule, then compute long prompts step by step to the end."""
     chunks, rng = student.get("chunks"), random.Random(1)
     for _ in range(300):
         prompts = [rng.randint(1, 200) for _ in range(rng.randint(0, 6))]

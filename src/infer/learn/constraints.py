@@ -1,4 +1,4 @@
-"""Lesson 11: a mask over the vocabulary, so that the text can only become what was asked for."""
+"""Lesson 11: a mask over the vocabulary, so that the text can only become what was requested."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STARTER = '''\
 def allowed(text, vocabulary):
     """Return the set of tokens of the vocabulary (strings) that may follow the text.
 
-    A finished text is [ then one or more whole numbers with commas between them, then ]. A number has no
-    leading zero, but may be 0. There are no spaces, and nothing follows the ]. A token may hold several
-    characters: it is allowed if the text with it can still be continued to a finished one, or is finished.
+    A finished text is [, then one or more whole numbers separated by commas, then ]. A number has no leading
+    zero, but may be 0. There are no spaces, and nothing follows the ]. A token may have several characters:
+    it is allowed if the text with it is finished, or can still be continued to a finished text.
     """
     raise NotImplementedError
 '''
@@ -51,5 +51,5 @@ def check(student: Student) -> None:
 
 
 def _can_be(text: str) -> bool:
-    """True if a text is a finished list, or can become one."""
+    """Return True if a text is a finished list, or can become one."""
     return BEGUN.fullmatch(text) is not None

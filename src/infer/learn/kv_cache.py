@@ -1,4 +1,4 @@
-"""Lesson 2: keys and values of tokens that were read once need not be computed again."""
+"""Lesson 2: keys and values of tokens that were already processed need not be computed again."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 
 
 def rotate(vector, position, theta=10000.0):
-    """Return the vector (D numbers, D even) turned by its position.
+    """Return the vector (D numbers, D even) rotated by its position.
 
-    Numbers i and i + D/2 form a pair. Pair i is turned by the angle position * theta ** (-2 * i / D).
+    Numbers i and i + D/2 form a pair. Pair i is rotated by the angle position * theta ** (-2 * i / D).
     """
     raise NotImplementedError
 
@@ -31,11 +31,11 @@ class Cache:
         raise NotImplementedError
 
     def append(self, key, value):
-        """Keep the key and the value of the next token; the key is rotated by its position already."""
+        """Store the key and the value of the next token; the key is already rotated by its position."""
         raise NotImplementedError
 
     def attend(self, query):
-        """Return the attention of one rotated query over everything kept so far.
+        """Return the attention of one rotated query over all stored tokens.
 
         weights = softmax(query . key / sqrt(D)); the result is the weighted sum of the values.
         """
@@ -101,7 +101,7 @@ def _interleaved(vector: np.ndarray, position: int) -> np.ndarray:
 
 
 def _attended(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The result of the engine's reference attention for one query of one head."""
+    """Return the result of the engine's reference attention for one query of one head."""
     q, k, v = (torch.from_numpy(part.astype(np.float32)) for part in (query[None], keys, values))
     out = attend_naive(q[:, None], k[:, None], v[:, None], scale=HEAD_DIM**-0.5, window=None)
     result: np.ndarray = out[0, 0].numpy()

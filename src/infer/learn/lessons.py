@@ -1,9 +1,9 @@
-"""The lessons in their order, and the check of one file, in a process of its own.
+"""The lessons in order, and the check of one file in a separate process.
 
-A file of a student may loop for ever, take all memory, or end the process. So `check_file` starts this module
+A student's file may loop forever, use up all memory, or exit the process. So `check_file` starts this module
 as a program and reads how it ended:
 
-    infer learn check ──► python -m infer.learn.lessons 4 blocks.py ──► "right", or what is wrong
+    infer learn check ──► python -m infer.learn.lessons 4 blocks.py ──► "right", or the fault
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class CheckResult(NamedTuple):
     """The result of a check."""
 
     is_right: bool
-    message: str  # the fault, where there is one
+    message: str  # the fault, if there is one
 
 
 def find_lesson(text: str) -> str:
-    """Return the name of a lesson that was given by its number or its name."""
+    """Return the name of a lesson, given its number or name."""
     name = text.replace("-", "_")
     if text.isdigit() and 1 <= int(text) <= len(LESSONS):
         return LESSONS[int(text) - 1]
@@ -52,7 +52,7 @@ def module_of(lesson: str) -> Any:
 
 
 def check_file(lesson: str, path: Path, *, seconds: float = CHECK_SECONDS) -> CheckResult:
-    """Check a file in another process."""
+    """Check a file in a new process."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a Python file in it")
     if not path.is_file():
@@ -80,7 +80,7 @@ def check_file(lesson: str, path: Path, *, seconds: float = CHECK_SECONDS) -> Ch
 
 
 def main(lesson: str, path: Path) -> int:
-    """Check a file in this process; prints what is wrong."""
+    """Check a file in this process; prints the fault."""
     student = Student(path)
     try:
         student.load()
@@ -93,5 +93,5 @@ def main(lesson: str, path: Path) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)  # the engine's log says the same in its own words
+    logging.disable(logging.CRITICAL)  # the engine would log the same faults
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Lesson 1: a model says how likely each next token is; a loop makes text of it."""
+"""Lesson 1: a model predicts how likely each next token is; a loop turns that into text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ STARTER = '''\
 def generate(next_logits, prompt, max_tokens, eos_id):
     """Return the output of a greedy run: at most max_tokens ids; eos_id, if it comes, is the last one.
 
-    next_logits(tokens) returns a list with one number for each id of the vocabulary. The largest wins; of
-    equal ones the smallest id.
+    next_logits(tokens) returns a list with one number for each id of the vocabulary. The largest wins; among
+    equal ones, the smallest id.
     """
     raise NotImplementedError
 '''
@@ -23,7 +23,7 @@ NO_TOKEN = -1
 
 
 def check(student: Student) -> None:
-    """Compare the loop with the engine's own texts, and look at what it asks of the model."""
+    """Compare the loop's output with the engine's texts, and check its calls of the model."""
     generate = student.get("generate")
     prompts = [[5, 6, 7], [11], list(range(40))]
     for prompt in prompts:
@@ -61,4 +61,4 @@ def check(student: Student) -> None:
     world = World(num_blocks=64)
     for prompt in prompts:
         world.ask(prompt, 8)
-    world.finish()  # the engine makes the same texts
+    world.finish()  # compares the same texts with the engine's

@@ -1,4 +1,4 @@
-"""Lesson 4: memory in blocks, handed out, shared and taken back."""
+"""Lesson 4: memory in blocks that are allocated, shared and freed."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Blocks:
         raise NotImplementedError
 
     def num_free(self):
-        """Return how many blocks nobody holds."""
+        """Return the number of free blocks."""
         raise NotImplementedError
 
     def take(self, count):
-        """Return count free blocks, each held once from now on."""
+        """Allocate count free blocks, each with one reference, and return them."""
         raise NotImplementedError
 
     def share(self, blocks):
-        """Add one reference to each of these blocks, which are held already."""
+        """Add one reference to each of these blocks, which are already in use."""
         raise NotImplementedError
 
     def drop(self, blocks):
-        """Take one reference from each of these blocks; the last one makes a block free."""
+        """Remove one reference from each of these blocks; a block without references is free."""
         raise NotImplementedError
 '''
 
 
 def check(student: Student) -> None:
-    """Let the engine use the student's blocks, next to its own books."""
+    """Let the engine use the student's allocator in parallel with its own."""
     make = student.get("Blocks")
 
     class Checked(BlockAllocator):
-        """The engine's allocator, which hands out what the student's says and compares the books."""
+        """The engine's allocator, which allocates the student's choice of blocks and compares counts."""
 
         def __init__(
             self, num_blocks: int, *, place: str = "device", placement_seed: int | None = None
@@ -98,7 +98,7 @@ def check(student: Student) -> None:
 
     world = World(num_blocks=20, allocator=Checked)
     start = list(range(100, 112))
-    for number in range(30):  # some share their start, some are alone; the cache is too small for all
+    for number in range(30):  # some share a prefix, some do not; the cache is too small for all
         world.ask((start if number % 3 else []) + [number] * (1 + number % 9), 3 + number % 7)
         world.step()
     world.finish()

@@ -1,4 +1,4 @@
-"""Lesson 12: a layer on several devices, which each hold a part of the weights."""
+"""Lesson 12: a layer on several devices, each of which has a part of the weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 def split(up, down, num_ranks):
     """Return one pair of matrices for each rank.
 
-    up: [F, D], down: [D, F]. F is a multiple of num_ranks. Each rank holds 1 / num_ranks of all weights, and
-    the sum over the ranks of  down_part @ relu(up_part @ x)  is the whole result: one sum for two matrices.
+    up: [F, D], down: [D, F]. F is a multiple of num_ranks. Each rank gets 1 / num_ranks of all weights, and
+    the sum of  down_part @ relu(up_part @ x)  over the ranks is the result: one sum for two matrices.
     """
     raise NotImplementedError
 '''

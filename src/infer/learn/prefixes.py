@@ -1,4 +1,4 @@
-"""Lesson 5: prompts that start alike share blocks, and something must go when memory is full."""
+"""Lesson 5: prompts with a common prefix share blocks, and blocks are evicted when memory is full."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from infer.learn.world import World
 
 TITLE = "Prefix caching"
 STARTER = '''\
-"""Lesson 5: which cached block is given up when memory is full?"""
+"""Lesson 5: which cached block is evicted when memory is full?"""
 
 
 def victim(idle):
-    """Return the number of the block to forget.
+    """Return the number of the block to evict.
 
-    idle: the blocks that hold the start of some earlier prompt and that no request uses now, each with
+    idle: the cached blocks of earlier prompts that no request uses now, each with
         block   its number
-        since   when its last user left (a counter that grows)
-        uses    how many requests have used it
+        since   the time when its last user left (a counter that grows)
+        uses    the number of requests that have used it
     """
     raise NotImplementedError
 '''
 
-GOOD_ENOUGH = 0.9  # share of the tokens that the engine's own rule finds
+GOOD_ENOUGH = 0.9  # required share of the cached tokens that the engine's own rule finds
 
 
 class IdleBlock(NamedTuple):
-    """A cached block without a user, as a rule sees it."""
+    """A cached block without users, as a rule sees it."""
 
     block: int
     since: int
@@ -43,7 +43,7 @@ def check(student: Student) -> None:
     victim = student.get("victim")
 
     class Ruled(BlockAllocator):
-        """The engine's allocator, whose idle blocks go in the order that a rule says."""
+        """The engine's allocator, with idle blocks evicted in the order of a rule."""
 
         def __init__(
             self, num_blocks: int, *, place: str = "device", placement_seed: int | None = None
@@ -51,7 +51,7 @@ def check(student: Student) -> None:
             super().__init__(num_blocks, place=place, placement_seed=placement_seed)
             self._uses: Counter[int] = Counter()
             self._since: dict[int, int] = {}
-            self._needed: set[int] = set()  # blocks that cached ones after them would be useless without
+            self._needed: set[int] = set()  # blocks on which later cached blocks depend
             self._clock = 0
 
         def share(self, blocks: Sequence[int], owner: Owner) -> None:
@@ -94,7 +94,7 @@ def check(student: Student) -> None:
 
 
 def _hits(allocator: type[BlockAllocator] | Callable[..., Any]) -> int:
-    """Prompt tokens found in the cache under a load in which few prefixes are popular and most are not."""
+    """Return the prompt tokens found in the cache under a load in which only a few prefixes are popular."""
     world, rng = World(num_blocks=24, max_batch_size=2, allocator=allocator), random.Random(5)  # type: ignore[arg-type]  # a class is made in a function
     for number in range(120):
         subject = rng.choice((1, 1, 1, 2, 2, 3)) if number % 2 else 100 + number

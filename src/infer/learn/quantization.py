@@ -15,26 +15,26 @@ def quantize(weights, group_size):
     """Return (codes, scales) of a list of weights.
 
     codes: a whole number from -8 to 7 for each weight; scales: one number for each group of group_size
-    neighbours. code * scale is the weight again, as nearly as it can be.
+    neighbours. code * scale should be as close to the weight as possible.
     """
     raise NotImplementedError
 
 
 def dequantize(codes, scales, group_size):
-    """Return the weights that codes and scales stand for."""
+    """Return the weights that codes and scales represent."""
     raise NotImplementedError
 '''
 
-LOOSEST = 1.1  # multiple of the step between two codes that symmetric rounding needs
+LOOSEST = 1.1  # largest step between two codes, relative to the step of symmetric rounding
 
 
 def check(student: Student) -> None:
-    """Look at codes, scales and errors of weights with outliers, and of a group of zeros."""
+    """Check codes, scales and errors of weights with outliers, and of a group of zeros."""
     quantize, dequantize = student.get("quantize"), student.get("dequantize")
     rng = np.random.default_rng(4)
     for group_size in (4, 32):
         weights = rng.standard_normal(128).astype(np.float64) * 0.05
-        weights[7] = 1.5  # an outlier spoils its own group, and no other
+        weights[7] = 1.5  # an outlier, which must affect its own group only
         weights[64:96] = 0.0
         student.doing = f"quantizing 128 weights in groups of {group_size}"
         made = quantize(weights.tolist(), group_size)

@@ -1,4 +1,4 @@
-"""Lesson 8: which of the likely tokens may be drawn."""
+"""Lesson 8: filters that select the tokens that may be drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infer.sampling.params import SamplingParams
 
 TITLE = "Sampling"
 STARTER = '''\
-"""Lesson 8: from logits to the probabilities that a token is drawn with."""
+"""Lesson 8: from logits to the probabilities with which tokens are drawn."""
 
 import numpy as np
 
@@ -19,12 +19,12 @@ import numpy as np
 def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Return the probability of each token, in the order of the logits.
 
-    temperature 0: the largest logit has probability 1. Otherwise logits are divided by it first. Then, one
-    after the other:
-      top_k   keep the k largest (0: all; tokens as likely as the k-th stay too)
-      top_p   keep the likeliest tokens until their probabilities, of what top_k left, reach p
-      min_p   keep tokens at least min_p times as likely as the likeliest
-    What is kept is scaled to the sum 1.
+    temperature 0: the largest logit has probability 1. Otherwise logits are first divided by it. Then these
+    filters apply in order:
+      top_k   keep the k likeliest (0: all; tokens as likely as the k-th are kept too)
+      top_p   keep the likeliest tokens until their probabilities, rescaled after top_k, reach p
+      min_p   keep tokens that are at least min_p times as likely as the likeliest
+    The remaining probabilities are scaled to the sum 1.
     """
     raise NotImplementedError
 '''

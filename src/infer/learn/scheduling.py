@@ -17,19 +17,19 @@ STARTER = '''\
 
 
 def urgency(seq):
-    """Return how long this sequence may wait: of two that wait, the smaller number goes first.
+    """Return the place of this sequence in the queue, as a number: smaller numbers go first.
 
-    seq.num_prompt: tokens of its prompt. seq.max_total: tokens of prompt and output together, at most.
-    seq.arrival: its number in the order of arrival. seq.group.request.priority: what its client said.
+    seq.num_prompt: tokens of its prompt. seq.max_total: most tokens of prompt and output together.
+    seq.arrival: its number in order of arrival. seq.group.request.priority: the priority its client set.
     """
     raise NotImplementedError
 '''
 
-MUCH_BETTER = 0.7  # share of the mean wait in order of arrival
+MUCH_BETTER = 0.7  # longest mean wait that passes, relative to serving in order of arrival
 
 
 def check(student: Student) -> None:
-    """Run one load in the real scheduler under the student's policy and in order of arrival."""
+    """Run the same load in the real scheduler, with the student's policy and in order of arrival."""
     policy, request = student.spec("urgency"), SimpleNamespace(priority=0)
     student.doing = "calling urgency(seq) for a prompt of 16 tokens"
     found = student.get("urgency")(

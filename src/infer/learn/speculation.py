@@ -1,4 +1,4 @@
-"""Lesson 10: guesses of the next tokens, judged by one step."""
+"""Lesson 10: guesses of the next tokens, verified in one step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STARTER = '''\
 
 
 class Guesses:
-    """A proposer: it may be wrong, and the text stays right."""
+    """A proposer: its guesses may be wrong, and the text stays right."""
 
     def propose(self, wishes):
         """Return a list of guesses for each wish.
 
-        wish.tokens: prompt and output so far. wish.num_drafts: how many guesses can be used, at most. An
-        empty list: nothing comes to mind.
+        wish.tokens: prompt and output so far. wish.num_drafts: the most guesses that can be used. The list
+        is empty if there is nothing to guess.
         """
         raise NotImplementedError
 
@@ -34,7 +34,7 @@ class Guesses:
         """Forget a sequence that has ended."""
 '''
 
-ENOUGH = 0.5  # share of the guesses that must be right, where a text repeats itself
+ENOUGH = 0.5  # share of the guesses that must be right in a text that repeats itself
 PERIOD = 6
 
 

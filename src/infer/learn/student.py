@@ -1,4 +1,4 @@
-"""The file of a student: loads it, asks for what it defines, and says in words what goes wrong in it."""
+"""A student's file: load it, get its definitions, and explain its faults in words."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infer.errors import InferError
 
 
 class Wrong(Exception):
-    """A fault of a student's file, in words that say what to change."""
+    """A fault in a student's file, with a message that says what to change."""
 
 
 class Student:
-    """The definitions of a student's file. `doing` says what a check is about to ask of it."""
+    """The definitions in a student's file. `doing` describes the current step of a check."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,12 +25,12 @@ class Student:
         self._module: Any = None
 
     def load(self) -> None:
-        """Run the file; what it prints meanwhile is not shown."""
+        """Run the file; its output is not shown."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._module = load_file(self.path)
 
     def get(self, name: str) -> Any:
-        """Return a function or class of the file."""
+        """Return a function or class that the file defines."""
         found = getattr(self._module, name, None)
         if found is None:
             raise Wrong(
@@ -41,16 +41,16 @@ class Student:
         return found
 
     def spec(self, name: str) -> str:
-        """Return the name of something in the file as a knob takes it (config/own_code.py)."""
+        """Return the name of a definition in the file, as a knob accepts it (config/own_code.py)."""
         self.get(name)
         return f"{self.path.resolve()}:{name}"
 
     def spell(self, error: BaseException) -> str:
-        """Return what went wrong, with the line of the file that it came from."""
+        """Describe an error, with the line of the file that it came from."""
         if isinstance(error, Wrong):
             return str(error)
         while isinstance(error, InferError) and error.__cause__ is not None:
-            error = error.__cause__  # the engine tells what the student's code raised
+            error = error.__cause__  # the engine wraps exceptions of the student's code
         if isinstance(error, SyntaxError):
             return f"line {error.lineno} of {self.path.name} is not Python: {error.msg}"
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
@@ -65,7 +65,7 @@ class Student:
 
 
 def expect(is_right: bool, message: str) -> None:
-    """Raise `Wrong` unless a claim is right."""
+    """Raise `Wrong` unless `is_right`."""
     if not is_right:
         raise Wrong(message)
 
@@ -80,7 +80,7 @@ def expect_int(value: object, what: str) -> int:
 def expect_ints(values: object, what: str) -> list[int]:
     """Return a list of whole numbers that a student's code returned."""
     try:
-        found = list(values)  # type: ignore[call-overload]  # whatever it is: the error says so
+        found = list(values)  # type: ignore[call-overload]  # any other type is an error
     except TypeError:
         raise Wrong(f"{what} must be a list of whole numbers, got {values!r}") from None
     return [expect_int(value, f"number {place} of {what}") for place, value in enumerate(found)]

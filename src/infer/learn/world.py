@@ -1,10 +1,10 @@
 """A real engine around a model that can be wrong in only one way: by reading the wrong memory.
 
-`HashModel` keeps token ids where a model keeps keys and values. For each row it writes the step's tokens into
-their slots, reads the whole sequence back through the row's block table, and what it finds decides the next
-token. A block that two sequences use by mistake, or that was given away too early, shows as a wrong token.
+`HashModel` stores token ids where a model stores keys and values. For each row it writes the step's tokens
+into their slots, reads the whole sequence back through the row's block table, and computes the next token
+from it. A block that two sequences use by mistake, or that was freed too early, shows as a wrong token.
 
-The scheduler, the cache's books and the requests are the engine's own.
+The scheduler, the cache's bookkeeping and the requests are the engine's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NextToken = Callable[[Sequence[int]], int]
 
 
 def hashed(tokens: Sequence[int]) -> int:
-    """The next token of a model that has read all of these."""
+    """Return the next token after these tokens."""
     state = 7
     for token in tokens:
         state = (state * 1_000_003 ^ (token + 1)) & 0xFFFFFFFF
@@ -45,7 +45,7 @@ def hashed(tokens: Sequence[int]) -> int:
 
 
 def text_after(prompt: Sequence[int], num_tokens: int, next_token: NextToken = hashed) -> list[int]:
-    """The tokens that a request must get, made without a cache."""
+    """Return the tokens that a request must get, computed without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -62,10 +62,10 @@ class HashModel(SyncDevice):
         self._rows, self._next_token = HostRows(shape_of(scheduler.state)), next_token
         self._slots = np.full(pool.num_blocks * pool.block_size, NEVER_WRITTEN, dtype=np.int64)
         self._block_size = pool.block_size
-        self.fault = ""  # the fault of the memory that was read
+        self.fault = ""  # the fault found while reading memory
 
     def compute(self, order: StepOrder, masks: StepMasks) -> StepResult:
-        """Copy blocks, write tokens, read everything back, say what comes next."""
+        """Copy blocks, write tokens, read everything back, and compute the next tokens."""
         blocks = self._slots.reshape(-1, self._block_size)
         for _, source, destination in order.moves():
             blocks[destination] = blocks[source]
@@ -96,7 +96,7 @@ class HashModel(SyncDevice):
 
 
 class World:
-    """An engine with a `HashModel`, which serves requests and compares their texts with the right ones."""
+    """An engine with a `HashModel`, which serves requests and checks their outputs."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class World:
         self.num_steps = 0
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Send a request."""
+        """Add a request."""
         name = f"request {len(self._texts)}"
         self._texts[name], self._outputs[name] = (list(prompt), max_tokens), []
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -149,7 +149,7 @@ class World:
             raise Wrong(self._model.fault)
 
     def finish(self) -> None:
-        """Run until no request is left, and compare every text."""
+        """Run until no request is left, and check every output."""
         while self.engine.has_work:
             self.step()
         for name, (prompt, num_tokens) in self._texts.items():
