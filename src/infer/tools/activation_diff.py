@@ -1,8 +1,8 @@
-"""The first difference of two models: compares their activations, module by module, in the order they ran.
+"""Find the first difference of two models: compare their activations, module by module, in execution order.
 
-A wrong logit says nothing about its cause. This tool runs two models on the same tokens, records the output
-of every module (forward hooks: no model is edited), lines the recordings up and names the first
-tensor that differs:
+A wrong logit reveals nothing about its cause. This tool runs two models on the same tokens, records the
+output of every module (with forward hooks, without editing models), aligns the recordings and names the
+first tensor that differs:
 
     report = diff_models(ours, reference, [1, 2, 3])
     print(report)                # a table, and "first difference: layers.1.attention.qkv[k]"
@@ -11,9 +11,9 @@ tensor that differs:
         │                │                           │
     embed_tokens ─ input_layernorm ─────────── self_attn.q_proj ─ ...          reference
 
-The lines between the two are the family's weight map: if a checkpoint tensor connects two modules, their
-outputs must agree. A part of a fused module is compared with its own slice of columns.
-Two of our own models are lined up by name, module by module.
+The lines between the two are the family's weight map: if two modules load the same checkpoint tensor, their
+outputs must agree. A part of a fused module is its slice of columns.
+Two of our own models are aligned by the names of their modules.
 
 From a shell (`hf:DIR` loads the second one with transformers):
 
@@ -41,27 +41,27 @@ from infer.models.registry import get_family
 from infer.models.weight_map import WeightMap, names_an_expert
 from infer.quant.residual import Deferred, as_tensor
 
-# Relative to the largest value of the reference: rounding stays below it, a wrong number does not.
+# Relative to the largest value of the reference: rounding errors are smaller, wrong numbers are not.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
-Recording = dict[str, torch.Tensor]  # module name -> its output, in the order the modules finished
+Recording = dict[str, torch.Tensor]  # module name -> output, in the order in which modules finished
 
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One activation of both models, and how far the two differ."""
+    """One activation of both models, and their difference."""
 
     name: str
     reference_name: str
     shape: tuple[int, ...]
     max_abs: float  # largest difference
-    relative: float  # the same, divided by the largest value of the reference
+    relative: float  # largest difference, divided by the largest value of the reference
     agrees: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """All activations that could be lined up, in the order in which the first model computed them."""
+    """All activations that could be aligned, in the order in which the first model computed them."""
 
     rows: tuple[DiffRow, ...]
 
@@ -86,7 +86,7 @@ class DiffReport:
 
 
 def run_tokens(model: nn.Module, tokens: Sequence[int]) -> None:
-    """Run a model of ours, or one that takes `input_ids` as transformers' do, over one sequence."""
+    """Run our own model, or one that takes `input_ids` like transformers' models, on one sequence."""
     device = next(model.parameters()).device
     tokens_T = torch.tensor(list(tokens), device=device)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Recording:
             while key in recording:
                 calls += 1
                 key = f"{name}#{calls}"
-            recording[key] = tensor.detach().float().cpu().clone()  # a norm may write over it
+            recording[key] = tensor.detach().float().cpu().clone()  # a norm may overwrite the tensor
 
         return keep
 
@@ -130,7 +130,7 @@ def record(model: nn.Module, run: Callable[[], object]) -> Recording:
 def diff_models(
     ours: Model, reference: nn.Module, tokens: Sequence[int], *, tolerance: float | None = None
 ) -> DiffReport:
-    """Run both models on the same tokens and compare everything that can be lined up."""
+    """Run both models on the same tokens and compare everything that can be aligned."""
     if tolerance is None:
         tolerance = max(TOLERANCE[next(model.parameters()).dtype] for model in (ours, reference))
     recording = record(ours, lambda: run_tokens(ours, tokens))
@@ -145,7 +145,7 @@ def diff_models(
 def compare(
     recording: Recording, expected: Recording, pairs: Mapping[str, str], *, tolerance: float
 ) -> DiffReport:
-    """Compare recordings under the given pairs of names, in the order of the first."""
+    """Compare recordings by the given pairs of names, in the order of the first recording."""
     if not pairs:
         raise ConfigError("the two models have no module in common that could be compared")
     names = [name for name in recording if name in pairs]
@@ -157,7 +157,7 @@ def compare(
 def _line_up(
     ours: Model, recording: Recording, expected: Recording, weight_map: WeightMap
 ) -> tuple[Recording, dict[str, str]]:
-    """Cut fused outputs into their parts, and pair each with the reference's module of the weight map."""
+    """Split fused outputs into their parts, and pair each with the reference's module in the weight map."""
     reference_names = {
         (target.module.format(layer), target.part): key.format(layer)
         for key, target in weight_map.items()

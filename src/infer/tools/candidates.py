@@ -1,22 +1,22 @@
-"""The fate of a model's likeliest tokens: which ones could be drawn, and why the others could not.
+"""The fate of a model's likeliest tokens: whether each could be drawn, and why not.
 
 A step reports the model's own probabilities of the likeliest tokens (sampling/logprobs.py). The request's
 parameters are applied to them here, in the order of docs/features/sampling.md:
 
     bias, bans, mask ─ penalties ─ / temperature ─ top_k ─ top_p ─ min_p
 
-Only the reported tokens are known. Two facts are known of the other tokens, the *tail*: none of them is
-likelier than the last one reported, and together they have the probability that is left. At another
-temperature these bound its mass from both sides:
+Two facts are known about the tokens that are not reported, the *tail*: none of them is likelier than the last
+reported one, and together they have the remaining probability. At another temperature these facts bound the
+tail's mass on both sides:
 
     a = 1 / temperature, q = the last probability reported, R = the tail's probability, N = its tokens
 
     a >= 1    R^a / N^(a - 1)  <=  mass  <=  q^(a - 1) R
     a <  1    q^(a - 1) R      <=  mass  <=  R^a / N^(a - 1)
 
-A fate that holds for every mass within the bounds is reported, any other is UNKNOWN: nothing is guessed.
-A repetition penalty scales logits, which cannot be recovered from probabilities, so with one there are no
-fates besides bans and masks.
+A fate that is the same for every mass within the bounds is reported; otherwise it is UNKNOWN, never a guess.
+A repetition penalty scales logits, which cannot be recovered from probabilities, so with one the only known
+fates are bans and masks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from infer.sampling.params import RowLogprobs, SamplingParams
 
 KEPT, UNKNOWN = "", "?"
 MASKED, BANNED = "the constraint forbids it", "banned before min_tokens"
-CLOSE: Final = 0.005  # shares of a total that is known better than this are reported
+CLOSE: Final = 0.005  # shares are reported if their total is known with a smaller error than this
 
 
 class Candidate(NamedTuple):
-    """A token that the model found likely."""
+    """One of the tokens that were most likely by the model."""
 
     token_id: int
     probability: float  # the model's own
-    share: float | None  # share among the tokens that are left; None: it is not left, or its share is unknown
+    share: float | None  # probability among the remaining tokens; None: the token was removed, or unknown
     fate: str  # KEPT, UNKNOWN, or the filter that removed it
     note: str = ""  # adjustments of its logit
 
@@ -48,19 +48,19 @@ class Candidate(NamedTuple):
 class DrawContext(NamedTuple):
     """The inputs of a draw besides the logits and the request's parameters."""
 
-    tokens: Sequence[int]  # tokens before the drawn one, prompt included
+    tokens: Sequence[int]  # tokens before the drawn one, including the prompt
     num_prompt: int
     vocab_size: int
     banned: Collection[int] = ()  # ids that must not come yet
     mask_W: np.ndarray | None = None  # 32-bit words, a bit for each id: 1 where it may come
 
     def allows(self, token_id: int) -> bool:
-        """True if the mask lets this id come."""
+        """True if the mask allows this id."""
         return self.mask_W is None or bool(int(self.mask_W[token_id >> 5]) >> (token_id & 31) & 1)
 
 
 def weigh(row: RowLogprobs, params: SamplingParams, context: DrawContext) -> list[Candidate]:
-    """The reported tokens in the model's order, each with its fate."""
+    """Return the reported tokens in the model's order, each with its fate."""
     reported = dict(row.top)
     seen, made = set(context.tokens), Counter(context.tokens[context.num_prompt :])
     adjusted: dict[int, float] = {}  # logprobs of the tokens that are allowed
@@ -100,7 +100,7 @@ def weigh(row: RowLogprobs, params: SamplingParams, context: DrawContext) -> lis
 def _filter(
     adjusted: dict[int, float], reported: dict[int, float], params: SamplingParams, context: DrawContext
 ) -> tuple[dict[int, str], dict[int, float]]:
-    """The fates of allowed tokens under the filters, and the shares of the tokens that stay."""
+    """Return the fates of allowed tokens under the filters, and the shares of the remaining ones."""
     power = 1.0 / max(params.temperature, 1e-6)
     largest = max(adjusted.values())
     weights = {token_id: math.exp((value - largest) * power) for token_id, value in adjusted.items()}
@@ -115,7 +115,7 @@ def _filter(
         for token_id in ranked:
             if weights[token_id] < floor:
                 fates[token_id] = f"top_k {params.top_k}"
-            elif weights[token_id] < edge:  # tokens of the tail may be before it
+            elif weights[token_id] < edge:  # tokens of the tail may be likelier
                 fates[token_id] = UNKNOWN
         high = 0.0 if floor >= edge else high
     low = 0.0 if params.top_k > 0 else low
@@ -134,7 +134,7 @@ def _filter(
     left = [token_id for token_id in ranked if fates[token_id] == KEPT]
     if UNKNOWN in fates.values():
         return fates, {}
-    if len(left) < len(ranked) and weights[left[-1]] >= edge:  # a filter's floor lies above the tail
+    if len(left) < len(ranked) and weights[left[-1]] >= edge:  # the cut-off of a filter is above the tail
         low = high = 0.0
     total = sum(weights[token_id] for token_id in left)
     if high - low > CLOSE * (total + low):
@@ -150,7 +150,7 @@ def _tail(
     power: float,
     largest: float,
 ) -> tuple[float, float]:
-    """The least and the most that all other tokens weigh together; the heaviest reported token weighs 1."""
+    """Return bounds on the total weight of all other tokens; the likeliest reported token weighs 1."""
     count = context.vocab_size - len(reported)
     if count <= 0:
         return 0.0, 0.0
@@ -163,7 +163,7 @@ def _tail(
 
 
 def _lifts_tail(reported: dict[int, float], params: SamplingParams, context: DrawContext) -> bool:
-    """True if a token of the tail may have been made likelier."""
+    """Return True if a token of the tail may have been made likelier."""
     if any(bias > 0 and token_id not in reported for token_id, bias in params.logit_bias.items()):
         return True
     return (

@@ -1,7 +1,7 @@
-"""A report on this machine: what it has for running a model, and what would make it faster.
+"""A report on this machine: its parts that matter for running a model, and advice to make it faster.
 
-Nothing is loaded and nothing is measured; the C kernels are compiled if they have not been yet, because
-whether they can be is half of the answer.
+Nothing is loaded or measured. The C kernels are compiled if they are not yet, because much depends on
+whether that succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from infer.loader.dtype import cpu_has_amx
 from infer.loader.find.default_model import models_dir
 from infer.models.transformers_model import INSTALL
 
-# The features that kernels can use, as spelled in /proc/cpuinfo, from old to new.
+# The CPU features that kernels can use, as named in /proc/cpuinfo, from old to new.
 _FEATURES = (
     "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
     "asimddp", "i8mm", "bf16",
@@ -50,7 +50,7 @@ class MachineReport:
 
 
 def examine_machine() -> MachineReport:
-    """Look at processor, compiler, kernels, GPU, memory and cached models."""
+    """Examine processor, compiler, kernels, GPU, memory and cached models."""
     flags = set(cpu_flags().split())
     compiler = find_compiler()
     c = library()
@@ -106,7 +106,7 @@ def _advice(
 
 
 def _transformers() -> str:
-    """The package that runs families without a file here (models/transformers_model.py)."""
+    """Describe the package that runs families without an implementation here (transformers_model.py)."""
     try:
         return f"{version('transformers')}: runs decoders of other families (knob model_impl)"
     except PackageNotFoundError:
@@ -114,13 +114,13 @@ def _transformers() -> str:
 
 
 def _profile(num_gpus: int) -> str:
-    """The device profile that engines here use, and why (config/profiles)."""
+    """Describe the device profile that engines use on this machine, and why (config/profiles)."""
     profile, why = explained_profile(torch.device("cuda" if num_gpus else "cpu"))
     return f"{profile.name}: {why}"
 
 
 def _gpu_memory() -> str:
-    """The memory that an engine would find on the first GPU, as `infer plan` counts it."""
+    """Describe the memory that an engine would find on the first GPU, as `infer plan` counts it."""
     found = look(torch.device("cuda", 0), None)
     return (
         f"{format_bytes(found.free)} of {format_bytes(found.total)} free, other processes hold "
@@ -130,7 +130,7 @@ def _gpu_memory() -> str:
 
 
 def _weights(has_kernels: bool, num_gpus: int) -> str:
-    """The forms that `auto` gives weights on the CPU (loader/quantization.py)."""
+    """Describe the forms that `auto` chooses for weights (loader/quantization.py)."""
     if has_kernels:
         kept = "int4 where a file has 4 bits, int8 elsewhere, fp32 for files in float32"
     else:
@@ -142,7 +142,7 @@ def _weights(has_kernels: bool, num_gpus: int) -> str:
 
 
 def _quantized_products() -> str:
-    """The kernels that multiply with codes on the first GPU (kernels/linear/coded.py)."""
+    """Describe the kernels that multiply codes on the first GPU (kernels/linear/coded.py)."""
     device = torch.device("cuda", 0)
     tuned = device_profile(device).linear
     few = f"up to {tuned.few_coded_tokens} tokens Triton, tile by tile"
@@ -156,7 +156,7 @@ def _quantized_products() -> str:
 
 
 def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:
-    """The backend of each operation of a float32 model here, and the alternatives (config/backends.py)."""
+    """List each operation's backend for a float32 model here, and its alternatives (config/backends.py)."""
     machine = Machine(
         device="cuda" if num_gpus else "cpu", has_gpu_kernels=num_gpus > 0, has_c_attention=has_kernels
     )

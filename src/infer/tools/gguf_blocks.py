@@ -1,12 +1,12 @@
-"""Weights rounded to the blocks of a GGUF file: the other direction of loader/formats/gguf_quants.py.
+"""Round weights to the blocks of a GGUF file: the inverse of loader/formats/gguf_quants.py.
 
     Q8_0    32 weights   d, 32 integers of 8 bits                     w = d q
     Q4_0    32 weights   d, 32 of 4 bits                              w = d (q - 8)
     Q4_1    32 weights   d, m, 32 of 4 bits                           w = d q + m
     Q4_K    256 weights  d, t, 8 scales and 8 minima of 6 bits, 256 of 4 bits    w = d s q - t m
 
-d, m and t are float16, and codes are chosen for their rounded values. Q4_1 and Q4_K try several ranges of a
-group, fit a line through the codes of each (least squares) and keep what errs least.
+d, m and t are float16, and codes are chosen for their rounded values. Q4_1 and Q4_K try several ranges for
+each group, fit a line to the codes of each (least squares) and keep the one with the smallest error.
 
 Shapes:  R rows, B blocks, G groups of 32.
 """
@@ -17,22 +17,22 @@ from collections.abc import Callable
 
 import torch
 
-_RANGES = (1.0, 0.94, 0.88, 0.82)  # shares of a group's own range
+_RANGES = (1.0, 0.94, 0.88, 0.82)  # tried ranges, relative to a group's own range
 _TINY = 1e-12
 
 
 def round_to_blocks(weight_RK: torch.Tensor, kind: str) -> torch.Tensor:
-    """Rows as the bytes of their blocks, which must fill them: uint8, [R, bytes of a row]."""
+    """Return rows as the bytes of whole blocks: uint8, [R, bytes of a row]."""
     return _BLOCKS[kind](weight_RK.float()).view(len(weight_RK), -1)
 
 
 def _halves(*numbers_B: torch.Tensor) -> torch.Tensor:
-    """Numbers of each block as float16, in bytes: [B, 2 for each]."""
+    """Return numbers of each block as the bytes of float16s: [B, 2 for each]."""
     return torch.stack(numbers_B, dim=-1).half().view(torch.uint8)
 
 
 def _inverse(steps: torch.Tensor) -> torch.Tensor:
-    """1 / steps, and 0 where a step is 0: its group has only the code of zero."""
+    """Return 1 / steps, and 0 where a step is 0, so that its group gets only the code of zero."""
     return torch.where(steps == 0, 0, 1 / steps)
 
 
@@ -45,7 +45,7 @@ def _q8_0(weight_RK: torch.Tensor) -> torch.Tensor:
 
 def _q4_0(weight_RK: torch.Tensor) -> torch.Tensor:
     groups = weight_RK.view(-1, 32)
-    largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]  # it gets the code 0
+    largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]  # this weight gets the code 0
     steps = (largest / -8).half().float()
     codes = (groups * _inverse(steps)[:, None]).round().add(8).clamp(0, 15).to(torch.uint8)
     return torch.cat((_halves(steps), _nibbles(codes, 16)), dim=1)
@@ -75,7 +75,7 @@ def _q4_k(weight_RK: torch.Tensor) -> torch.Tensor:
 
 
 def _fit_lines(groups: torch.Tensor, most: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and minimum of each group of 16 codes; `most`: no minimum is above it."""
+    """Return step and minimum of each group, for 16 codes; `most`: upper bound of minima."""
     low = groups.amin(-1) if most is None else groups.amin(-1).clamp(max=most)
     high = groups.amax(-1)
     middle, width = (low + high) / 2, (high - low).clamp(min=_TINY)
@@ -110,7 +110,7 @@ def _codes(groups: torch.Tensor, steps: torch.Tensor, least: torch.Tensor) -> to
 
 
 def _nibbles(codes_BC: torch.Tensor, run: int) -> torch.Tensor:
-    """Codes as bytes: a code in the low half of one, and the code `run` places after it in the high half."""
+    """Pack codes into bytes: one in the low half, and the one `run` places later in the high half."""
     halves = codes_BC.view(len(codes_BC), 2, run)
     return halves[:, 0] | halves[:, 1] << 4
 

@@ -1,14 +1,14 @@
 """Write a checkpoint as a GGUF file: sizes, tokenizer and weights in one, for llama.cpp and for this engine.
 
     config.json               ──►   llama.embedding_length, llama.rope.freq_base, ...
-    tokenizer.json            ──►   tokenizer.ggml.tokens, merges or scores, types, the name of the cut
-    a matrix of a layer       ──►   blocks of the type asked for
-    embedding and head        ──►   Q8_0: a head's errors go straight into the logits
+    tokenizer.json            ──►   tokenizer.ggml.tokens, merges or scores, types, name of the split rule
+    a matrix of a layer       ──►   blocks of the requested type
+    embedding and head        ──►   Q8_0, because errors of the head go straight into the logits
     norms and biases          ──►   F32
 
-Rows that blocks of 256 do not fill get blocks of 32 (Q4_1 instead of Q4_K), and rows that blocks of 32 do not
-fill stay F16. This is the other direction of loader/formats/gguf.py, gguf_config.py,
-gguf_tensors.py and tokenizer/gguf_vocab.py, for architectures whose files need little but names.
+Rows whose length is not a multiple of 256 get blocks of 32 (Q4_1 instead of Q4_K), and rows whose length is
+not a multiple of 32 become F16. This is the inverse of loader/formats/gguf.py, gguf_config.py,
+gguf_tensors.py and tokenizer/gguf_vocab.py, for architectures whose files differ in little more than names.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # family -> GGUF
 KINDS = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1", "gguf-q4_k": "Q4_K"}
 _FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14}
-_ROWS_AT_ONCE = 1 << 22  # numbers that are rounded at a time
+_ROWS_AT_ONCE = 1 << 22  # weights that are rounded at a time
 
 
 class _Stored(NamedTuple):
-    """A tensor of the file: its name there, and the function that gives its rows."""
+    """A tensor to write: its name in the file, and its rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class _Stored(NamedTuple):
 
 
 def write_gguf(headers: ModelHeaders, out: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write a checkpoint of plain numbers as `out`, its matrices in blocks of `kind`."""
+    """Write a checkpoint of plain numbers to `out`, with its matrices in blocks of `kind`."""
     architecture = _architecture_of(headers)
     metadata = _metadata(headers, architecture, kind)
     tensors = list(_tensors(headers, architecture, GGMLType[kind]))
@@ -164,7 +164,7 @@ def _tensors(headers: ModelHeaders, architecture: str, kind: GGMLType) -> Iterat
 
 
 def _warn_of_others(tensors: list[_Stored], kind: str) -> None:
-    """Warn of matrices of layers that do not have the type asked for."""
+    """Warn of matrices in layers that do not get the requested type."""
     of_layers = [each.kind.name for each in tensors if each.name.startswith("blk.") and len(each.shape) == 2]
     for other in sorted({*of_layers} - {kind}):
         log.warning(
@@ -174,7 +174,7 @@ def _warn_of_others(tensors: list[_Stored], kind: str) -> None:
 
 
 def _kind_for(shape: tuple[int, ...], kind: GGMLType) -> GGMLType:
-    """The type of a tensor: the one asked for, if its blocks fill the rows."""
+    """Return the type for a tensor: the requested one, if the row length is a multiple of its block."""
     if len(shape) == 1:
         return GGMLType.F32
     wanted = (kind, GGMLType.Q4_1) if kind is GGMLType.Q4_K else (kind,)
@@ -182,7 +182,7 @@ def _kind_for(shape: tuple[int, ...], kind: GGMLType) -> GGMLType:
 
 
 def _llama3_factors(config: ModelConfig) -> torch.Tensor:
-    """The divisor of each pair of channels; the reader recovers the parameters from them."""
+    """Return the divisor of each pair of channels, from which readers recover the parameters."""
     scaling = config.rope_scaling
     assert scaling is not None
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
@@ -193,7 +193,7 @@ def _llama3_factors(config: ModelConfig) -> torch.Tensor:
 
 
 def _rows(tensor: _Stored) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor, some rows at a time."""
+    """Yield the bytes of a tensor, some rows at a time."""
     source, kind = tensor.source, tensor.kind
     if isinstance(source, torch.Tensor):
         yield source
@@ -223,10 +223,10 @@ def _text(value: str) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """A value with its type before it."""
+    """Encode a value, preceded by its type."""
     if isinstance(value, list):
         inner = [_typed(each) for each in value]
-        kind = next(iter(inner), _typed(""))[:4]  # an empty list is one of text: no merges
+        kind = next(iter(inner), _typed(""))[:4]  # empty lists have the element type string, as for no merges
         return struct.pack("<I", 9) + kind + struct.pack("<Q", len(value)) + b"".join(e[4:] for e in inner)
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)

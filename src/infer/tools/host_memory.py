@@ -1,4 +1,4 @@
-"""The memory that a server is told to use, compared with the memory that is there."""
+"""Compare configured memory sizes with the memory that is available."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infer.tools import nvml
 
 
 def check_host_memory(size: str, name: str) -> None:
-    """Refuse a size that is more than the machine, or the container around this process, has free."""
+    """Refuse a size that exceeds the free memory of the machine or of this process's container."""
     if parse_bytes(size, name) > (free := free_host_bytes()):
         raise ConfigError(
             f"{name}={size} is more than there is: {format_bytes(free)} of host memory are free; "
@@ -19,7 +19,7 @@ def check_host_memory(size: str, name: str) -> None:
 
 
 def check_loaded_memory(size: str, *, on_gpu: bool, on_cpu: bool) -> None:
-    """Refuse a size for loaded models that their devices do not have; a GPU that does not say has it."""
+    """Refuse a size for loaded models that exceeds their devices' memory; skipped if a GPU's is unknown."""
     gpus, host = nvml.total_memory() if on_gpu else 0, free_host_bytes() if on_cpu else 0
     if gpus is not None and parse_bytes(size) > gpus + host:
         parts = [f"{format_bytes(gpus)} of GPUs"] * on_gpu + [

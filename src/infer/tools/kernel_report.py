@@ -1,10 +1,10 @@
-"""A report on which kernel would run: for each operation of a model, by the number of tokens, and why.
+"""A report on the kernel that would run for each operation of a model, by the number of tokens, and why.
 
-    config, headers ──► the model without memory ──► problems, by operation and size ──► the first way that
-                                                                                    covers each
+    config, headers ──► the model without memory ──► problems, by operation and size ──► the first kernel
+                                                                                    that supports each
 
-An engine makes the same choices: it asks the same lists (kernels/runtime/choice.py). A named GPU need not
-be here. Kernels in CUDA C++ count as compiled.
+An engine makes the same choices from the same lists (kernels/runtime/choice.py). The GPU may be given by name
+and need not be in this machine. Kernels in CUDA C++ count as compiled.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.projection import Neighbours
 from infer.tools.memory_plan import choose_load, find_machine
 
-# sizes that are asked for; where two neighbours differ, the size between them is searched
+# sizes that are tried; if the choices for two neighbours differ, the exact limit between them is searched
 ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COUNTS = (*ROWS, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 
 
 class Choice(NamedTuple):
-    """One kernel for a range of sizes, and the reasons of those before it in the list."""
+    """The kernel for a range of sizes, and why the kernels before it in the list were not chosen."""
 
     first: int
     last: int
@@ -58,14 +58,14 @@ class Operation(NamedTuple):
     """An operation of a model, and its kernels by size."""
 
     name: str
-    what: str  # sizes and form of its weights, or the heads
-    unit: str  # meaning of a choice's sizes: tokens, rows
+    what: str  # sizes and form of its weights, or its heads
+    unit: str  # unit of the sizes: tokens, rows
     choices: tuple[Choice, ...]
 
 
 def explain_kernels(config: EngineConfig, headers: ModelHeaders, gpu: Gpu) -> list[Operation]:
-    """The operations of a model that have several kernels, in the order in which a step meets them first."""
-    machine = find_machine("cuda", "1GiB")  # its memory decides no kernel
+    """List a model's operations that have several kernels, in the order in which a step first runs them."""
+    machine = find_machine("cuda", "1GiB")  # any size: no choice of kernel depends on it
     plan = choose_load(config, headers, machine).plan
     if plan.config.impl != "infer":
         raise ConfigError(
@@ -73,7 +73,7 @@ def explain_kernels(config: EngineConfig, headers: ModelHeaders, gpu: Gpu) -> li
         )
     model, compiled = plan.skeleton, CompiledLinears(plan.device, gpu=gpu)
     neighbours = ask_for_kernels(model, compiled, is_alone=config.load.tensor_parallel_size == 1)
-    compiled.compiler()  # all that is wanted counts as ready, and nothing is compiled
+    compiled.compiler()  # marks all requested kernels as ready; nothing is compiled
     backends = choose_backends(config, Machine(device="cuda", has_gpu_kernels=True))
     found: dict[tuple[str, str], Operation] = {}
     for name, module in model.named_modules():
@@ -128,7 +128,7 @@ def _experts(name: str, mixture: MixtureOfExperts) -> Operation:
 def _attention(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, backends: Chosen, gpu: Gpu
 ) -> Iterator[Operation]:
-    """Rows that decode alone, rows with prompts, and fresh prompts: for each size of heads."""
+    """Yield attention for decoding rows alone, rows with prompts, and fresh prompts, for each head size."""
     windows = {model.window(layer) for layer in range(model.num_layers) if not model.has_state(layer)}
     unlike = "" if model.has_plain_scores else "scores have a soft cap or sinks"
     if model.layer_specs:
@@ -149,7 +149,7 @@ def _attention_of(
     no_cuda: str,
     no_cudnn: str,
 ) -> Iterator[Operation]:
-    """The kernels for heads of one size; `no_cuda`, `no_cudnn`: why the model does not suit them, or ""."""
+    """Yield the kernels for one head size; `no_cuda`, `no_cudnn`: why they do not suit the model, or ""."""
     profile, cache = gpu.profile.attention, config.cache
     has_codes = cache.kv_cache_dtype not in (AUTO, "none")
     kept_as = None if not has_codes else torch.int8 if cache.kv_cache_dtype == "int8" else torch.float8_e4m3fn
@@ -179,7 +179,7 @@ def _attention_of(
 
 
 def _choices(ask: Callable[[int], Explained], counts: tuple[int, ...]) -> tuple[Choice, ...]:
-    """The ranges of sizes that have the same kernel for the same reasons."""
+    """Return the ranges of sizes that have the same kernel for the same reasons."""
     ask = functools.cache(ask)
     choices: list[Choice] = []
     first = counts[0]
@@ -192,5 +192,5 @@ def _choices(ask: Callable[[int], Explained], counts: tuple[int, ...]) -> tuple[
 
 
 def _generic(name: str) -> str:
-    """The name of a module, without the number of its layer."""
+    """Return the name of a module, without the number of its layer."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

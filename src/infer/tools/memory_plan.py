@@ -3,16 +3,16 @@
     memory = weights (+ a draft model's, + LoRA adapters') + activations of the largest step + graphs
              + KV cache (+ workspace) + runtime
 
-Weights, activations and bytes per token are arithmetic (cache/memory.py); the rest of `device_memory` is the
-cache, and the cache divided by a context is the number of sequences of that length that run at once. The plan
-ends in flags: started with them, the engine has exactly the cache that was planned.
+Weights, activations and bytes per token are computed (cache/memory.py); the rest of `device_memory` is the
+cache, and the cache divided by a context is the number of sequences of that length that run at once. The
+result includes flags: an engine that is started with them has exactly the planned cache.
 
-Parameters and their bytes are counted on the skeleton of a weight plan, a model without memory, so they are
-what would be loaded, fused matrices and tied heads included (loader/weight_plan.py); where there are headers,
-every tensor in them is matched with its place first, as loading does.
+Parameters and their bytes are counted on the skeleton of a weight plan, a model without memory, so they equal
+what would be loaded, including fused matrices and tied heads (loader/weight_plan.py). If there are headers,
+every tensor in them is first matched with its place, as loading does.
 
-Every start asks a shorter question first (`check_settings`): can this model be served with these knobs at
-all? If it cannot, it is refused before minutes are spent on reading weights.
+Every start first makes a quicker check (`check_settings`): can this model be served with these knobs at all?
+If not, it is refused before minutes are spent on reading weights.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ from infer.loader.weight_plan import WeightPlan, kept_bytes, num_weights, plan_w
 from infer.quant.gpu_schemes import LOADING_BYTES
 
 SEE_PLAN = "'infer plan' shows what fits"
-SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried when a larger one does not fit
+SMALL_STEP, SMALL_BATCH = 256, 8  # tokens and sequences of a step, tried if a larger one does not fit
 CONTEXTS = tuple(2**power for power in range(9, 21))
 CONCURRENCIES = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """The device that an engine would be on, here or elsewhere, and its memory."""
+    """The device that an engine would run on, in this machine or another, and its memory."""
 
     device: torch.device
     unloaded: DeviceMemory  # memory before the weights are loaded
-    runtime: int = 0  # bytes for the runtime of a GPU that no process uses yet
+    runtime: int = 0  # bytes for the runtime of a GPU that is not in use yet
 
     @property
     def kind(self) -> str:
@@ -94,38 +94,38 @@ class MachineMemory:
 
     @property
     def memory(self) -> int:
-        """The bytes for this engine: the free ones, or what `device_memory` leaves."""
+        """The bytes available to this engine: the free ones, or the room that `device_memory` leaves."""
         return self.runtime + (
             self.unloaded.free if self.unloaded.limit is None else max(self.unloaded.room, 0)
         )
 
     @property
     def others(self) -> int:
-        """Bytes of a GPU that other processes hold."""
+        """The bytes of a GPU that other processes use."""
         return self.unloaded.others if is_gpu(self.device) else 0
 
     def resolve(self, config: EngineConfig, choice: LoadChoice) -> ResolvedConfig:
-        """Return the decisions of an engine that starts there, whatever memory other processes use."""
+        """Return the decisions of an engine on this device, regardless of other processes' memory."""
         total = (self.unloaded.limit or self.unloaded.total) if is_gpu(self.device) else None
         machine = replace(machine_of(choice), gpu_memory=total)
         return resolve(config, machine, facts_of(choice))
 
 
 class DraftMemory(NamedTuple):
-    """The memory of a model that drafts, in addition to the one it drafts for, in bytes."""
+    """The additional memory of a draft model or head, in bytes."""
 
-    name: str = ""  # empty: nothing drafts, or nothing that has weights
+    name: str = ""  # empty: drafting needs no weights, or is off
     weights: int = 0
     beside: DraftBytes = NO_DRAFT
 
     @property
     def total(self) -> int:
-        """The sum without keys and values, which are in the cache."""
+        """The sum without keys and values, which are part of the cache."""
         return self.weights + self.beside.step
 
 
 class StageBytes(NamedTuple):
-    """One stage of a model's layers, and the weights of a rank of it."""
+    """One pipeline stage, and the weights of one of its ranks."""
 
     layers: range
     weights: int
@@ -139,21 +139,21 @@ class MemoryPlan:
     resolved: ResolvedConfig
     machine: MachineMemory
     num_parameters: int
-    stored_bytes: int  # bytes of the weights on disk; 0: there are none yet
+    stored_bytes: int  # bytes of the weights on disk; 0: not known
     weights: int
-    stages: tuple[StageBytes, ...]  # stages of its layers; this plan is for a rank of the last stage
+    stages: tuple[StageBytes, ...]  # pipeline stages; this plan is for a rank of the last one
     draft: DraftMemory
     adapters: int  # room for LoRA adapters
     step: StepBytes
-    graphs: int  # bytes of captured steps, and of the buffers of a GPU's device half
+    graphs: int  # bytes of captured graphs and of the GPU's step buffers
     workspace: int
     host_cache: int  # room for preempted sequences and evicted prefixes
     cache: CacheSize
-    layout: KVLayout  # groups of layers that share its blocks
+    layout: KVLayout  # groups of layers that share the cache's blocks
 
     @property
     def memory(self) -> int:
-        """The memory of the device for this rank: ranks that share a device have equal parts of it."""
+        """The device memory for this rank; ranks that share a device get equal parts of it."""
         return self.machine.memory // ranks_sharing(self.resolved.settings, self.machine.device)
 
     @property
@@ -164,21 +164,21 @@ class MemoryPlan:
 
     @property
     def longest_sequence(self) -> int:
-        """The longest sequence that can be served with this cache: the last token is never cached."""
+        """The longest sequence that fits into this cache; its last token is never cached."""
         max_chunk = self.resolved.scheduler.max_chunk
         size, num_blocks = self.cache.block_size, self.cache.num_blocks
         longest = longest_sequence(self.layout.windows, num_blocks, size, max_chunk)
         return min(self.choice.max_seq_len, longest + 1)
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of keys, values and states of one sequence of this length while it decodes."""
+        """Return the bytes of keys, values and states of one sequence of this length while it decodes."""
         num_blocks = blocks_of_sequence(self.layout.windows, context, self.cache.block_size, 1)
-        if STATE in self.layout.windows:  # a state takes its whole block from the first token on
+        if STATE in self.layout.windows:  # a state takes a whole block from the first token on
             return num_blocks * self.cache.bytes_per_block
         return min(num_blocks * self.cache.bytes_per_block, context * self.cache.bytes_per_token)
 
     def at_once(self, context: int) -> int:
-        """The number of sequences of this length that can run together."""
+        """Return the number of sequences of this length that can run together."""
         size, scheduler = self.cache.block_size, self.resolved.scheduler
         in_prompt = blocks_of_sequence(self.layout.windows, context, size, scheduler.max_chunk)
         decoding = blocks_of_sequence(self.layout.windows, context, size, 1)
@@ -186,12 +186,12 @@ class MemoryPlan:
         return min(max(others + 1, 0), scheduler.max_batch_size)
 
     def contexts(self) -> list[int]:
-        """The lengths worth a row of a table."""
+        """Return the lengths to show in a table."""
         shorter = [context for context in CONTEXTS if context < self.choice.max_seq_len]
         return [*shorter[-7:], self.choice.max_seq_len]
 
     def knobs(self) -> dict[str, object]:
-        """The knobs that give exactly this cache; only those whose value is not the default."""
+        """Return the knobs that give exactly this cache, without knobs at their default value."""
         config, default = self.resolved.settings, EngineConfig().knobs()
         chosen: dict[str, object] = {
             name: value
@@ -201,13 +201,13 @@ class MemoryPlan:
         }
         if self.longest_sequence < self.choice.config.context_len:
             chosen["max_seq_len"] = self.longest_sequence
-        # counted in blocks of block_size tokens, whatever the layout
+        # counted in blocks of block_size tokens for any layout
         chosen["num_blocks"] = -(-self.cache.num_tokens // config.cache.block_size)
         return chosen
 
 
 def check_settings(config: EngineConfig, choice: LoadChoice) -> None:
-    """Refuse knobs that no engine can be built with, by its own rules, before a weight is read."""
+    """Refuse knobs that no engine can be built with, by the engine's rules, before any weight is read."""
     resolved = resolve_for(config, choice)
     model, machine = choice.plan.skeleton, machine_on(choice.device, config.cache.device_memory)
     scratch = scratch_of(model, resolved.scheduler)
@@ -241,7 +241,7 @@ def plan_draft(
     machine: MachineMemory,
     find: Callable[[str], ModelHeaders] | None = None,
 ) -> DraftMemory:
-    """Return the memory of the model or head that drafts; `find` as in `read_draft`."""
+    """Return the memory of the draft model or head; `find` as in `read_draft`."""
     config = resolved.settings
     headers = read_draft(config.speculation, choice.config, choice.headers.source.name, find)
     if headers is None:
@@ -267,7 +267,7 @@ def plan_memory(
     choice: LoadChoice | None = None,
     advises: bool = True,
 ) -> MemoryPlan:
-    """Divide the memory of a machine, or say what would fit if it `advises`; `choice`, if already made."""
+    """Divide the memory of a machine; errors say what would fit if `advises`. `choice`: if already made."""
     choice = choice or choose_load(config, headers, machine)
     max_seq_len, weights = choice.max_seq_len, weight_bytes(choice.plan)
     if headers.tensors:
@@ -281,7 +281,7 @@ def plan_memory(
     num_ranks, adapters = ranks_sharing(config, machine.device), plan_adapters(config, choice)
     stages = stage_bytes(config, choice, machine)
     all_weights = sum(stage.weights for stage in stages) * config.load.tensor_parallel_size
-    most = max(stage.weights for stage in stages)  # weights of a rank with a GPU of its own
+    most = max(stage.weights for stage in stages)  # weights of the largest rank, on its own GPU
     taken = all_weights + adapters * num_ranks if num_ranks > 1 else most + adapters
     beside = machine.unloaded.with_weights(taken + draft.weights)
     left = beside.room // num_ranks
@@ -329,7 +329,7 @@ def plan_memory(
 
 
 def stage_bytes(config: EngineConfig, choice: LoadChoice, machine: MachineMemory) -> tuple[StageBytes, ...]:
-    """The stages of the layers, and the weights that a rank of each has; `choice` is the last stage."""
+    """Return the stages and the weights of a rank of each; `choice` is for the last stage."""
     stages = stage_layers(choice.config.num_layers, config.load.pipeline_parallel_size)
     plans = [plan_stage(config, choice.headers, machine, stage) for stage in range(len(stages) - 1)]
     found = [weight_bytes(plan) for plan in (*plans, choice.plan)]
@@ -337,18 +337,18 @@ def stage_bytes(config: EngineConfig, choice: LoadChoice, machine: MachineMemory
 
 
 def steps_of(resolved: ResolvedConfig, choice: LoadChoice) -> StepBytes:
-    """The bytes that steps take."""
+    """Return the bytes that steps take."""
     return compute_step(resolved, choice, scratch_of(choice.plan.skeleton, resolved.scheduler))
 
 
 def weight_bytes(plan: WeightPlan) -> int:
-    """The bytes of the weights as they are kept, and of the tables that the model computes for itself."""
+    """Return the bytes of the weights in memory, and of the tables that the model computes itself."""
     tables = sum(table.numel() * table.element_size() for table in plan.skeleton.buffers())
     return kept_bytes(plan.skeleton) + tables
 
 
 def _loading_bytes(choice: LoadChoice, machine: MachineMemory) -> int:
-    """The bytes of a GPU that rounding weights to codes takes while they are loaded."""
+    """Return the temporary GPU memory for rounding weights to codes while loading, in bytes."""
     return LOADING_BYTES if choice.plan.has_codes and machine.kind == "gpu" else 0
 
 
@@ -360,7 +360,7 @@ def _too_small(
     step: StepBytes,
     draft: DraftMemory,
 ) -> str:
-    """The parts that do not fit, and the first change that makes them fit, or what the last one lacks."""
+    """Describe the parts that do not fit and the first change that makes them fit, or what is missing."""
     graphs, runtime = step.total - step.activations, machine.runtime
     num_ranks = ranks_sharing(config, machine.device)
     return (
@@ -374,12 +374,12 @@ def _too_small(
 
 
 def in_form(weight_format: str) -> str:
-    """The form of weights, in words that follow the name of what has it."""
+    """Return the form of weights as words that follow a name."""
     return weight_format if weight_format == AS_STORED else f"in {weight_format}"
 
 
 def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory, draft: DraftMemory) -> str:
-    """The first change of knobs with which the model fits, all forms of weights that fit, or what lacks."""
+    """Describe the first change of knobs that makes the model fit, all forms that do, or what is missing."""
     headers, model, device = choice.headers, choice.config, machine.unloaded
     advice, forms = "give more memory", dict[str, list[str]]()
     for settings, changed in _smaller(config, choice, on_gpu=machine.kind == "gpu"):
@@ -411,14 +411,14 @@ def _what_fits(config: EngineConfig, choice: LoadChoice, machine: MachineMemory,
 
 
 def _smaller(config: EngineConfig, choice: LoadChoice, *, on_gpu: bool) -> list[tuple[EngineConfig, str]]:
-    """Number formats and steps that need less memory, dearest first, each with its knobs in words."""
+    """Return forms of weights and steps that need less memory, largest first, with their knobs in words."""
     scheduler, dtype, kept = config.scheduler, choice.dtype, choice.plan.rule.label
     width = min(SMALL_BATCH, scheduler.max_batch_size or SMALL_BATCH)
     small = replace(
         config, scheduler=replace(scheduler, max_num_batched_tokens=SMALL_STEP, max_batch_size=width)
     )
     words = f"max_num_batched_tokens={SMALL_STEP}, max_batch_size={width}"
-    # without chunks a step must hold a whole prompt, so it cannot be made smaller
+    # without chunked prefill a step must have room for a whole prompt, so it cannot shrink
     can_shrink = scheduler.use_chunked_prefill and config.cache.keeps_cache
     sizes, found = [(config, "")], list[tuple[EngineConfig, str]]()
     if can_shrink:
@@ -440,15 +440,15 @@ def _smaller(config: EngineConfig, choice: LoadChoice, *, on_gpu: bool) -> list[
     return found
 
 
-# -- what is planned, and for what --------------------------------------------------------------------
+# -- the model and the machine ------------------------------------------------------------------------
 
 
 def find_headers(
     model: str | None, *, revision: str | None, show_progress: bool, model_impl: str = "auto"
 ) -> ModelHeaders:
-    """The headers of a model, or of a config.json alone: a shape may be planned before it is fetched.
+    """Return the headers of a model, or of a config.json alone, to plan before downloading.
 
-    From a hub repository only the config is fetched: it says as much as the headers would.
+    From a hub repository only the config is fetched, which is enough for a plan.
     """
     path = None if model is None else Path(model).expanduser()
     if path is not None and path.is_file() and path.suffix == ".json":
@@ -465,9 +465,9 @@ def find_headers(
 
 
 def find_machine(device: str, gpu_memory: str | None, device_memory: str | None = None) -> MachineMemory:
-    """A GPU of the given memory, or the device that would be used here with its free memory.
+    """Return a GPU with the given memory, or the device that would be used here, with its free memory.
 
-    An engine gets as much of either as `device_memory` allows.
+    In both cases an engine gets as much as `device_memory` allows.
     """
     if gpu_memory is None:
         return machine_on(choose_device(device), device_memory)
@@ -479,12 +479,12 @@ def find_machine(device: str, gpu_memory: str | None, device_memory: str | None 
 
 
 def machine_on(device: torch.device, device_memory: str | None) -> MachineMemory:
-    """The memory that an engine would find on a device of this machine now."""
+    """Return the memory that an engine would find on a device of this machine now."""
     return MachineMemory(device=device, unloaded=look(device, device_memory, free_host=free_host_bytes()))
 
 
 def plan_stage(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory, stage: int) -> WeightPlan:
-    """The weights of a rank of the stage; a GPU need not be here, and is assumed to know bfloat16."""
+    """Plan the weights of a rank of a stage; an absent GPU is assumed to support bfloat16."""
     load, dtype = config.load, config.load.dtype
     if dtype == "auto" and machine.kind == "gpu":
         dtype = next((name for name, each in DTYPES.items() if each is headers.stored), "bfloat16")
@@ -495,7 +495,7 @@ def plan_stage(config: EngineConfig, headers: ModelHeaders, machine: MachineMemo
 
 
 def choose_load(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> LoadChoice:
-    """The way the model would be loaded there; of stages, the last one."""
+    """Return how the model would be loaded there; with several stages, for the last one."""
     load = config.load
     plan = plan_stage(config, headers, machine, load.pipeline_parallel_size - 1)
     plan.check_cuts()

@@ -1,11 +1,11 @@
-"""The readings of a GPU through NVML, the library that comes with NVIDIA's driver.
+"""Read the state of GPUs through NVML, the library that comes with NVIDIA's driver.
 
-    read_gpu("GPU-5b1c...")  ->  memory, how busy it is, power, temperature
-    held_by([4711, 4712])    ->  bytes that these processes hold, on all GPUs
+    read_gpu("GPU-5b1c...")  ->  memory, utilisation, power, temperature
+    held_by([4711, 4712])    ->  bytes that these processes use on all GPUs
 
-The library is called directly, so nothing has to be installed; where it is missing, or does not know the
-GPU, there are no readings. A server asks at a scrape for the GPUs of its engines, by the names that the
-engines report: the numbers of GPUs differ between processes, their names do not.
+The library is called through ctypes, so nothing has to be installed; if it is missing, or does not know the
+GPU, there are no readings. On each scrape, a server reads the GPUs of its engines by the UUIDs that the
+engines report, because GPU numbers differ between processes and UUIDs do not.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 
 _LIBRARY = "libnvidia-ml.so.1"
 _CELSIUS_OF_GPU = 0  # number of the sensor
-_UNKNOWN = 2**64 - 1  # bytes of a process, if the driver does not say
+_UNKNOWN = 2**64 - 1  # bytes of a process if the driver does not know them
 _LIST_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"  # missing in drivers from before 2021
 _MOST_PROCESSES = 1024  # limit of the processes listed for one GPU
 
 
 class GpuReading(NamedTuple):
-    """The state of a GPU now; None: it does not say."""
+    """The current state of a GPU; None: not reported."""
 
     memory_total: int  # bytes
     memory_used: int  # bytes that all processes use
-    busy_share: float | None  # share of the last moments in which a kernel ran: 0 to 1
-    memory_busy_share: float | None  # share in which its memory was read or written
+    busy_share: float | None  # share of the last sample period in which a kernel ran, 0 to 1
+    memory_busy_share: float | None  # share of that period in which memory was read or written
     power_watts: float | None
     temperature_celsius: float | None
 
@@ -47,7 +47,7 @@ class _Process(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """Return NVML, ready to be asked; None: there is none, or it finds no driver."""
+    """Return NVML, initialised; None: there is none, or it finds no driver."""
     try:
         nvml = ctypes.CDLL(_LIBRARY)
         return nvml if nvml.nvmlInit_v2() == 0 else None
@@ -82,7 +82,7 @@ def read_gpu(name: str, nvml: Any = None) -> GpuReading | None:
 
 
 def total_memory(nvml: Any = None) -> int | None:
-    """Return the bytes of all GPUs together; None: none says."""
+    """Return the total memory of all GPUs, in bytes; None: none reports it."""
     nvml = nvml or library()
     count, device, memory, total = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), 0
     if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -96,9 +96,9 @@ def total_memory(nvml: Any = None) -> int | None:
 
 
 def held_by(pids: Collection[int], nvml: Any = None) -> int | None:
-    """Return the bytes that these processes hold on all GPUs, CUDA's own included; None: none is listed.
+    """Return the bytes that these processes use on all GPUs, including CUDA's own; None: none is listed.
 
-    In a container the driver may list processes under other numbers than they have inside.
+    In a container the driver may list processes by pids that differ from those inside.
     """
     nvml = nvml or library()
     count, device, held = ctypes.c_uint(), ctypes.c_void_p(), []

@@ -1,14 +1,14 @@
-"""Run the orders of a record again on a device half, without a scheduler, requests or a tokenizer.
+"""Replay the orders of a record on a device half, without a scheduler, requests or a tokenizer.
 
     record   order 1   masks 1   step 1   order 2   ...
                │         │         │
     device     run       sample    wait, and compare the ids
 
-This is what a device in another process does: it is given orders and nothing else (execution/order.py). The
-ids must come out again, except ids that the engine rejected (a guided sequence that went another way).
+A device in another process works the same way: it receives orders and nothing else (execution/order.py). The
+ids must be the same, except ids that the engine rejected because a guided sequence continued differently.
 
-Orders in a file may come from a stranger, and a kernel does not ask whether a row or a slot exists. So every
-order is checked against the size of the device's state before it runs.
+Orders in a file are not trusted, and kernels do not check if a row or a slot exists. So every order is
+checked against the sizes of the device's state before it runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from infer.kernels.sampling.sample_state import MAX_BIASED
 from infer.tools.record import Masked, Ordered, Ran, Record
 
 UNKNOWN = -1  # position of a row whose next token comes from the host
-MAX_ALTERNATIVES = 2048  # logprobs of an id: beams ask for one for each stop id besides their own
+MAX_ALTERNATIVES = 2048  # most logprobs of an id: beams request one for each stop id besides their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +72,18 @@ def limits_of(engine: Engine) -> DeviceLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReport:
-    """The end of a replay from orders."""
+    """The result of a replay from orders."""
 
     num_steps: int
     num_tokens: int
     difference: str | None  # "step 12: ..." or None
-    num_left: int = 0  # orders at the end whose step is not in the record
+    num_left: int = 0  # last orders, whose steps are not in the record
 
 
 def replay_orders(
     record: Record, device: DeviceHalf, limits: DeviceLimits, *, until: int | None = None, check: bool = True
 ) -> OrderReport:
-    """Run every order of a record, or those up to step `until`; without `check` no ids are compared."""
+    """Run every order of a record, or those up to step `until`; without `check`, ids are not compared."""
     if not record.has_orders:
         raise ConfigError(
             f"{record.path} has no orders, or was cut off before the first; "
@@ -125,9 +125,9 @@ def replay_orders(
 
 
 def _difference(order: StepOrder, before: Seq[Seq[int]], now: Seq[Seq[int]]) -> str | None:
-    """The place where the ids of a step differ from the record's ids; None: nowhere.
+    """Describe where the ids of a step differ from the record's; None: nowhere.
 
-    An id that a guided sequence did not want, because its grammar forced another, is not in the record.
+    An id that was dropped because the grammar of a guided sequence forced another is not in the record.
     """
     if len(before) != len(now):
         return f"step {order.step}: {len(before)} rows in the record, now {len(now)}"
@@ -139,7 +139,7 @@ def _difference(order: StepOrder, before: Seq[Seq[int]], now: Seq[Seq[int]]) -> 
 
 
 def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLimits) -> None:
-    """Sample a step under the masks of a record."""
+    """Sample a step with the masks of a record."""
     lines, num_words = event.lines, -(-limits.vocab_size // 32)
     if len(lines) and lines.shape[1] != num_words:
         raise ConfigError(f"masks of step {event.step} have {lines.shape[1]} words, not {num_words}")
@@ -155,9 +155,9 @@ def _sample(event: Masked, order: StepOrder, step: PendingStep, limits: DeviceLi
 
 
 class OrderCheck:
-    """Follows the rows of a device through orders, and says which order it cannot execute.
+    """Tracks the rows of a device through orders, and reports an order that it cannot execute.
 
-    A device decodes at the position it has reached, whatever an order says, so positions are followed, too.
+    A device decodes at the position it has reached, regardless of the order, so positions are tracked too.
     """
 
     def __init__(self, limits: DeviceLimits) -> None:
@@ -167,7 +167,7 @@ class OrderCheck:
         self._repeatable = EMPTY.rows  # rows of the last order, if they may be repeated
 
     def __call__(self, order: StepOrder) -> str | None:
-        """The reason why the next order is impossible; None: it is possible, and counts as executed."""
+        """Return the reason why the next order is impossible; None: it is possible, and is now tracked."""
         if wrong := wrong_number(order, self._limits):
             return wrong
         rows, is_decode = order.rows, order.kinds == DECODE
@@ -186,7 +186,7 @@ class OrderCheck:
 
 
 def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
-    """The part of an order that a device of this size cannot execute; None: it can execute all."""
+    """Describe the part of an order that a device of this size cannot execute; None: it can execute all."""
     shape, stops = limits.shape, order.stops
     max_len = shape.max_blocks * shape.block_size
     num_slots = limits.num_blocks * shape.block_size
@@ -234,7 +234,7 @@ def wrong_number(order: StepOrder, limits: DeviceLimits) -> str | None:
 
 
 def _are_trees(order: StepOrder, given: np.ndarray) -> bool:
-    """True if the parent of every token is one before it in its row, and only drafts have others."""
+    """Return True if every token's parent precedes it in its row, and only drafts skip back further."""
     if not len(order.backs):
         return True
     counts, can_branch = order.counts[given], (order.kinds[given] == VERIFY) & (order.counts[given] <= 64)
@@ -269,7 +269,7 @@ def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
     wanted = (arrived, NUM_FIELDS), len(RowFacts._fields)
     if arrived and (order.lines.shape, order.facts.shape[1]) != wanted:
         return "rows that begin lack facts"
-    end = 0  # place after the lists so far
+    end = 0  # end of the lists so far
     for line_F, numbers in zip(order.lines, order.facts.tolist(), strict=False):
         line, facts = SampleLine.unpack(line_F.tobytes()), RowFacts(*numbers)
         counts = facts.num_tokens, facts.num_banned, line.num_biased
@@ -290,6 +290,6 @@ def _wrong_arrival(order: StepOrder, limits: DeviceLimits) -> str | None:
 
 
 def _begun(order: StepOrder) -> np.ndarray:
-    """The rows that begin with an order: the first field of their lines."""
+    """Return the rows that begin with an order: the first field of their lines."""
     rows: np.ndarray = order.lines[:, SampleLine._fields.index("row")] if order.has_begun else EMPTY.rows
     return rows

@@ -1,10 +1,10 @@
-"""Write a checkpoint in one of the published quantized formats, each weight rounded to the nearest step.
+"""Write a checkpoint in one of the published quantized formats, with each weight rounded to nearest.
 
     dense checkpoint ──► matrix by matrix: integers, scales, zeros ──► tensors and config of the format
 
-Reading the formats is the job of loader/formats/stored_formats.py; this is the other direction. Rounding to
-the nearest needs no data and no GPU, and at 8 bits loses next to nothing; at 4 bits the methods that the
-formats are named after choose their integers better. Embeddings, norms, routers and the head stay dense.
+loader/formats/stored_formats.py reads the formats; this module writes them. Rounding to nearest needs no
+calibration data and no GPU, and loses almost nothing at 8 bits; at 4 bits, the methods that the formats are
+named after choose better integers. Embeddings, norms, routers and the head stay dense.
 
     scheme        format                               a matrix becomes
     gptq          GPTQ, version 1 or 2                 2, 3, 4 or 8 bits, groups of columns
@@ -13,10 +13,10 @@ formats are named after choose their integers better. Embeddings, norms, routers
     ct-w8a16      compressed-tensors, pack-quantized   8 bits, a scale per row
     ct-int8       compressed-tensors, int-quantized    int8, a scale per row
     fp8-channel   compressed-tensors, float-quantized  e4m3, a scale per row
-    fp8-block     fp8                                  e4m3, a scale for 128 x 128
+    fp8-block     fp8                                  e4m3, a scale per 128 x 128 block
     fp8-tensor    fp8                                  e4m3, one scale
-    nf4           bitsandbytes                         4-bit table, a scale for 64, itself in 8 bits
-    squeezellm    SqueezeLLM                           3 or 4 bits, a table for each row, and outliers apart
+    nf4           bitsandbytes                         4-bit table, a scale per 64 weights, itself in 8 bits
+    squeezellm    SqueezeLLM                           3 or 4 bits, a table per row, and separate outliers
     gguf-...      GGUF, a file (gguf_writer.py)        blocks of Q8_0, Q4_0, Q4_1 or Q4_K
 
 Shapes:  N rows of W (out), K columns (in), G groups of a row.
@@ -65,35 +65,35 @@ class Recipe:
     bits: int = 4  # gptq and squeezellm only
     group_size: int = 128  # columns that share a scale; -1: all
     symmetric: bool = True  # gptq and ct-w4a16 only; awq always has zeros
-    version: int = 1  # gptq only: how zeros are stored
-    act_order: bool = False  # gptq only: columns are sorted by their sizes before they are grouped
-    nested: bool = True  # nf4 only: scales are quantized as well
-    outliers: float = 0.45  # squeezellm only: percent of the weights that are kept apart, the largest ones
+    version: int = 1  # gptq only: format version, which decides how zeros are stored
+    act_order: bool = False  # gptq only: columns are sorted by size before they are grouped
+    nested: bool = True  # nf4 only: scales are quantized too
+    outliers: float = 0.45  # squeezellm only: percent of the weights, the largest, that are stored separately
 
     def groups_of(self, size: int) -> int:
-        """The columns of a group in a matrix of `size` columns."""
+        """Return the columns of a group in a matrix of `size` columns."""
         return size if self.group_size == -1 else min(self.group_size, size)
 
 
 def round_to_groups(
     weight_NK: torch.Tensor, bits: int, group_size: int, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned codes [N, K], and float16 scales and zeros [N, G] with  w = (code - zero) * scale."""
+    """Return unsigned codes [N, K], and float16 scales and zeros [N, G] with  w = (code - zero) * scale."""
     num_rows, size = weight_NK.shape
     short = -size % group_size
     groups = torch.nn.functional.pad(weight_NK.float(), (0, short)).view(num_rows, -1, group_size)
     most, middle = (1 << bits) - 1, 1 << bits - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     steps = torch.maximum(-low, high) / (middle - 1) if symmetric else (high - low) / most
-    scales = steps.clamp(min=1e-7).half()  # about the least positive float16
+    scales = steps.clamp(min=1e-7).half()  # 1e-7: about the smallest positive float16
     zeros = torch.full_like(low, middle) if symmetric else (-low / scales.float()).round().clamp(0, most)
     codes = (groups / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, most)
     return codes.to(torch.uint8).flatten(1)[:, :size], scales, zeros.to(torch.uint8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows of codes as one little-endian stream of bits in int32 words."""
-    if bits in (2, 4, 8):  # whole codes in a byte
+    """Pack rows of codes as little-endian bit streams in int32 words."""
+    if bits in (2, 4, 8):  # a byte has only whole codes
         per_byte = 8 // bits
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % (4 * per_byte)))
         packed = codes[..., ::per_byte].clone(memory_format=torch.contiguous_format)
@@ -198,7 +198,7 @@ def _nf4(weight: torch.Tensor, recipe: Recipe) -> Leaves:
 
 
 def _squeezellm(weight: torch.Tensor, recipe: Recipe) -> Leaves:
-    """Each row in the means of clusters of its weights; the largest weights are sparse, and added to them."""
+    """Quantize each row to the means of its clusters; the largest weights are a sparse matrix to add."""
     numbers = weight.float()
     count = round(numbers.numel() * recipe.outliers / 100)
     is_apart = torch.zeros(numbers.numel(), dtype=torch.bool)
@@ -206,7 +206,7 @@ def _squeezellm(weight: torch.Tensor, recipe: Recipe) -> Leaves:
     is_apart = is_apart.view(numbers.shape)
     table = _means_of_clusters(numbers, ~is_apart, 1 << recipe.bits)
     codes = torch.searchsorted((table[:, 1:] + table[:, :-1]) / 2, numbers)
-    nearest = table.abs().argmin(1, keepdim=True)  # an outlier has the code of the number nearest to zero
+    nearest = table.abs().argmin(1, keepdim=True)  # outliers get the code of the number nearest to zero
     codes = torch.where(is_apart, nearest, codes).to(torch.uint8)
     leaves = {"qweight": pack(codes, recipe.bits).T.contiguous(), "lookup_table": table}
     if not count:
@@ -218,12 +218,12 @@ def _squeezellm(weight: torch.Tensor, recipe: Recipe) -> Leaves:
 
 
 def _means_of_clusters(numbers_NK: torch.Tensor, counts_NK: torch.Tensor, num_clusters: int) -> torch.Tensor:
-    """Means [N, C] of the clusters of each row's weights that count, ascending (Lloyd's algorithm)."""
+    """Return the means [N, C] of clusters of each row's weights that count, ascending (Lloyd's algorithm)."""
     ordered = torch.where(counts_NK, numbers_NK, torch.inf).sort(1).values
     shares = (torch.arange(num_clusters) + 0.5) / num_clusters
     places = (shares * counts_NK.sum(1, keepdim=True)).long().clamp(max=numbers_NK.shape[1] - 1)
     table, held = ordered.gather(1, places), counts_NK.float()
-    table = torch.where(table.isfinite(), table, 0).sort(1).values  # a row of outliers alone
+    table = torch.where(table.isfinite(), table, 0).sort(1).values  # not finite: a row of outliers alone
     for _ in range(_LLOYD_ROUNDS):
         which = torch.searchsorted((table[:, 1:] + table[:, :-1]) / 2, numbers_NK)
         sizes = torch.zeros_like(table).scatter_add_(1, which, held)
@@ -241,9 +241,9 @@ ALL_NAMES = (*SCHEME_NAMES, *KINDS)
 
 
 def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe, sizes_K: torch.Tensor | None = None) -> Leaves:
-    """The tensors of one matrix in the format of a recipe, by their leaf.
+    """Return the tensors of one matrix in the format of a recipe, by leaf.
 
-    Act-order sorts columns by `sizes_K`, or by the sizes that they have in this matrix.
+    Act-order sorts columns by `sizes_K`, or by their sizes in this matrix.
     """
     if recipe.act_order:
         return _gptq(weight_NK, recipe, sizes_K)
@@ -251,7 +251,7 @@ def quantize_matrix(weight_NK: torch.Tensor, recipe: Recipe, sizes_K: torch.Tens
 
 
 def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
-    """The `quantization_config` that checkpoints of this format have; `dense` are the modules left alone."""
+    """Return the `quantization_config` of this format; `dense` are the modules that are not quantized."""
     scheme, group_size = recipe.scheme, recipe.group_size
     if scheme == "gptq":
         return {
@@ -298,7 +298,7 @@ def config_of(recipe: Recipe, dense: list[str]) -> dict[str, Any]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse settings that the format of a recipe cannot hold."""
+    """Refuse settings that the format of a recipe does not support."""
     if recipe.scheme not in ALL_NAMES:
         raise ConfigError(f"scheme must be one of {', '.join(ALL_NAMES)}, got {recipe.scheme!r}")
     if recipe.bits not in (2, 3, 4, 8):
@@ -316,7 +316,7 @@ def check_recipe(recipe: Recipe) -> None:
 def quantize_checkpoint(
     source: ModelSource, out_dir: Path, recipe: Recipe, *, show_progress: bool = False
 ) -> None:
-    """Write the checkpoint of `source`, which must hold plain numbers: a new directory, or a GGUF file."""
+    """Quantize the checkpoint of `source`, which must have plain numbers, to a directory or a GGUF file."""
     check_recipe(recipe)
     if source.is_gguf:
         raise ConfigError("a GGUF file is quantized already; give the safetensors checkpoint it was made of")
@@ -355,10 +355,10 @@ def quantize_checkpoint(
 
 @contextmanager
 def _finished_as(out: Path, home: Path) -> Iterator[Path]:
-    """A place in the directory `home` for what becomes `out` at the end of the block; it leaves no parts.
+    """Yield a temporary path in the directory `home`; its content becomes `out` when the block succeeds.
 
-    A file gets its name. The files of a directory move up to `home`, `config.json` last: without it nobody
-    takes the others for a model.
+    A file is renamed. The files of a directory are moved up to `home`, `config.json` last, because without it
+    the others do not count as a model.
     """
     is_new = not home.exists()
     home.mkdir(parents=True, exist_ok=True)
@@ -373,12 +373,12 @@ def _finished_as(out: Path, home: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
         if is_new:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the directory is not empty
                 home.rmdir()
 
 
 def _check_out(out: Path, recipe: Recipe) -> None:
-    """Refuse a place that is taken, and one that is not what the scheme writes."""
+    """Refuse an output that already exists, or whose name does not suit the scheme."""
     if recipe.scheme not in KINDS:
         if out.is_file():
             raise ConfigError(f"{out} is a file, and {recipe.scheme} writes a directory; choose another name")
@@ -407,7 +407,7 @@ def _row_size(headers: ModelHeaders, name: str) -> int:
 
 
 def _warn_of_groups(recipe: Recipe, sizes: set[int]) -> None:
-    """Warn of groups that rows have no room for, or that no 4-bit form of this engine keeps."""
+    """Warn of groups that are larger than rows, or that no 4-bit form of this engine can keep."""
     if recipe.scheme not in ("gptq", "awq", "ct-w4a16") or recipe.group_size == -1:
         return
     short = sorted(size for size in sizes if size < recipe.group_size)
@@ -438,7 +438,7 @@ def _tensors(
     headers: ModelHeaders, chosen: set[str], recipe: Recipe, advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     targets = {name: find_target(name, headers.family.weight_map)[0] for name in chosen}
-    sizes: dict[tuple[str, int | None], torch.Tensor] = {}  # sizes of columns, by their input
+    sizes: dict[tuple[str, int | None], torch.Tensor] = {}  # sizes of columns, by the input they read
     for name, place in targets.items() if recipe.act_order else ():
         key = (place.module, place.expert)
         sizes[key] = sizes.get(key, 0) + _column_sizes(_matrix(headers.tensors[name], place))
@@ -457,14 +457,14 @@ def _tensors(
 
 
 def _matrix(stored: StoredTensor, target: Target | None) -> torch.Tensor:
-    """A tensor as it is stored; a chosen one as [out, in]."""
+    """Read a tensor as it is stored; a chosen one as [out, in]."""
     tensor = torch.empty(stored.shape, dtype=stored.dtype)
     stored.copy_to(tensor)
     return tensor.T.contiguous() if target is not None and target.transposed else tensor
 
 
 def _write_shards(out_dir: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write safetensors files of a few gigabytes each, and their index where there are several."""
+    """Write safetensors files of a few gigabytes each, and an index if there are several."""
     shards: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
 

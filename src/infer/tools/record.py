@@ -1,7 +1,7 @@
-"""A run written down so that it can be run again.
+"""Record a run so that it can be replayed.
 
-A record is JSON lines: data only, one object per line, safe to open. The first line holds the facts of
-the run (engine/run_manifest.py); then everything that happens, in order:
+A record is a file of JSON lines: data only, one object per line, safe to open. The first line has the facts
+of the run (engine/run_manifest.py); then all events follow in order:
 
     {"kind": "header", "version": 2, "model": ..., "knobs": {...}, "cache": {...}, "cost": {...}}
     {"kind": "add",   "step": 0, "t": 0.01, "request": {...}}      accepted after step 0
@@ -10,27 +10,27 @@ the run (engine/run_manifest.py); then everything that happens, in order:
     {"kind": "abort", "step": 1, "t": 0.05, "request_id": "a", "index": null}
     {"kind": "failure", "step": 2, "t": 0.06, "error": "..."}      the plan of this step could not run
 
-With `orders`, it also holds what the device was told, each before the step that it belongs to:
+With `orders`, it also has the device's orders and masks, each before its step:
 
     {"kind": "order", "step": 1, "t": 0.04, "data": "..."}         the `StepOrder` (execution/order.py)
     {"kind": "masks", "step": 1, "t": 0.04, "numbers": [0], "positions": [9], "data": "..."}
 
-A server's record holds no text unless it is asked to: `"text": false` in the header, then a line of a
+A server's record has no text unless requested: `"text": false` in the header, then a line of a
 trace (bench/traces.py) for each output, when its request ends. `TraceRecorder` writes it.
 
     {"arrival": 0.01, "prompt_len": 40, "output_len": 12, "block_size": 16, "blocks": ["5f...", "07..."], ...}
 
-`t` is seconds since the header. A line is written whole when its event happens, and nothing is kept in
+`t` is seconds since the header. A whole line is written when its event happens, and nothing is buffered in
 memory. Prompts and outputs are in a record, as token ids; paths are not, and cache salts are hashed
-with a key that is thrown away: equal ones stay equal, and none can be guessed back.
+with a key that is discarded: equal salts stay equal, and none can be recovered.
 
-A file that cannot be written is an error before the model starts. If it fails later (a full disk) the
-recording ends after its last whole line, with a warning, and the engine goes on.
+A file that cannot be written is an error before the model starts. If writing fails later (a full disk), the
+recording ends after its last whole line, with a warning, and the engine continues.
 
-A record may come from a stranger, so the reader trusts nothing in it: every line is checked before anything
-is built from it: it must be JSON of a known kind, with the fields and types below, and step numbers
-must never decrease, in steps and in the events between them. An error names its line. Events are
-read from the file as they are asked for; a record of any length takes the memory of one line.
+A record is not trusted: every line is checked before anything is built from it. It must be JSON of a known
+kind, with the fields and types below, and step numbers must never decrease, in steps and in the events
+between them. An error names its line. Events are read from the file one at a time, so a record of any length
+takes the memory of one line.
 """
 
 from __future__ import annotations
@@ -76,22 +76,22 @@ from infer.tools.record_files import open_record, set_aside
 from infer.tools.typed_json import read_json
 
 VERSION = 2  # version with orders; a record of version 1 has none
-MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens has about eight
-MAX_MASK_BYTES = 1 << 20  # a vocabulary of eight million ids
-MAX_STEP_GAP = 1_000_000  # steps between two events; an idle engine does not step
-# parameters without text
+MAX_LINE_BYTES = 64 << 20  # a prompt of a million tokens takes about 8 MB
+MAX_MASK_BYTES = 1 << 20  # enough for a vocabulary of eight million ids
+MAX_STEP_GAP = 1_000_000  # most steps between two events; an idle engine does not step
+# parameters that a record without text includes
 TOLD_PARAMS = ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p")
-NEARLY_FULL = 0.75  # share of a whole record's bytes after which an idle engine begins the next
-MAX_TOLD = 1_000_000  # the largest priority that is written
+NEARLY_FULL = 0.75  # share of `max_bytes` after which an idle engine begins the next record
+MAX_TOLD = 1_000_000  # largest priority in a record without text
 
 logger = logging.getLogger(__name__)
 
 
 class RecordFile(EngineObserver):
-    """The file of a record, which holds whole lines only; the first has the facts of the run.
+    """The file of a record, which has whole lines only; the first has the facts of the run.
 
-    A server's has `max_bytes`: it never grows beyond them, and no fault of it stops the engine. When it is
-    set aside, the next file begins with the same header.
+    A server sets `max_bytes`, beyond which the file never grows, and no failure of it stops the engine. When
+    the file is set aside, the next one begins with the same header.
     """
 
     has_text = True
@@ -99,7 +99,7 @@ class RecordFile(EngineObserver):
     def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
         self.path = path
         self._max_bytes = max_bytes
-        self._key = secrets.token_bytes(16)  # key of hashes, which is never written
+        self._key = secrets.token_bytes(16)  # key for hashes, never written to disk
         self._started = perf_counter()
         try:
             self._file: int | None = open_record(path)
@@ -110,9 +110,9 @@ class RecordFile(EngineObserver):
         self._header = b""
 
     def on_start(self, facts: RunFacts) -> None:
-        """Begin the file with the facts of the run; whatever it held before this recorder is gone.
+        """Begin the file with the facts of the run; earlier content is overwritten.
 
-        The engine that takes the place of another one has the next file of it, if there is a limit.
+        If there is a limit, an engine that replaces another one begins the next file.
         """
         if self._file is None and self._header:
             return  # the recording has ended with a warning
@@ -135,7 +135,7 @@ class RecordFile(EngineObserver):
             raise ConfigError(f"cannot record to {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """End the recording; the file is complete after every event, so nothing is written here."""
+        """End the recording; the file is complete after every event, so there is nothing to flush."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -147,7 +147,7 @@ class RecordFile(EngineObserver):
         self.close()
 
     def _write(self, line: Mapping[str, object]) -> None:
-        """Write a line whole, or end the recording with a warning."""
+        """Write a whole line, or end the recording with a warning."""
         if self._file is None or self._is_paused:
             return
         text = _to_line(line)
@@ -165,7 +165,7 @@ class RecordFile(EngineObserver):
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Set the file aside and begin the next one; `OSError`: the file is not in its place any more."""
+        """Set the file aside and begin the next one; raises `OSError` if the file was moved or replaced."""
         assert self._file is not None
         if not self.path.exists() or not samestat(os.fstat(self._file), os.stat(self.path)):
             raise OSError(errno.EEXIST, "another file is in its place")
@@ -178,12 +178,12 @@ class RecordFile(EngineObserver):
     def _append(self, text: bytes) -> None:
         assert self._file is not None
         rest = memoryview(text)
-        while rest:  # a disk that is nearly full takes a part
+        while rest:  # writes may be partial on a nearly full disk
             rest = rest[os.write(self._file, rest) :]
         self._num_bytes += len(text)
 
     def _end(self, error: OSError) -> None:
-        """Leave the file as it was after its last whole line."""
+        """Truncate the file after its last whole line."""
         assert self._file is not None
         logger.warning("recording to %s ended: %s; the engine goes on", self.path, error.strerror)
         try:
@@ -194,26 +194,26 @@ class RecordFile(EngineObserver):
 
 
 class Recorder(RecordFile):
-    """An observer that writes a record; give it to `LLM(observer=...)` and close it afterwards.
+    """An observer that writes a record; pass it to `LLM(observer=...)` and close it afterwards.
 
-    A replay begins with an engine that was just started, and so does every file: a full one waits for the
-    next engine (`wants_new_engine`), and what happens until then is not written.
+    Every file begins with a new engine, because a replay does too. So when a file is full, the next one waits
+    for a new engine (`wants_new_engine`), and events until then are not recorded.
     """
 
     def __init__(self, path: Path, *, orders: bool = False, max_bytes: int | None = None) -> None:
         super().__init__(path, max_bytes=max_bytes)
-        self._has_orders = orders  # whether to write down what devices are told
-        self.goes_on = False  # an idle engine will be built again, with which the next file begins
+        self._has_orders = orders  # True: record orders and masks
+        self.goes_on = False  # True: an idle engine will be rebuilt, which begins the next file
         self.num_steps = 0
 
     @property
     def wants_new_engine(self) -> bool:
-        """True if the file is full or nearly so, and the next one may begin."""
+        """True if the file is nearly full, and the next one may begin."""
         is_open = self._file is not None and self._max_bytes is not None and self.goes_on
         return is_open and self._num_bytes > (self._max_bytes or 0) * NEARLY_FULL
 
     def on_start(self, facts: RunFacts) -> None:
-        """Begin a file, in which lines are written again."""
+        """Begin a file and resume recording."""
         super().on_start(facts)
         self._is_paused = False
 
@@ -229,7 +229,7 @@ class Recorder(RecordFile):
         self._is_paused = True
 
     def on_add(self, step: int, request: Request) -> None:
-        """Write the whole request, its salt hashed; an adapter's weights are not in a record."""
+        """Write the whole request, with its salt hashed; requests with an adapter are refused."""
         if request.adapter:
             raise RequestError("a request with a LoRA adapter cannot be recorded", param="adapter")
         written = {field.name: getattr(request, field.name) for field in fields(request)}
@@ -237,20 +237,20 @@ class Recorder(RecordFile):
         self._event("add", step, request=written)
 
     def on_abort(self, step: int, request_id: str, index: int | None) -> None:
-        """Write which sequence ended."""
+        """Write the request or sequence that was aborted."""
         self._event("abort", step, request_id=request_id, index=index)
 
     def on_reset(self, step: int) -> None:
-        """Write that the cached prefixes were forgotten."""
+        """Write that the cached prefixes were dropped."""
         self._event("reset", step)
 
     def on_order(self, order: StepOrder) -> None:
-        """Write what the device is told, if that was asked for."""
+        """Write the device's order, if orders are recorded."""
         if self._has_orders:
             self._event("order", order.step, data=b64encode(order_bytes(order)).decode())
 
     def on_masks(self, step: int, masks: StepMasks) -> None:
-        """Write the masks under which it samples, if that was asked for."""
+        """Write the masks of a step, if orders are recorded."""
         if self._has_orders:
             lines = compress(masks.lines_KW.tobytes(), level=1)
             facts = {"numbers": [*masks.numbers], "positions": [*masks.positions]}
@@ -277,12 +277,12 @@ class Recorder(RecordFile):
 
 
 class TraceRecorder(RecordFile):
-    """An observer that writes how much was asked and when, and nothing of what was said."""
+    """An observer that writes the lengths and times of requests, but no text."""
 
     has_text = False
 
     def on_start(self, facts: RunFacts) -> None:
-        """Begin the file; prefixes are compared by blocks of the engine's cache."""
+        """Begin the file; prefixes are compared in blocks of the engine's cache."""
         self._block_size = facts.cache.block_size
         super().on_start(facts)
 
@@ -298,15 +298,15 @@ class TraceRecorder(RecordFile):
             "block_size": self._block_size,
             "blocks": self._hash_blocks(request),
         }
-        if request.deadline is not None:  # seconds of the same clock
+        if request.deadline is not None:  # converted to seconds since the header
             line["deadline"] = round(max(0.0, request.deadline - self._started), 6)
         for seq in group.sequences:
-            if seq.finish_reason != FinishReason.DROPPED:  # a beam that others took the place of
+            if seq.finish_reason != FinishReason.DROPPED:  # not a beam that was replaced by others
                 num_output = len(seq.tokens) - seq.num_prompt
                 self._write(line | {"output_len": max(1, num_output), "finish_reason": seq.finish_reason})
 
     def _hash_blocks(self, request: Request) -> list[str]:
-        """Return a hash for each full block of a prompt, which stands for everything up to its end."""
+        """Return a hash for each full block of a prompt, over all tokens up to its end."""
         chain = hashlib.blake2b(key=self._key, digest_size=8)
         chain.update(repr((request.adapter, request.cache_salt)).encode())
         ids = memoryview(array("I", request.prompt))
@@ -352,7 +352,7 @@ class _Header(msgspec.Struct, kw_only=True):
 
     def to_facts(self) -> RunFacts:
         steps_ahead = self.steps_ahead
-        if steps_ahead is None:  # there was one, on a GPU, before records said so
+        if steps_ahead is None:  # older records lack the field; it was one on a GPU
             steps_ahead = int(self.device == "cuda" and self.knobs.get("use_overlap") is not False)
         given = msgspec.structs.asdict(self) | {"version": self.infer, "steps_ahead": steps_ahead}
         return RunFacts(**{field.name: given[field.name] for field in fields(RunFacts)})
@@ -374,12 +374,12 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class Added(_Event, frozen=True, tag="add"):
-    """A request came in after this step."""
+    """A request was added after this step."""
 
     written: _Request = msgspec.field(name="request")
 
     def __post_init__(self) -> None:
-        _ = self.request  # raises if its parameters are not possible
+        _ = self.request  # raises an error if its parameters are invalid
 
     @property
     def request(self) -> Request:
@@ -399,14 +399,14 @@ class Added(_Event, frozen=True, tag="add"):
 
 
 class Aborted(_Event, frozen=True, tag="abort"):
-    """A request, or one sequence of it, was ended after this step."""
+    """A request, or one of its sequences, was aborted after this step."""
 
     request_id: str
     index: int | None
 
 
 class Reset(_Event, frozen=True, tag="reset"):
-    """All cached prefixes were forgotten after this step."""
+    """All cached prefixes were dropped after this step."""
 
 
 class Ran(_Event, frozen=True, tag="step"):
@@ -423,14 +423,14 @@ class Ran(_Event, frozen=True, tag="step"):
 
     @property
     def plan(self) -> StepPlan:
-        """The plan as the scheduler made it."""
+        """Return the plan as the scheduler made it."""
         chunks = tuple(Chunk(*chunk) for chunk in self.chunks)
         transfers = tuple(Transfer(*transfer) for transfer in self.transfers)
         return StepPlan(self.step, Chunks.of(chunks), self.preempted, transfers)
 
 
 class Ordered(_Event, frozen=True, tag="order"):
-    """The device was given this order."""
+    """The device received this order."""
 
     data: str
 
@@ -440,12 +440,12 @@ class Ordered(_Event, frozen=True, tag="order"):
 
     @property
     def order(self) -> StepOrder:
-        """The order that the device was given."""
+        """The order that the device received."""
         return read_order(memoryview(bytearray(b64decode(self.data, validate=True))))
 
 
 class Masked(_Event, frozen=True, tag="masks"):
-    """The order of this step was sampled under these masks."""
+    """The order of this step was sampled with these masks."""
 
     numbers: tuple[int, ...]
     positions: tuple[int, ...]
@@ -458,7 +458,7 @@ class Masked(_Event, frozen=True, tag="masks"):
 
     @property
     def lines(self) -> np.ndarray:
-        """The masks, a line of 32-bit words each; `ValueError`: the data does not hold them."""
+        """The masks, a line of 32-bit words each; raises `ValueError` if the data does not match."""
         most = MAX_MASK_BYTES * len(self.numbers)
         try:
             lines = decompressobj().decompress(b64decode(self.data, validate=True), most + 1)
@@ -471,7 +471,7 @@ class Masked(_Event, frozen=True, tag="masks"):
 
 
 class Failed(_Event, frozen=True, tag="failure"):
-    """The plan of this step raised, and its requests ended with an error."""
+    """The plan of this step raised an exception, and its requests ended with an error."""
 
     error: str
 
@@ -483,7 +483,7 @@ _EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class Record:
-    """A record on disk. Opening it reads all of it once, so damage shows before anything is built."""
+    """A record on disk. Opening it reads all of it once, so damage is found before anything is built."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -491,7 +491,7 @@ class Record:
         self.num_steps = 0
         self.has_orders = False
         self.last_step = 0
-        last_ran = 0  # a step is written when it is read: later than events that came while it was under way
+        last_ran = 0  # checked separately: a step is written when it is read, after events during it
         for event in self.events():
             self.has_orders |= isinstance(event, Ordered)
             before = last_ran if isinstance(event, Ran) else self.last_step
@@ -503,7 +503,7 @@ class Record:
                 self.num_steps += 1
 
     def events(self) -> Iterator[Event]:
-        """Yield everything after the header, in order; the file is read as events are asked for."""
+        """Yield the events after the header in order, reading the file lazily."""
         for where, line in self._lines():
             if not where.endswith(" line 1"):
                 yield read_json(line, _EVENT, where)
@@ -531,7 +531,7 @@ class Record:
         raise ConfigError(f"{self.path} is empty; a record begins with a header line")
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """Yield every line with words that say where it is."""
+        """Yield every line with a description of its place."""
         try:
             with open(self.path, "rb") as handle:
                 number = 0

@@ -2,8 +2,8 @@
 
 infer generate --record run.jsonl     run.jsonl
 infer serve --record run.jsonl        run.jsonl of the first engine, run-1.jsonl of the second, ...
-an engine starts again, or its file   the file is set aside as run.jsonl.1, in place of the one that
-has reached its limit                 was there: two files for each engine, never more
+an engine starts again, or its file   the file is set aside as run.jsonl.1 and replaces an older one:
+has reached its limit                 at most two files for each engine
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from infer.errors import ConfigError
 
 
 def check_record(path: Path, *, may_replace: bool) -> None:
-    """Refuse what is not a plain file, and a file with contents unless it may be replaced.
+    """Refuse anything but a plain file, and a file with contents unless it may be replaced.
 
-    A run cannot be had again once its record is gone.
+    A run cannot be reproduced without its record.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"cannot record to {path}: it is not a plain file; give the name of a new one")
@@ -27,9 +27,9 @@ def check_record(path: Path, *, may_replace: bool) -> None:
 
 
 def open_record(path: Path, *, is_new: bool = False) -> int:
-    """Return the descriptor of a file that its owner alone can read; `OSError` where there can be none."""
+    """Open a file that only its owner can read and return its descriptor; raises `OSError` on failure."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else 0), 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # one that was there keeps its mode otherwise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # an existing file would keep its mode
         os.fchmod(descriptor, 0o600)
     return descriptor
 
@@ -40,7 +40,7 @@ def aside(path: Path) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Give a record its other name, if there is one that holds something."""
+    """Rename a record to its other name, if it exists and is not empty."""
     if path.is_file() and path.stat().st_size:
         path.replace(aside(path))
 
@@ -53,7 +53,7 @@ class RecordPaths:
         self._paths: dict[str, list[Path]] = {}
 
     def of(self, model: str) -> list[Path]:
-        """Return a file for each engine of a model; the first call makes them, empty, or refuses them."""
+        """Return a file for each engine of a model; the first call creates them empty, or refuses them."""
         if model not in self._paths:
             start = len(self._paths) * self._num_replicas
             paths = [self._path(start + number) for number in range(self._num_replicas)]

@@ -1,15 +1,15 @@
-"""Run a record again, and say where the two runs differ.
+"""Replay a record, and report where the two runs differ.
 
 The engine has no clock and no randomness of its own: with the facts of a run and its requests, each
-added or aborted after the same step, every plan and every sampled id must come out again, bit for bit.
+added or aborted after the same step, every plan and every sampled id must be the same, bit for bit.
 
     record   add a   step 1   step 2   abort a   ...
                │        │        │        │
     engine     add      step()   step()   abort        each plan and its ids are compared with the line
 
-The first difference ends the comparison: all later ones would only follow from it. A step in
-which nothing could run leaves no line; the engine makes these steps again by itself, so that the step
-numbers agree.
+The first difference ends the comparison, because all later ones would only follow from it. A step in
+which nothing could run leaves no line; the replaying engine makes these steps too, so the step numbers
+agree.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MAX_SHOWN_BLOCKS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """The end of a replay: its counts, and the first difference if there was one."""
+    """The result of a replay: its counts, and the first difference if there was one."""
 
     step: int  # number of the last step
     num_steps: int  # plans that ran
     num_tokens: int  # sampled tokens
     difference: str | None  # "step 12: ..." or None
-    is_whole: bool = True  # False: the record ends while requests are under way
+    is_whole: bool = True  # False: the record ends while requests are running
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class _Seen:
 
 
 class _Witness(EngineObserver):
-    """Remembers, in order, what the engine did and has not been compared yet.
+    """Stores, in order, the steps of the engine that are not compared yet.
 
-    With overlap a step is seen some calls of `step()` late, so calls and seen steps do not match one to one.
+    With overlap a step is observed some calls of `step()` later, so calls and steps do not match one to one.
     """
 
     def __init__(self) -> None:
@@ -81,21 +81,21 @@ class _Witness(EngineObserver):
 
 
 class Stepper:
-    """Makes the steps of a replay; a subclass may look at each of them."""
+    """Runs the steps of a replay; a subclass may observe each of them."""
 
     observer: EngineObserver = EngineObserver()
 
     def ask(self, request: Request) -> Request:
-        """The request as it is added; nothing that decides a plan or an id may be changed."""
+        """Return the request to add; changes must not affect plans or ids."""
         return request
 
     def step(self, engine: Engine) -> None:
-        """Make one step."""
+        """Run one step."""
         engine.step()
 
 
 class Replay:
-    """A record and an engine that repeats it; `build` makes the engine with the observer it is given."""
+    """A record and an engine that repeats it; `build` makes the engine with a given observer."""
 
     def __init__(
         self, record: Record, build: Callable[[EngineObserver], Engine], stepper: Stepper | None = None
@@ -106,7 +106,7 @@ class Replay:
         self.engine = build(Observers((self._witness, self._stepper.observer)))
 
     def run(self, *, until: int | None = None, check: bool = True) -> ReplayReport:
-        """Follow the record to its end, or through step `until`; without `check` nothing is compared."""
+        """Follow the record to its end, or through step `until`; without `check`, nothing is compared."""
         for event in self.record.events():
             if until is not None and event.step + isinstance(event, Added | Aborted | Reset) > until:
                 break
@@ -136,7 +136,7 @@ class Replay:
         )
 
     def _follow(self, event: Added | Aborted | Reset | Ran | Failed, until: int | None) -> str | None:
-        """Do what the record says was done; return the difference, if there is one."""
+        """Repeat a recorded event; return the difference, if there is one."""
         if isinstance(event, Added | Aborted | Reset):
             self._step_to(event.step)
             try:
@@ -152,7 +152,7 @@ class Replay:
         self._step_to(event.step)
         while not self._witness.seen and self.engine.has_step_in_flight:
             if self.engine.scheduler.step == until:
-                return None  # a later step would report this one, and there must be none after `until`
+                return None  # a later step would complete this one, but no step may follow `until`
             self._stepper.step(self.engine)
         seen = self._witness.seen.popleft() if self._witness.seen else _Seen(event.step)
         if seen.step < event.step:
@@ -166,7 +166,7 @@ class Replay:
         return None
 
     def _step_to(self, step: int) -> None:
-        """Make steps until this one, including steps that left no line in the record."""
+        """Run steps up to this one, including steps that left no line in the record."""
         while self.engine.scheduler.step < step:
             self._stepper.step(self.engine)
 
@@ -206,7 +206,7 @@ def replay_model(
     show_progress: bool,
     stepper: Stepper | None = None,
 ) -> Replay:
-    """Load the model of a record and build its engine, or say why this is not the same model."""
+    """Load the model of a record and prepare its engine; raises an error if it is not the same model."""
     import torch
 
     from infer.engine.build import build_engine
@@ -265,7 +265,7 @@ def _check_model(headers: ModelHeaders | HeadHeaders, name: str, recorded: str, 
 
 
 def check_threads(num_threads: int) -> None:
-    """Refuse a record that wants more threads than this machine can run: it may come from a stranger."""
+    """Refuse a record with more threads than this machine can run, because records are not trusted."""
     num_cores = os.cpu_count() or 1
     if not 1 <= num_threads <= num_cores:
         raise ConfigError(
@@ -277,7 +277,7 @@ def check_threads(num_threads: int) -> None:
 def replay_config(
     facts: RunFacts, model: str | None, *, draft_model: str | None = None, device: str | None = None
 ) -> EngineConfig:
-    """Return the config of the recorded engine, with every value that was chosen at its start."""
+    """Return the config of the recorded engine, with all values that were chosen at its start."""
     if facts.draft_model and draft_model is None:
         raise ConfigError(
             f"the record was made with the draft model {facts.draft_model}; give it with --draft-model"
@@ -292,14 +292,14 @@ def replay_config(
     knobs = {name: value for name, value in facts.knobs.items() if name not in PLACES}
     knobs["draft_model"] = draft_model
     if draft_model is None and knobs.get("speculative_decoding") is False:
-        knobs["speculative_method"] = "auto"  # a method that needs a draft model was off, and has none now
+        knobs["speculative_method"] = "auto"  # the method needs a draft model, so it was off
     config = EngineConfig.from_knobs(**own_names(knobs, table, says_own_name=False))  # older records
-    if named := config.own_code():  # a record may come from a stranger
+    if named := config.own_code():  # records are not trusted
         raise ConfigError(
             f"the record was made with the user's own code ({', '.join(named)}); a replay does not load it"
         )
-    # The number of blocks is given in blocks of block_size tokens whatever the layout: one token each
-    # says the size of a contiguous cache exactly.
+    # The cache size is given in blocks of block_size tokens for any layout; with one token per block, the
+    # size of a contiguous cache is exact.
     is_contiguous = config.cache.kv_cache_backend == "contiguous"
     cache = replace(
         config.cache,
@@ -307,7 +307,7 @@ def replay_config(
         num_blocks=facts.cache.num_tokens // (1 if is_contiguous else facts.cache.block_size),
         block_size=1 if is_contiguous else facts.cache.block_size,
     )
-    if cache.swap_space is not None:  # bytes of one rank, whose blocks are smaller than the model's
+    if cache.swap_space is not None:  # given in bytes of one rank, whose blocks are smaller
         num_blocks = facts.cache.num_host_blocks // facts.cache.num_tables
         cache = replace(cache, swap_space=None, swap_blocks=num_blocks)
     load = replace(

@@ -1,7 +1,7 @@
-"""The forms that a model's weights could have on a machine, side by side: bytes, room, speed.
+"""Compare the forms that a model's weights could have on a machine: bytes, cache size, speed.
 
-A token of one sequence reads every matrix once, but only the experts that it is sent to. So the
-memory bandwidth divided by these bytes is the most tokens per second that one sequence can have:
+Each token of a sequence reads every matrix once, but only the experts that it is routed to. So the
+memory bandwidth divided by these bytes is an upper bound of one sequence's tokens per second:
 
     tokens per second  <=  bandwidth / (bytes of the layers' matrices + bytes of the head)
 """
@@ -28,27 +28,27 @@ class SchemePlan:
 
     quantization: str
     kept_as: str  # meaning of this value there: a scheme, "as stored", or the dtype
-    is_chosen: bool  # True for the form that the settings ask for
-    weights: int  # bytes of all of them
+    is_chosen: bool  # True for the form that the settings select
+    weights: int  # bytes of all weights
     bytes_per_token: int  # bytes that one sequence reads for one token
-    num_cache_tokens: int | None  # None: it does not fit
+    num_cache_tokens: int | None  # None: the weights do not fit
 
     def tokens_per_second(self, bandwidth: float) -> float:
-        """The most tokens per second that a memory bandwidth, in bytes per second, allows one sequence."""
+        """Return the most tokens per second of one sequence at a memory bandwidth in bytes per second."""
         return bandwidth / self.bytes_per_token
 
 
 def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: MachineMemory) -> list[SchemePlan]:
-    """Every form that the model can have there, in the order of the knob's values, and the one asked for."""
+    """Return every form that the model can have there, and the selected one, in the knob's order."""
     found: list[SchemePlan] = []
     for name in dict.fromkeys((*FORMS[machine.kind], config.load.quantization)):
         asked = replace(config, load=replace(config.load, quantization=name))
         try:
             choice = choose_load(asked, headers, machine)
-        except ConfigError:  # not possible with this file or on this machine
+        except ConfigError:  # the form is not possible with this file or on this machine
             continue
         tokens = None
-        with contextlib.suppress(ConfigError):  # it does not fit, and the row says so
+        with contextlib.suppress(ConfigError):  # does not fit, which the row shows
             plan = plan_memory(asked, headers, machine, choice=choice, advises=False)
             tokens = plan.cache.num_tokens
         row = SchemePlan(
@@ -64,7 +64,7 @@ def compare_schemes(config: EngineConfig, headers: ModelHeaders, machine: Machin
 
 
 def bytes_per_token(model: Model) -> int:
-    """The bytes of the matrices that one token meets; for a model whose code is not ours, all weights."""
+    """Return the bytes of the matrices that one token reads; for models with foreign code, of all weights."""
     if model.config.impl != "infer":
         return kept_bytes(model)
     layers = [module for module in model.modules() if isinstance(module, Projected)]

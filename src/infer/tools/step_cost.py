@@ -2,22 +2,22 @@
 
     seconds = base + per_token * tokens + per_kv_token * KV tokens read + per_block * blocks moved
 
-`base` is the cost of a step of one token (reading all weights once), `per_token` the cost of each further
-token, `per_kv_token` the cost of looking back: each chunk reads the keys and values of its sequence up to
-its end. The formula is crude and that is enough: it ranks policies, it does not predict milliseconds.
+`base` is the fixed cost of a step (reading all weights once), `per_token` the cost of each computed token,
+and `per_kv_token` the cost of attention: each chunk reads the keys and values of its sequence up to its end.
+The formula is crude, but sufficient: it ranks policies, it does not predict milliseconds.
 
 N ranks that share a model compute faster, but spend time on communication (`Ranks`). Each rank reads 1/N
 of the weights and computes 1/N of a step; keys and values are divided by heads, so by N or by the
-number of heads, whichever is less. Twice in each layer the ranks add up what they have, a row of numbers
+number of heads, whichever is less. Twice in each layer the ranks add up their partial sums, a row of numbers
 for each token:
 
     bytes       = tokens * hidden size * bytes of a number
-    one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads what all others have
-    ring        = 2 (N - 1) * (latency + bytes / N / bandwidth)      parts go round twice: to add, to share
-    all ranks   = 2 * layers * the lesser of the two
+    one shot    = latency + (N - 1) * bytes / bandwidth              every rank reads all others' sums
+    ring        = 2 (N - 1) * (latency + bytes / N / bandwidth)      reduce-scatter, then all-gather
+    all ranks   = 2 * layers * the smaller of the two
 
 The defaults were fitted to recorded runs of the default model in int4 (docs/features/simulator.md says how).
-The cost of another machine is fitted to a record from it, which has the plan and time of every step.
+The cost on another machine is fitted to a record made there, which has the plan and time of every step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from infer.errors import ConfigError
 from infer.tools.record import Masked, Ordered, Ran, Record
 from infer.tools.typed_json import read_json
 
-MIN_STEPS = 20  # steps of a record that are needed to fit four numbers
+MIN_STEPS = 20  # fewest steps of a record for fitting four numbers
 
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The seconds that a step takes for each thing it does."""
+    """The seconds that each part of a step takes."""
 
     base: Seconds = 0.0022
     per_token: Seconds = 0.00089
@@ -51,7 +51,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("a step must take time; base or per_token must be more than 0")
 
     def seconds(self, num_tokens: int, num_kv_tokens: int, num_transfers: int) -> float:
-        """Return the seconds of a step: tokens it computes, tokens these attend to, blocks it moves."""
+        """Return the seconds of a step with these computed tokens, KV tokens read, and blocks moved."""
         return (
             self.base
             + self.per_token * num_tokens
@@ -65,13 +65,13 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
     size: int
     bandwidth: float  # bytes per second that a rank reads from others
-    latency: float  # seconds
+    latency: float  # seconds of one message
     num_layers: int
     num_kv_heads: int
     row_bytes: int  # bytes of a token between two layers
 
     def divide(self, cost: StepCost) -> StepCost:
-        """Return what a step costs each rank, without communication."""
+        """Return the cost of a step on each rank, without communication."""
         heads = min(self.size, self.num_kv_heads)
         return StepCost(
             base=cost.base / self.size,
@@ -81,7 +81,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def communication_s(self, num_tokens: int) -> float:
-        """Return the seconds in which the ranks of a step wait for each other's numbers."""
+        """Return the seconds that the ranks spend on communication in a step."""
         num_bytes, others = num_tokens * self.row_bytes, self.size - 1
         one_shot = self.latency + others * num_bytes / self.bandwidth
         ring = 2 * others * (self.latency + num_bytes / self.size / self.bandwidth)
@@ -89,7 +89,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cost(text: str) -> StepCost:
-    """Return the cost from JSON or a JSON file, or the one fitted to the timings of a record."""
+    """Return the cost from JSON or a JSON file, or fit it to the timings of a record."""
     if not text.lstrip().startswith("{"):
         path = Path(text)
         try:
@@ -104,9 +104,9 @@ def read_cost(text: str) -> StepCost:
 
 
 def fit_cost(record: Record) -> StepCost:
-    """Return the cost that explains a recorded run best: least squares of relative errors, none negative.
+    """Return the cost that fits a recorded run best: least squares of relative errors, no negative terms.
 
-    A step begins when the event before it was written, so time without requests does not count.
+    A step's time starts at the event before it, so time without requests does not count.
     """
     import numpy as np
 

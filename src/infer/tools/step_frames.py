@@ -1,15 +1,15 @@
-"""A step of the engine as text: its plan, its samples and the reasons, the queue, the owners of each block.
+"""Describe a step of the engine as text: its plan, samples and reasons, the queue, the owners of each block.
 
-`StepFrames` is an observer. An engine tells it what happens within a step; the rest is read from the public
-state between steps, so a run that is watched makes the plans and ids that it would have made anyway.
+`StepFrames` is an observer. The engine notifies it within a step; the rest is read from public state between
+steps, so observing a run does not change its plans and ids.
 
     engine ──on_add──►    the request gets a letter: A, B, C ...
-           ──on_order──►  who waits and why, which drafts there are: as the scheduler has just left it
-           ──on_masks──►  what a constraint allows
+           ──on_order──►  waiting sequences and why they wait, drafts: the state after scheduling
+           ──on_masks──►  the masks of constraints
            ──on_step──►   the plan that ran and its ids
     take(outputs)         the frame: all of that, with the candidates of each draw
 
-A frame is finished text: an earlier step is shown again by showing its frame again.
+A frame is final text: to show an earlier step again, show its frame again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infer.scheduling.watch import BATCH_CLOSED, BATCH_FULL, CACHE_FULL, NEXT_ST
 from infer.tools.candidates import KEPT, UNKNOWN, Candidate, DrawContext, weigh
 from infer.tools.replay import Stepper
 
-SHOWN_TOKENS: Final = 12  # last tokens of a sequence
+SHOWN_TOKENS: Final = 12  # last tokens of a sequence that are shown
 BLOCKS_PER_LINE: Final = 16
 SHOWN_BLOCKS: Final = 8 * BLOCKS_PER_LINE
 LEGEND: Final = "AB: shared by A and B   A+: by more   *: in the prefix tree   o: only there   .: free"
@@ -49,7 +49,7 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class _Planned:
-    """The facts about a step that are known when its order is given to the device."""
+    """The facts about a step that are known when the device gets its order."""
 
     path: str = ""
     waits: list[str] = field(default_factory=list)
@@ -58,9 +58,9 @@ class _Planned:
 
 
 def with_candidates(request: Request) -> Request:
-    """The request, asking for the candidates of each draw where that changes no plan.
+    """Return the request, with candidates of each draw requested if that changes no plan.
 
-    A constraint appends what it forces, unless logprobs are asked for; beam search reports none.
+    With logprobs, a constraint would not append forced tokens; beam search reports no candidates.
     """
     params = request.params
     if params.use_beam_search or params.is_guided or request.pooling is not None:
@@ -80,14 +80,14 @@ class StepFrames(EngineObserver):
         self._ran: list[tuple[StepPlan, Seq[tuple[int, ...]]]] = []
         self._failures: list[str] = []
 
-    # -- what the engine tells ----------------------------------------------------------------------
+    # -- events of the engine -----------------------------------------------------------------------
 
     def on_add(self, step: int, request: Request) -> None:
         """Give the request the next letter."""
         self._letters[request.request_id] = _letter(len(self._letters))
 
     def on_order(self, order: StepOrder) -> None:
-        """Look at the state that the scheduler has left."""
+        """Store the state after scheduling."""
         engine = self._engine
         self._planned[order.step] = _Planned(
             engine.device.path_of(order),
@@ -96,21 +96,21 @@ class StepFrames(EngineObserver):
         )
 
     def on_masks(self, step: int, masks: StepMasks) -> None:
-        """Keep the masks: their memory is about to be used again."""
+        """Copy the masks, whose memory will be reused."""
         self._planned[step].masks = masks._replace(lines_KW=masks.lines_KW.copy())
 
     def on_step(self, plan: StepPlan, ids: Seq[tuple[int, ...]]) -> None:
-        """Remember what ran."""
+        """Store the plan that ran, and its ids."""
         self._ran.append((plan, ids))
 
     def on_failure(self, step: int, reason: str) -> None:
-        """Remember what went wrong."""
+        """Store the failure."""
         self._failures.append(f"step {step} failed: {reason}")
 
     # -- frames -------------------------------------------------------------------------------------
 
     def take(self, outputs: Seq[StepOutput], seconds: float) -> list[Frame]:
-        """The frames of the steps that ended in one call of `Engine.step`: one, or none if none ran."""
+        """Return the frames of the steps that ended in one call of `Engine.step`; none if none ran."""
         ran, self._ran = self._ran, []
         failures, self._failures = self._failures, []
         frames = []
@@ -200,7 +200,7 @@ class StepFrames(EngineObserver):
             yield f"{self._name(seq):3} {_count(seq.num_tokens, 'token')}: {past}{why}"
 
     def _why_first(self, seq: Sequence) -> str:
-        """The reason why the sequence whose turn is next was not let in."""
+        """Return the reason why the next waiting sequence was not admitted."""
         scheduler = self._engine.scheduler
         config, pool = scheduler.config, scheduler.pool
         return {
@@ -283,7 +283,7 @@ class StepFrames(EngineObserver):
         return _titled("text", lines)
 
     def _blocks(self) -> list[str]:
-        """The map of the cache: a cell for each block."""
+        """Return the map of the cache: a cell for each block."""
         pool = self._engine.scheduler.pool
         usage, holdings = pool.usage(), pool.holdings()
         owners: dict[int, list[str]] = {}
@@ -309,7 +309,7 @@ class StepFrames(EngineObserver):
 
 
 def _cell(owners: Seq[str]) -> str:
-    """The mark of a block with these owners; the prefix tree is the empty name."""
+    """Return the mark of a block with these owners; the prefix tree is the empty name."""
     names = sorted(name for name in owners if name)
     mark = "*" if "" in owners else ""
     if not names:
@@ -321,7 +321,7 @@ def _cell(owners: Seq[str]) -> str:
 
 
 def _how(params: SamplingParams, seed: int, index: int) -> str:
-    """The way a token was chosen, in words."""
+    """Describe how a token was chosen."""
     asked = []
     if params.structured is not None:
         asked.append(f"under a constraint ({params.structured.kind})")
@@ -354,7 +354,7 @@ def _percent(share: float) -> str:
 
 
 def _letter(number: int) -> str:
-    """A to Z, then AA, AB and so on."""
+    """Return A to Z, then AA, AB and so on."""
     letters = ""
     number += 1
     while number:
@@ -371,11 +371,11 @@ class FrameStepper(Stepper):
         self._frames, self._show = frames, show
 
     def ask(self, request: Request) -> Request:
-        """The request, asking for candidates."""
+        """Return the request, with candidates requested."""
         return with_candidates(request)
 
     def step(self, engine: Engine) -> None:
-        """Make one step and show it."""
+        """Run one step and show it."""
         self._frames.engine = engine
         started = perf_counter()
         outputs = engine.step()

@@ -1,9 +1,9 @@
-"""JSON of a file as a typed struct, with errors that name the place, the value and what is allowed.
+"""Parse a file's JSON into a typed struct, with errors that name the place, the value and what is allowed.
 
     day.jsonl line 3: 'prompt_len' is 0, expected `int` >= 1
 
-The types are the specification: a struct's annotations say what a file may hold, and msgspec checks it while
-it parses. msgspec does not say the value itself, so it is looked up again when a check has failed.
+The types are the specification: a struct's annotations say what a file may contain, and msgspec checks it
+while parsing. msgspec's errors do not include the value, so it is looked up again when a check has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AT = re.compile(r"^(.*?) - at `(.*)`$", re.DOTALL)
 
 
 def read_json(data: bytes, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """Return the struct that `data` holds; raises ConfigError, which begins with `where`."""
+    """Return the struct in `data`; raises a ConfigError that begins with `where`."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -33,7 +33,7 @@ def read_json(data: bytes, decoder: msgspec.json.Decoder[T], where: str) -> T:
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON, shortened where it is long."""
+    """Return a value as JSON, shortened if it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
 
@@ -49,7 +49,7 @@ def _explain(data: bytes, kind: Any, message: str) -> str:
     if (found := _AT.match(message)) is None:
         return message[:1].lower() + message[1:]
     rule, path = found[1], found[2].removeprefix("$.")
-    if rule.startswith("Invalid value"):  # the value of the field that distinguishes the members of a union
+    if rule.startswith("Invalid value"):  # the tag of a union
         tags = [str(member.__struct_config__.tag) for member in get_args(kind)]
         rule = f"expected one of {', '.join(tags)}"
     elif rule.startswith("Number out of range"):
@@ -58,7 +58,7 @@ def _explain(data: bytes, kind: Any, message: str) -> str:
 
 
 def _look_up(data: bytes, path: str) -> Any:
-    """Return the value at a path such as `request.prompt[3]`, or the last one on the way to it."""
+    """Return the value at a path such as `request.prompt[3]`, or the last one that exists along it."""
     value = json.loads(data)
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
         try:
