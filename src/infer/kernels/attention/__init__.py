@@ -1,16 +1,16 @@
-"""Attention: what each token sees of its sequence, from queries, keys and values.
+"""Attention: each token's weighted sum over the values of its sequence, from queries and keys.
 
     reference.py       the formula over one sequence, in PyTorch
-    paged.py           the paged cache as attention reads it; one query per sequence over it, in PyTorch
-    dense.py           long prompts that start in this step, through cuDNN
+    paged.py           the paged cache as kernels read it, and decode attention over it in PyTorch
+    dense.py           long prompts that start in this step, using cuDNN
     prefill.py         chunks of prompts over the paged cache (varlen), in Triton
     decode.py          one token per sequence, in Triton
-    choice.py          which kernel runs
-    decode_work.py     how the rows of a decode step are cut into splits, for both
-    decode_cuda.py     the same in CUDA C++: decode_attention.cu, decode_projected.cu, decode.cuh
+    choice.py          the choice of the kernel
+    decode_work.py     the work list of a decode step, its rows cut into splits, for Triton and CUDA
+    decode_cuda.py     one token per sequence, in CUDA C++ (decode_attention.cu, decode_projected.cu)
 
-A decode step has four kernels to choose from: in Triton and in CUDA C++, each over the cache alone and from
-the fused projection. None is fastest everywhere: choice.py says which runs for how many rows, and why.
+A decode step has four kernels to choose from: Triton and CUDA C++, each over the cache alone or from the
+fused projection. None is fastest everywhere: choice.py selects one by the number of rows and explains why.
 `attention_backend=auto` uses the CUDA C++ kernels where they can be compiled, `attention_backend=cuda`
-insists on them. The compiler is NVRTC, which comes with PyTorch.
+requires them. The compiler is NVRTC, which ships with PyTorch.
 """

@@ -1,9 +1,9 @@
-"""The choice of the kernel that attends: for rows that decode, and for chunks of prompts.
+"""The choice of the attention kernel, for decoding rows and for chunks of prompts.
 
-    rows that decode     from the projection on, or after heads.py has written the cache; CUDA C++ or Triton
-    chunks of prompts    cuDNN for long fresh ones, PyTorch's FlashAttention where asked for, Triton
+    decoding rows        from the projection on, or after heads.py has written the cache; CUDA C++ or Triton
+    chunks of prompts    cuDNN for long fresh chunks, PyTorch's FlashAttention if requested, or Triton
 
-Where one is faster than another is in the device profile; these lists are the order in which they are asked.
+The device profile says where one kernel is faster than another; the lists give the order of the attempts.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from infer.kernels.runtime.choice import Declined, Way
 
 
 class DecodeProblem(NamedTuple):
-    """Rows that decode, and what is known of their heads."""
+    """The decoding rows of a step, and the facts about their heads."""
 
     num_rows: int
     num_kv_heads: int
     head_dim: int
     backend: str  # resolved `decode_attention_backend`
     profile: AttentionProfile
-    has_codes: bool = False  # keys and values are kept in 8 bits
-    decodes_only: bool = True  # no token of the step is a prompt's, and none sees another one
-    no_cuda: str = ""  # reason why `auto` does without CUDA C++ here
+    has_codes: bool = False  # True: keys and values are stored in 8 bits
+    decodes_only: bool = True  # True: no prompt tokens, and no token of the step sees another
+    no_cuda: str = ""  # reason why `auto` cannot use CUDA C++ here
 
     @property
     def heads(self) -> int:
-        """The kv heads of all rows: the items of work before any row is split."""
+        """The number of kv heads in all rows: the work items before any row is split."""
         return self.num_rows * self.num_kv_heads
 
 
 class DecodeLaunch(NamedTuple):
-    """A kernel of rows that decode."""
+    """The chosen kernel for decoding rows."""
 
-    by: str  # cuda, triton, or torch: the specification
-    is_projected: bool = False  # it starts from the projection, and writes keys and values itself
+    by: str  # cuda, triton, or torch (the specification)
+    is_projected: bool = False  # True: starts from the projection and writes keys and values itself
 
 
 def _covers_reference(problem: DecodeProblem) -> DecodeLaunch | Declined:
@@ -90,7 +90,7 @@ DECODE_WAYS: tuple[Way[DecodeProblem, DecodeLaunch], ...] = (
 
 
 class PromptProblem(NamedTuple):
-    """A chunk of a prompt, and what is known of the model's heads."""
+    """A chunk of a prompt, and the facts about the model's heads."""
 
     num_tokens: int
     num_heads: int
@@ -98,14 +98,14 @@ class PromptProblem(NamedTuple):
     dtype: torch.dtype
     backend: str  # resolved `attention_backend`
     profile: AttentionProfile
-    is_fresh: bool = True  # it starts its sequence: nothing of it is cached
-    no_cudnn: str = ""  # reason why cuDNN does not suit the layers of the model
+    is_fresh: bool = True  # True: starts its sequence, so nothing of it is cached
+    no_cudnn: str = ""  # reason why cuDNN does not support the layers of the model
 
 
 def least_for_cudnn(
     profile: AttentionProfile, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int | Declined:
-    """The tokens of a prompt from which cuDNN is faster."""
+    """The shortest prompt, in tokens, for which cuDNN is faster."""
     if dtype.itemsize != 2 or head_dim not in profile.cudnn_min_lens:
         sizes = ", ".join(map(str, profile.cudnn_min_lens)) or "none on this GPU"
         return Declined(f"for heads of 16-bit numbers of these sizes: {sizes}")

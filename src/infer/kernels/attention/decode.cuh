@@ -1,11 +1,11 @@
-/* The work of a warp on 16 positions, and how warps and splits are put together: the pieces of `decode_attention.cu`,
-   whose first comment explains lanes (g, t), fragments and why they are loaded as they are, and of
-   `decode_projected.cu`. */
+/* The attention of a warp over 16 positions, and the merging of warps and splits: the parts that `decode_attention.cu`
+   and `decode_projected.cu` share. The first comment of `decode_attention.cu` explains lanes (g, t), fragments and the
+   way they are loaded. */
 
 typedef unsigned short Element;
 typedef unsigned int Pair;  // two elements, the first one in the lower half
 
-// 8 elements of the cache: as they are, or codes of 8 bits (kernels/elementwise/kv_codes.py).
+// A piece is 8 elements of the cache: 16-bit numbers, or 8-bit codes (kernels/elementwise/kv_codes.py).
 #if CODES
 typedef unsigned char Kept;
 typedef uint2 Piece;
@@ -19,20 +19,20 @@ constexpr int WARP = 32;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE = 16;              // positions of one instruction
 constexpr int STRIDE = WARPS * TILE;  // positions from a warp's tile to its next
-constexpr bool PAIRED = CODES && H == 128;  // pieces are neighbours in twos, so that a load has 16 bytes
+constexpr bool PAIRED = CODES && H == 128;  // pieces are adjacent in pairs, so that a load has 16 bytes
 constexpr int K_PIECES = H / 32;      // pieces of a key that one lane loads
 constexpr int V_PIECES = H / 64;
 constexpr int ROWS = H / 16;             // tiles of rows that make up the output
 constexpr float SLACK = 8.0f;            // a weight is at most 2^SLACK
 constexpr float LOWEST = -1e30f;         // below any score, yet finite: LOWEST - LOWEST is 0, -inf - -inf is not
-constexpr float SMALLEST_SCALE = 1e-18f;  // smallest scale of codes: with less, no value counts
+constexpr float SMALLEST_SCALE = 1e-18f;  // smallest scale of codes: values below it do not count
 constexpr float UNSEEN = 2.0f * LOWEST;  // the weight 2^(UNSEEN - LOWEST) is 0
 
 static_assert(H == 64 || H == 128, "heads of 64 or 128");
 static_assert(M <= 8, "heads are the 8 columns of a matrix");
 static_assert(BLOCK_SIZE % TILE == 0, "a tile must lie in one block");
 
-// ---- instructions that C++ has no name for; an emulator brings its own ---------------------------
+// ---- instructions that C++ has no name for; an emulator defines its own ---------------------------
 
 #ifndef EMULATED
 __device__ void multiply(float (&c)[4], Pair a0, Pair a1, Pair a2, Pair a3, Pair b0, Pair b1) {
@@ -68,7 +68,7 @@ __device__ Pair pack_half(float low, float high) {
 }
 
 #if CODES
-__device__ Pair decode_fp8(Pair codes) {  // the two codes in its lower half, as float16
+__device__ Pair decode_fp8(Pair codes) {  // the two codes in the lower half, as float16
     Pair pair;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)codes));
     return pair;
@@ -111,8 +111,8 @@ __device__ float power_of_two(float x) {
     return y;
 }
 
-// For data that is read once and not worth a place in L1. Two loads of a key take half a line of 128 bytes each: L2
-// brings all of it.
+// For data that is read only once: it bypasses L1. Two loads of a key take half a line of 128 bytes each, and L2
+// fetches the whole line.
 __device__ uint4 load_stream(const void* at) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -129,7 +129,7 @@ __device__ uint2 load_half_stream(const void* at) {
 
 __device__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-__device__ int take_ticket(int* counter) {  // the holder of a later ticket sees what was written before
+__device__ int take_ticket(int* counter) {  // the holder of a later ticket sees all earlier holders' writes
     int ticket;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter) : "memory");
     return ticket;
@@ -143,13 +143,13 @@ __device__ Pair word(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y
 __device__ Pair both_low(Pair first, Pair second) { return __byte_perm(first, second, 0x5410); }
 __device__ Pair both_high(Pair first, Pair second) { return __byte_perm(first, second, 0x7632); }
 
-// ---- codes: they are multiplied as float16, in which every code is exact ---------------------------
+// ---- codes, which are multiplied as float16, where every code is exact ------------------------------
 
 #if CODES
 __device__ uint4 widen(const uint2& codes) {
 #if CODES == 1
     return uint4{decode_fp8(codes.x), decode_fp8(codes.x >> 16), decode_fp8(codes.y), decode_fp8(codes.y >> 16)};
-#else  // 1024 + (128 + code), by its bits, less 1152
+#else  // 1024 + (128 + code), built from its bits, minus 1152
     const Pair x = codes.x ^ 0x80808080u, y = codes.y ^ 0x80808080u, base = 0x64646464u, bias = 0x64806480u;
     return uint4{subtract_half(__byte_perm(x, base, 0x4140), bias), subtract_half(__byte_perm(x, base, 0x4342), bias),
                  subtract_half(__byte_perm(y, base, 0x4140), bias), subtract_half(__byte_perm(y, base, 0x4342), bias)};
@@ -172,7 +172,7 @@ __device__ uint2 encode(const uint4& x, float inverse) {
 
 __device__ float larger_of(float a, float b) { return a <= b || b != b ? b : a; }  // NaN if either is NaN
 
-// The largest element of a head that the 4 lanes of a g hold together; 0 where its scale would have no inverse.
+// The largest element of the head that the 4 lanes of a g hold together; 0 if its scale would have no inverse.
 __device__ float largest_of(const uint4 (&x)[K_PIECES]) {
     float largest = 0.0f;
 #pragma unroll
@@ -194,14 +194,14 @@ __device__ float inverse_scale(float largest) { return LARGEST_CODE / (largest =
 __device__ const uint4& widen(const uint4& elements) { return elements; }
 #endif
 
-// Make the queries of a warp float16, as codes are. Those too large for it are first divided by a power of two, which
-// is returned: the scores are to be multiplied by it.
+// Convert the queries of a warp to float16, like codes. If they are too large for it, they are first divided by a power
+// of two. Returns this power, by which the scores must be multiplied.
 __device__ float to_half(uint4 (&query)[K_PIECES]) {
     float factor = 1.0f;
 #if CODES && IS_BFLOAT16
     float largest = largest_of(query), shrink = 1.0f;
     if (__any_sync(0xffffffffu, largest >= 65536.0f)) {  // the largest bfloat16 below is a float16, too
-        for (int distance = 4; distance < WARP; distance *= 2)  // over all heads but those with NaN
+        for (int distance = 4; distance < WARP; distance *= 2)  // over all heads except heads with NaN
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
         const unsigned int exponent = __float_as_uint(largest) >> 23;
         factor = __uint_as_float((exponent - 15) << 23);
@@ -235,7 +235,7 @@ struct Cache {
     const float *key_scales, *value_scales;    // scales of codes: [blocks, G, BLOCK_SIZE]
 };
 
-struct Tile {  // the place of its first position, in keys or values and in their scales
+struct Tile {  // offsets of its first position in keys or values, and in their scales
     long long at, scale;
 };
 
@@ -245,7 +245,7 @@ __device__ Tile tile_of(int block, int position, int head) {  // `block` holds t
                 ((long long)block * G + head) * BLOCK_SIZE + offset};
 }
 
-// The first of 8 neighbouring elements: of a key's piece c in lane t, and of a value's in lane g.
+// The first of the 8 adjacent elements of piece c: of a key in lane t, and of a value in lane g.
 __device__ constexpr int key_element(int c, int t) { return PAIRED ? c / 2 * 64 + t * 16 + c % 2 * 8 : c * 32 + t * 8; }
 __device__ constexpr int value_element(int c, int g) { return PAIRED ? g * 16 + c * 8 : c * 64 + g * 8; }
 
@@ -269,7 +269,7 @@ __device__ void load_keys(Keys& k, const Cache& cache, const Tile& tile, int g, 
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
         load_pieces(k.piece[p], cache.keys + tile.at + (g + p * 8) * G * H, [&](int c) { return key_element(c, t); });
-#if CODES  // loads past L1: a line may be requested before the previous kernel has written the newest scale in it
+#if CODES  // bypasses L1: a line may be requested before the previous kernel has written the newest scale in it
         k.scale[p] = __ldcg(cache.key_scales + tile.scale + g + p * 8);
         k.value_scale[p] = __ldcg(cache.value_scales + tile.scale + g + p * 8);
 #endif
@@ -299,7 +299,7 @@ struct Softmax {  // the state of heads 2t and 2t+1
 };
 
 // The scores of positions g and g+8. The weight of codes includes their scale: its exponent is the score plus the
-// scale's logarithm. So the maximum of this sum counts, and a weight fits float16 whatever the scale is.
+// logarithm of the scale. So the softmax follows the maximum of this sum, and a weight fits float16 for any scale.
 struct Scores {
     float x[4];
 #if CODES
@@ -331,7 +331,7 @@ __device__ void multiply_keys(Scores& score, const Keys& k, const uint4 (&query)
 #pragma unroll
     for (int e = 0; e < 4; ++e) score.x[e] *= k.scale[e / 2];
 #pragma unroll
-    for (int p = 0; p < 2; ++p)  // any number does for a head of zeros
+    for (int p = 0; p < 2; ++p)  // for a head of zeros, any number works
         score.log_scale[p] = log_of_two(k.value_scale[p] < SMALLEST_SCALE ? SMALLEST_SCALE : k.value_scale[p]);
 #endif
 }
@@ -343,7 +343,7 @@ __device__ void follow_maximum(Softmax& softmax, const Scores& score) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int distance = 4; distance < WARP; distance *= 2)  // over the lanes of one t: all positions
+        for (int distance = 4; distance < WARP; distance *= 2)  // over the lanes with the same t: all positions
             largest[e] = fmaxf(largest[e], __shfl_xor_sync(0xffffffffu, largest[e], distance));
         const float larger = fmaxf(softmax.maximum[e], largest[e]);
         const float rescale = power_of_two(softmax.maximum[e] - larger);
@@ -383,7 +383,7 @@ __device__ void add_values(Softmax& softmax, const Scores& score, const Values& 
     }
 }
 
-// A tile at the edge of an item: unseen positions get no weight, and no value, for 0 times not-a-number is not 0.
+// A tile at the edge of an item: unseen positions get weight 0 and value 0, because 0 times NaN is not 0.
 __device__ void hide_scores(Scores& score, int first, int end, int g) {  // `first` and `end` are relative to the tile
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -405,9 +405,9 @@ __device__ void hide_values(Values& v, int first, int end, int t) {
     }
 }
 
-// ---- putting together ----------------------------------------------------------------------------
+// ---- merging -------------------------------------------------------------------------------------
 
-// Aligned explicitly: the compiler packs shared arrays one after the other, and 4 floats are stored at once.
+// Aligned explicitly: the compiler packs shared arrays without gaps, and 4 floats are stored at once.
 __shared__ __align__(16) float warp_sums[WARPS][M][H];
 __shared__ float warp_maxima[WARPS][M], warp_denominators[WARPS][M];
 __shared__ int last_ticket;
@@ -474,7 +474,7 @@ __device__ Item read_item(const int4* items, int index, bool exists) {
     return Item{x.x, x.y, x.z, x.w, y.x, y.y, y.z};
 }
 
-struct Scratch {          // memory where parts of rows wait for each other
+struct Scratch {          // memory for the partial results of rows until they are merged
     float* sums;          // [S, max_splits, N, H]: weighted values, not yet divided
     float* maxima;        // [S, max_splits, N]
     float* denominators;  // the same
@@ -482,9 +482,9 @@ struct Scratch {          // memory where parts of rows wait for each other
     int max_splits;
 };
 
-// All warps have left their parts of an item: put them together, and with the row's other splits if they are done.
-// `merge` adds the splits of 4 elements. Data of other SMs is in L2: it is stored and loaded with `cg`, past
-// our own L1. A ticket makes visible what every thread stored before the barrier, not its holder alone.
+// Merge the parts of an item that all warps have stored and, if the row's other splits are done, merge the splits.
+// `merge` adds the splits of 4 elements. Data of other SMs is in L2, so it is stored and loaded with `cg`, which
+// bypasses L1. A ticket makes visible what all threads stored before the barrier, not only its holder's stores.
 template <typename Merge>
 __device__ void finish_item(const Item& item, int head, Element* out, const Scratch& scratch, const Merge& merge) {
     __syncthreads();
@@ -521,5 +521,5 @@ __device__ void finish_item(const Item& item, int head, Element* out, const Scra
             }
         }
     }
-    __syncthreads();  // the next item may overwrite what the warps left
+    __syncthreads();  // the next item may overwrite the parts of the warps
 }

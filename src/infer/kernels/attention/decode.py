@@ -1,50 +1,50 @@
-"""Attention of one new token per row over the paged cache, where decoding of long contexts spends its time.
+"""Attention of one new token per row over the paged cache, the main cost of decoding long contexts.
 
     out[s] = softmax(scale * q[s] k^T) v        over the `lens_S[s]` positions that row s may see
 
-The block tables say where keys and values lie (paged.py). Rows are cut into splits, and a grid as large as
-the machine strides over the list of splits (decode_work.py). The query heads that share a kv head are the
-rows of one matrix product, padded to the tensor cores' 16.
+The block tables locate keys and values (paged.py). Rows are cut into splits, and a grid that fills the GPU
+once strides over the list of splits (decode_work.py). The query heads that share a kv head are the rows of
+one matrix product, padded to the 16 rows of the tensor cores.
 
-Splits are merged in the same launch. A row of one split is written at once. Otherwise each program writes its
-unnormalised sum, maximum and denominator to scratch memory and takes a ticket. The program with the last
-ticket adds all parts in the order of the splits, so the bits do not depend on which program that is. It also
-resets the ticket counter for the next layer.
+Splits are merged in the same launch. The output of a row with one split is written directly. Otherwise each
+program writes its unnormalised sum, maximum and denominator to scratch memory and takes a ticket. The program
+with the last ticket adds all parts in the order of the splits, so the bits do not depend on which program
+that is. It also resets the ticket counter for the next layer.
 
-With small batches, decoding is a chain of waits, one memory access after the other:
+With small batches, decoding is a chain of dependent memory accesses:
 
     item of work ─► block table ─► keys and queries ─► values ─► part ─► ticket ─► parts ─► out
 
 Everything left of the keys was written at the start of the step, so the prologue reads the first item and its
 blocks while the previous kernel still runs (PDL, see dispatch.py), and the loop reads the next item and its
-blocks while this one is computed. The keys and values of all positions but the newest are older still: with
-few rows, the first of them are prefetched to L2 meanwhile. Parts that fit the registers are read all at once.
-The first launch after `DecodeWork.plan` is an ordinary one, and tables must not change between the two.
+blocks while this one is computed. The keys and values of all positions except the newest are older than the
+step: with few rows, the first of them are also prefetched to L2. Parts that fit the registers are read at
+once. The first launch after `DecodeWork.plan` does not use PDL, and tables must not change between the two.
 
 `attend_projected` begins one launch earlier, for a step in which every row decodes: it takes the fused
 projection and also does the work of heads.py. Each program norms and rotates the query heads of its item; the
 program with the row's last split also norms and rotates the new key. That key and its value go to the cache
 and into the softmax but are never read back. So all data from the cache is older than the step, and the first
-tile of keys and values is loaded before the wait. After it remain:
+tile of keys and values is loaded before the wait. What remains after the wait:
 
     queries, key and value of the newest token ─► part ─► ticket ─► parts ─► out
 
-With many rows the registers this takes cost more than the launch (`projected_heads` of the device profile).
+With many rows, the extra registers cost more than the saved launch (`projected_heads` of the device profile).
 
-Both are one Triton kernel, whose pieces stand in the order in which an item meets them:
+Both are one Triton kernel, whose functions follow the path of an item:
 
     read_item ─► load_tile ─► start_projected ─► attend_tile, attend_tiles ─► finish_item ─► merge_splits
 
-An item keeps three values: the largest score so far, the sum of 2^(score - largest), and the values with the
+An item accumulates the largest score so far, the sum of 2^(score - largest), and the values with the
 same weights. Each later tile of positions, or part from scratch memory, is added by rescaling. In a projected
-item the newest position, which has not reached the cache yet, comes first: its weight is 2^0.
+item, the newest position, which is not in the cache yet, comes first: its weight is 2^0.
 
-A window of drafts is a row for each of its tokens. Drafts of a tree (execution/trees.py) see only some of the
+A window of drafts has one row per token. Drafts of a tree (execution/trees.py) see only some of the
 positions before them: `tree_2S` has the position at which the tree of each row begins, and a bit for each
 later position that the row sees. The newest position is always visible, and a tree is at most one token
 longer than a tile, so every tile has a visible position. The CUDA C++ kernels do not support trees.
 
-Both functions also exist in CUDA C++, for the heads that fit (decode_cuda.py). `DECODE_WAYS` (choice.py)
+Both functions also exist in CUDA C++, for supported heads (decode_cuda.py). `DECODE_WAYS` (choice.py)
 chooses by backend and by the kv heads of all rows; `infer doctor --kernels` prints the choice. Triton also
 serves other GPUs, types and head sizes, and scores with caps or sinks.
 
@@ -95,7 +95,7 @@ def attend_decode_reference(
 def attend_projected_reference(
     qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor
 ) -> torch.Tensor:
-    """The specification of the form that is given the fused projection: norm, rotate, write, then attend."""
+    """The specification of `attend_projected`: norm, rotate, write, then attend."""
     newest_S = (lens_S.long() - 1).clamp(min=0)
     blocks_S = kv.tables_RB[rows_S.long().clamp(min=0), newest_S // kv.block_size].long()
     slots_S = torch.where(lens_S > 0, blocks_S * kv.block_size + newest_S % kv.block_size, -1)
@@ -106,7 +106,7 @@ def attend_projected_reference(
 
 @jit
 def _read_item(items_ptr, index, exists, ITEM_INTS: tl.constexpr, PROJECTED: tl.constexpr):
-    """The seven numbers of a work item; all zero where there is none: an item without positions."""
+    """The seven numbers of a work item; all zero past the list, which is an item without positions."""
     item_ptr = items_ptr + index * ITEM_INTS
     s = tl.load(item_ptr, mask=exists, other=0).to(tl.int64)
     row = tl.load(item_ptr + 1, mask=exists, other=0).to(tl.int64)
@@ -125,9 +125,9 @@ def _prefetch_item(
     keys_ptr, values_ptr, table_ptr, first, end, g, G: tl.constexpr, H: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, PREFETCH_N: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the first keys and values of an item to come to L2, where a later write finds them.
+    """Prefetch the first keys and values of an item into L2, which also sees any later write to them.
 
-    Past its end the last position is prefetched again; an item without positions prefetches the first slot.
+    Past its end, the last position is prefetched again; an item without positions prefetches the first slot.
     """
     position = tl.maximum(tl.minimum(first + tl.arange(0, PREFETCH_N), end - 1), 0)
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -146,7 +146,7 @@ def _newest_block(table_ptr, length, BLOCK_SIZE: tl.constexpr):
 
 @jit
 def _load_pairs(head_ptrs, in_heads, h, R: tl.constexpr):
-    """The elements of some heads and, in the same places, their partners in the rotation."""
+    """The elements of some heads and, at the same places, their partners in the rotation."""
     x = tl.load(head_ptrs + h[None, :], mask=in_heads, other=0.0)
     partner = tl.load(head_ptrs + tl.where(h < R, h + R, h - R)[None, :], mask=in_heads, other=0.0)
     return x, partner
@@ -159,7 +159,7 @@ def _load_transform(
 ):  # fmt: skip
     """The angles of a row's newest token, and the gains of queries, of keys and of their partners.
 
-    All have the shape of M heads, though heads are alike: each thread loads what it needs, without exchange.
+    All have the shape of M heads although the heads are alike: each thread loads its own copy.
     """
     R: tl.constexpr = H // 2
     in_heads = (m < M)[:, None] & (h < tl.where(length > 0, H, 0))[None, :]
@@ -179,7 +179,7 @@ def _load_transform(
 def _transform(
     x_raw, partner_raw, gain, partner_gain, cos, sin, h, eps, offset, H: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Norm and rotate heads as heads.py does it."""
+    """Norm and rotate heads as heads.py does."""
     x, partner = x_raw.to(tl.float32), partner_raw.to(tl.float32)
     if HAS_NORM:
         inv_rms = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)[:, None]
@@ -200,8 +200,8 @@ def _start_projected(
 ):  # fmt: skip
     """The queries of an item, and a softmax that has seen the newest position if the item includes it.
 
-    The newest key and value are in no cache yet: they are put there and never read back. The threads
-    of each query head have a copy of the key to themselves; that is cheaper than handing it around.
+    The newest key and value are not in the cache yet: they are written there and never read back. The threads
+    of each query head have their own copy of the key, which is cheaper than exchanging it.
     """
     N: tl.constexpr = G * M
     in_heads = (m < M)[:, None] & (h < H)[None, :]
@@ -235,7 +235,7 @@ def _start_projected(
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
     if CAP > 0:
         score = cap_scores(score, CAP)
-    # padding has no positions at all: 0 and not -inf, for -inf - -inf is not a number
+    # padding has no positions: its maximum is 0, because -inf - -inf would be NaN
     maximum = tl.where(has_newest, score, tl.where(length > 0, float("-inf"), 0.0))
     denominator = tl.zeros_like(score) + has_newest.to(tl.float32)
     return q, maximum, denominator, v.to(tl.float32)
@@ -291,7 +291,7 @@ def _attend_tiles(
     tree_begin, tree_bits, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
     """Add the positions from `first` to `end` to the running softmax."""
-    # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
+    # The blocks of the next tile are looked up one tile early, so keys need not wait for the table.
     for start in range(first, end, BLOCK_N):  # the first position of a tile is always a real one
         position = start + tl.arange(0, BLOCK_N)
         own_block = block
@@ -328,7 +328,7 @@ def _merge_splits(
     num_splits, HAS_SINKS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    # .cg: what other SMs wrote is in L2; this SM's L1 may be stale
+    # .cg: the writes of other SMs are in L2; this SM's L1 may be stale
     m = tl.arange(0, MERGE_M)
     h = tl.arange(0, BLOCK_H)
     split = tl.arange(0, MAX_SPLITS)
@@ -336,7 +336,7 @@ def _merge_splits(
     exists = (split < num_splits)[:, None] & (m < M)[None, :]
     maxima = tl.load(maxima_ptr + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
     denominators = tl.load(denominators_ptr + at, mask=exists, other=0.0, cache_modifier=".cg")
-    if MAX_SPLITS <= MERGE_SPLITS:  # asked for with the maxima, not after them
+    if MAX_SPLITS <= MERGE_SPLITS:  # requested together with the maxima, not after them
         sums = _load_sums(sums_ptr, at, exists, h, H)
     maximum = tl.max(maxima, axis=0)
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)  # heads that are padding
@@ -367,7 +367,7 @@ def _finish_item(
     denominator, total, m, h, HAS_SINKS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
     MAX_SPLITS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of a row of one split; with several, leave a part, and merge all if it is the last."""
+    """Write the output of a row of one split; with more, store a part, and merge all if it is the last."""
     N: tl.constexpr = G * M
     in_heads = (m < M)[:, None] & (h < H)[None, :]
     head = s * N + g * M
@@ -398,7 +398,7 @@ def _finish_item(
 def _decode_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, out_ptr, items_ptr,
     num_items_ptr, sums_ptr, maxima_ptr, denominators_ptr, tickets_ptr, sinks_ptr,
-    tree_ptr,  # read if HAS_TREE, and `tree_stride`
+    tree_ptr,  # this and `tree_stride` are read if HAS_TREE
     q_weight_ptr,  # this, the next three, `eps` and `offset` are read if PROJECTED
     k_weight_ptr, cos_ptr, sin_ptr, q_row_stride, q_head_stride, table_stride, tree_stride, scale_log2e, eps,
     offset, G: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
@@ -418,14 +418,14 @@ def _decode_kernel(
     n = tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)
 
-    # Neighbouring programs take the kv heads of one split: their keys lie side by side in memory.
+    # Neighbouring programs take the kv heads of one split: their keys are adjacent in memory.
     num_programs = tl.num_programs(0)
     own = tl.program_id(0)
     num_work = tl.load(num_items_ptr) * G
     s, row, first, end, split, num_splits, length = _read_item(
         items_ptr, own // G, True, ITEM_INTS, PROJECTED
     )
-    end = tl.where(own < num_work, end, 0)  # past the list there is memory, but no item
+    end = tl.where(own < num_work, end, 0)  # memory past the list is allocated, but holds no item
     length = tl.where(own < num_work, length, 0)
     table_ptr = tables_ptr + row * table_stride
     block = tl.load(table_ptr + (first + n) // BLOCK_SIZE, mask=first + n < end, other=0)
@@ -451,7 +451,7 @@ def _decode_kernel(
         tl.extra.cuda.gdc_wait()
 
     begin = own
-    if PROJECTED:  # the first item stands by itself: few programs have another, and no register waits for it
+    if PROJECTED:  # the first item, outside the loop: few programs have a second, and it saves registers
         if own < num_work:
             g = own % G
             q, maximum, denominator, total = _start_projected(
@@ -552,9 +552,9 @@ def attend_projected(
     qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, rows_S: torch.Tensor, lens_S: torch.Tensor,
     work: DecodeWork,
 ) -> torch.Tensor:  # fmt: skip
-    """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
+    """Norm and rotate the heads of each row's newest token, write its key and value to the cache, attend.
 
-    The newest token stands at position `lens_S[s] - 1`. `work.plan` must have seen these rows, lengths and
+    The newest token is at position `lens_S[s] - 1`. `work.plan` must have seen these rows, lengths and
     window.
     """
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
@@ -573,7 +573,7 @@ def attend_projected(
 
 
 def _launch_decode(
-    q: torch.Tensor,  # [S, N, H], or with a transform the projection [S, X]
+    q: torch.Tensor,  # queries [S, N, H], or the projection [S, X] with a transform
     q_strides: tuple[int, int],  # strides between rows and between heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, *, out: torch.Tensor,
     config: DecodeConfig | None = None, tree_2S: torch.Tensor | None = None,
@@ -597,7 +597,7 @@ def _launch_decode(
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
     options = launch_options(q.device)
-    if work.is_fresh:  # the list is read before `gdc_wait`: the previous kernel must not have written it
+    if work.is_fresh:  # the list is read before `gdc_wait`, so the previous kernel must not have written it
         options.pop("launch_pdl", None)
         work.is_fresh = False
     is_projected = transform is not None

@@ -1,12 +1,12 @@
-"""Decode attention in CUDA C++, over the work list that `DecodeWork.plan` has written.
+"""Decode attention in CUDA C++, over the work list that `DecodeWork.plan` writes.
 
-    decode_attention.cu    `attend_decode` of decode.py: many rows, where it reads memory faster than Triton's
+    decode_attention.cu    `attend_decode` of decode.py: many rows, for which it reads faster than Triton's
     decode_projected.cu    `attend_projected` of decode.py: few rows, from the fused projection to the output
-    decode.cuh             what the two share
+    decode.cuh             the code that both share
 
-The contracts, the references and the choice between Triton and CUDA C++ are in decode.py; what a warp does is
-explained in decode_attention.cu. Both kernels are for heads that the matrix instruction fits: 64 or 128
-elements of 16 bits (in the cache also of 8), and at most 8 query heads to each kv head.
+The contracts and the references are in decode.py, the choice between Triton and CUDA C++ in choice.py;
+decode_attention.cu explains the warps. Both kernels support the heads that fit the matrix instruction: 64 or
+128 elements of 16 bits (in the cache also of 8), and at most 8 query heads per kv head.
 
 Shapes:  S rows, N query heads, G kv heads, M = N/G query heads per kv head, H head size, X = (N + 2 G) H,
          P slots, R rows of the block tables, B blocks per row.
@@ -35,13 +35,13 @@ Defines = tuple[tuple[str, int], ...]
 
 _TILE, _MAX_GROUP = 16, 8  # positions and query heads of one instruction
 _OLDEST_FP8 = (8, 9)
-_OLDEST = (8, 0)  # compute capability: the first with the instruction for bfloat16
+_OLDEST = (8, 0)  # first compute capability with the instruction for bfloat16
 _WARPS = 4
-_BLOCKS_PER_SM = {64: 4, 128: 3}  # head size -> blocks: as many as registers allow
+_BLOCKS_PER_SM = {64: 4, 128: 3}  # head size -> blocks, as many as registers allow
 _CODED_BLOCKS_PER_SM = {64: 5, 128: 4}  # the same with 8-bit keys and values, which take half the registers
 _CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}
-_TURNS = 4  # blocks launched for each place on an SM: the place that is free first takes the next
-_PROJECTED_BLOCKS_PER_SM = 2  # blocks launched: with few rows the plan has an item or two for each
+_TURNS = 4  # blocks launched per resident block: the SM that is free first takes the next one
+_PROJECTED_BLOCKS_PER_SM = 2  # blocks launched: with few rows, the plan has an item or two for each
 
 
 class CudaKernel(NamedTuple):
@@ -66,7 +66,7 @@ PROJECTED = CudaKernel(
 
 
 class CachedHeads(NamedTuple):
-    """The heads of a model, and the cache they lie in: what both kernels are compiled for."""
+    """The heads of a model and the cache that stores them, for which both kernels are compiled."""
 
     dtype: torch.dtype
     num_heads: int
@@ -76,7 +76,7 @@ class CachedHeads(NamedTuple):
     kept_as: torch.dtype | None = None  # the 8-bit type of keys and values (kv_codes.py); None: `dtype`
 
     def check(self, gpu: Gpu) -> None:
-        """ConfigError if the kernels cannot be used for this model on this GPU."""
+        """Raise ConfigError if the kernels do not support this model on this GPU."""
         group = self.num_heads // self.num_kv_heads
         if self.dtype not in (torch.float16, torch.bfloat16):
             reason = f"16-bit numbers, and the model's are {str(self.dtype).removeprefix('torch.')}"
@@ -100,11 +100,11 @@ class CachedHeads(NamedTuple):
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks of the first kernel that share an SM."""
+        """Resident blocks of decode_attention.cu per SM."""
         return (_BLOCKS_PER_SM if self.kept_as is None else _CODED_BLOCKS_PER_SM)[self.head_dim]
 
     def defines(self, kernel: CudaKernel, *, pdl: bool, has_norm: bool = False) -> Defines:
-        """The constants that a kernel is compiled with; `has_norm` is for the projected one alone."""
+        """The constants for compiling a kernel; only decode_projected.cu uses `has_norm`."""
         is_projected = kernel.name == PROJECTED.name
         blocks_per_sm = _PROJECTED_BLOCKS_PER_SM if is_projected else self.blocks_per_sm
         return (
@@ -124,7 +124,7 @@ class CachedHeads(NamedTuple):
 def compile_decode(
     kernel: CudaKernel, heads: CachedHeads, device: torch.device, *, has_norm: bool = False
 ) -> None:
-    """Compile now what the kernel's first call would, so that an error comes when the engine is built."""
+    """Compile now instead of on the first call, so that errors appear when the engine is built."""
     heads.check(gpu_of(device))
     pdl = launch_options(device)["PDL"]
     prepare_launch(kernel, heads.defines(kernel, pdl=pdl, has_norm=has_norm), index_of(device), pdl)
@@ -157,7 +157,7 @@ def attend_decode_cuda(
 def attend_projected_cuda(
     qkv_SX: torch.Tensor, transform: HeadTransform, kv: PagedKV, work: DecodeWork
 ) -> torch.Tensor:
-    """Norm and rotate the heads of each row's newest token, put its key and value into the cache, attend.
+    """Norm and rotate the heads of each row's newest token, write its key and value to the cache, attend.
 
     `work.plan` must have seen rows, lengths and window.
     """
@@ -174,7 +174,7 @@ def attend_projected_cuda(
 
 
 def _launch_decode(
-    x: torch.Tensor,  # queries [S, N, H], or with a transform the projection [S, X]
+    x: torch.Tensor,  # queries [S, N, H], or the projection [S, X] with a transform
     strides: tuple[int, ...],  # strides of the rows; for queries, also of the heads
     kv: PagedKV, work: DecodeWork, transform: HeadTransform | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
@@ -189,7 +189,7 @@ def _launch_decode(
         assert keys_PGH.dtype == values_PGH.dtype in _CODES, f"codes are {keys_PGH.dtype}"
         assert all(side.is_contiguous() for side in scales), "scales must be contiguous"
     assert tables_RB.dtype == torch.int32 and tables_RB.stride(1) == 1, "tables must be int32, without gaps"
-    if S == 0 or compiles_only():  # compilers are at work on it already
+    if S == 0 or compiles_only():  # the kernel is already being compiled
         return
     heads = CachedHeads(x.dtype, N, G, H, block_size, None if scales is None else keys_PGH.dtype)
     kernel, blocks_per_sm, has_norm = DECODE, heads.blocks_per_sm * _TURNS, False
@@ -198,12 +198,12 @@ def _launch_decode(
     if transform is not None:
         kernel, blocks_per_sm = PROJECTED, _PROJECTED_BLOCKS_PER_SM
         has_norm = transform.norm_weights is not None
-        gains = transform.norm_weights or (x, x)  # placeholders without a norm: they are not read
+        gains = transform.norm_weights or (x, x)  # placeholders without a norm, never read
         weights = (*gains, transform.cos_PR, transform.sin_PR)
         numbers += (transform.eps, transform.offset)
     pdl = launch_options(x.device)["PDL"]
     defines = heads.defines(kernel, pdl=pdl, has_norm=has_norm)
-    # the list is read before the kernel waits: the previous kernel must not be the one that wrote it
+    # the list is read before the kernel waits, so the previous kernel must not have written it
     launch = prepare_launch(kernel, defines, index_of(x.device), pdl and not work.is_fresh)
     work.is_fresh = False
     max_splits = work.max_splits(S)

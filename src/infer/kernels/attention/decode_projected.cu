@@ -1,23 +1,23 @@
-/* Attention of few rows that decode, from the fused projection to the output in one launch.
+/* Attention of few decoding rows, from the fused projection to the output in one launch.
 
-   It does what `attend_projected` of `decode.py` does, with the warps and fragments of `decode_attention.cu`; read
-   that first. With few rows the time is a chain of waits and not the reading, so all that is older than the
-   projection is on its way before the kernel that makes the projection has ended:
+   It implements `attend_projected` of `decode.py` with the warps and fragments of `decode_attention.cu`; read that
+   first. With few rows, latency dominates and not bandwidth, so all data older than the projection is requested
+   before the kernel that computes the projection has ended:
 
        before   item of work ─► block table ─► first tile of keys and values; angles; gains of the norm
        after    queries, and the newest key and value ─► norm, rotation ─► scores ─► part ─► ticket ─► parts ─► out
 
-   The fragment of the queries suits the rotation. In each 32 elements lane (g, t) has 8t..8t+7 of head g, so
-   element h and its partner h + H/2 are in the same lane, in pieces c and c + H/64; and the sum of squares that a
-   norm wants is one over 4 lanes. Every warp norms and turns the queries for itself, and nothing is exchanged.
-   The newest key is normed and turned as if it were one more query head, if there is a column left for it.
+   The fragment of the queries suits the rotation. In each 32 elements, lane (g, t) has 8t..8t+7 of head g, so
+   element h and its partner h + H/2 are in the same lane, in pieces c and c + H/64, and the sum of squares for the
+   norm is a sum over 4 lanes. Every warp norms and rotates the queries by itself, without any exchange. If a column
+   is left, the newest key is normed and rotated there as one more query head.
 
-   The newest position is not in the cache yet. Warps walk backwards from the end of an item, so it is in the first
-   tile of warp 0 of a row's last split, and takes its place there: the lanes whose fragment would hold its key and
-   value put them in over whatever the cache had, and write them to the cache. Nothing else reads that slot.
+   The newest position is not in the cache yet. Warps walk backwards from the end of an item, so this position is in
+   the first tile of warp 0 of a row's last split. The lanes whose fragment should hold its key and value overwrite the
+   loaded data with them, and write them to the cache. Nothing else reads that slot.
 
    Compiled with the defines of decode_attention.cu, and
-       HAS_NORM   queries and keys are normed before they are turned */
+       HAS_NORM   queries and keys are normed before they are rotated */
 
 #include "decode.cuh"
 
@@ -25,9 +25,9 @@ constexpr int HALF = K_PIECES / 2;  // pieces of a head's first half
 constexpr int PREFETCHED = 2;       // tiles of a warp, after its first, that are prefetched to L2 before the wait
 constexpr int LINES = CODES ? 1 : V_PIECES;  // lines of a position
 constexpr int BATCH = 8;            // splits that are read at once
-constexpr bool HAS_ROOM = M < 8;    // there is room for the newest key among the columns of the queries
+constexpr bool HAS_ROOM = M < 8;    // a column of the queries is left for the newest key
 
-// Angles and gains of the newest token's heads: in shared memory, because registers are full of keys.
+// Angles and gains of the newest token's heads, in shared memory because keys fill the registers.
 __shared__ __align__(16) float angle_cos[H / 2], angle_sin[H / 2], gains[2][H];  // gains of queries and of keys
 
 __device__ void load_angles(const float* cos, const float* sin, const Element* q_gain, const Element* k_gain,
@@ -55,7 +55,7 @@ __device__ uint4 of_lane(const uint4& x, int lane) {
                  __shfl_sync(0xffffffffu, x.z, lane), __shfl_sync(0xffffffffu, x.w, lane)};
 }
 
-// Norm and turn the head that the 4 lanes of a g hold together.
+// Norm and rotate the head that the 4 lanes of a g hold together.
 __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, int t) {
     float inv_rms = 1.0f;
     if (HAS_NORM) {
@@ -92,7 +92,7 @@ __device__ void transform(uint4 (&x)[K_PIECES], const float* gain, float eps, in
     }
 }
 
-// 8 elements as the cache keeps them; `largest` is the largest element of their head.
+// 8 elements in the format of the cache; `largest` is the largest element of their head.
 __device__ Piece kept_as(const uint4& x, float largest) {
 #if CODES
     return encode(x, inverse_scale(largest));
@@ -133,7 +133,7 @@ __device__ Merged merge_batches(const float* sums, const float* maxima, const fl
 
 // grid: any number of blocks; each strides over the units.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_projected(
-    const Element* qkv,  // [S, (N + 2 G) H]; not restrict: it must not be read before the wait
+    const Element* qkv,  // [S, (N + 2 G) H]; not restrict, so that no read moves before the wait
     Kept* keys,          // [P, G, H]
     Kept* values,        // [P, G, H]
     float* key_scales, float* value_scales,  // `Cache`
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_proj
         uint4 query[K_PIECES] = {}, key[K_PIECES] = {};
         if ((g < M || is_key) && item.length > 0)
             load_head(query, token + (is_key ? N + head : head * M + g) * H, t);
-        const int newest = (item.length - 1) % TILE;  // its place in the tile
+        const int newest = (item.length - 1) % TILE;  // place of the newest position in the tile
         float value_largest = 0.0f;
         if (has_newest) {
             if (!HAS_ROOM) load_head(key, token + (N + head) * H, t);

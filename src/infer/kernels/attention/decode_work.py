@@ -1,25 +1,25 @@
-"""The work list of a decode step: every row cut into splits, by the device for the device.
+"""The work list of a decode step: every row cut into splits, planned on the device.
 
-Decode attention reads each key once, so its roofline is the bandwidth of memory. Two things stand in the way.
+Decode attention reads each key once, so its roofline is the bandwidth of memory. Two problems are in the way.
 
-A batch is uneven. One long row must not keep one SM busy while the others wait, so a row is cut along its
-positions into *splits* (split-K), and a (row, split) is one item of work for each kv head:
+First, rows differ in length. One long row must not keep one SM busy while the others wait, so a row is cut
+along its positions into *splits* (split-K), and a (row, split) is one item of work for each kv head:
 
     row 0, 700 positions   |== 256 ==|== 256 ==|= 188 =|        items of split length first, remainders last,
     row 1,  90 positions   |90|                                 so that the programs finish together
 
-Only the device knows the lengths: the graph that launches attention was captured long before them. So the
-grid is as large as the machine, whatever the lengths; `DecodeWork.plan` writes the list of items, once per
-step and for all layers, and each program strides over that list until its end, which it reads from memory.
+Second, only the device knows the lengths: the graph that launches attention was captured long before. So the
+grid fills the GPU whatever the lengths are; `DecodeWork.plan` writes the list of items once per step, for all
+layers, and each program strides over that list until its end, which it reads from memory.
 
-Where a row is cut depends on S, the number of rows the graph was captured for, on its own length, and on how
-many positions all rows have together: as many items are wanted as keep the machine full to the end, not more,
-because each of them begins with a wait. A row of length 0 is padding: one item without positions, for its
-zeros.
+The cuts of a row depend on S (the number of rows the graph was captured for), on its own length, and on the
+total positions of all rows: there should be enough items to keep the GPU full to the end, but not more,
+because each of them begins with a wait. A row of length 0 is padding: one item without positions, which
+writes zeros.
 
-One program plans everything, for the numbers are few. It finds the length of a split: the shortest there may
-be, doubled until the positions of all rows make no more items than are wanted, and for a row that is still
-cut into too many, doubled further. Then it counts the splits of each row, gives every item its place with two
+A single program plans everything, because there are few numbers. It finds the length of a split: the shortest
+allowed, doubled until the positions of all rows make no more items than wanted, and doubled further for a row
+that still has too many splits. Then it counts the splits of each row, assigns every item its place with two
 running sums, and writes the items of all rows split by split.
 
 Shapes:  S rows of the step, W work items.
@@ -41,7 +41,7 @@ ITEM_INTS = 8  # row of the batch, row of the tables, first position, last + 1, 
 @jit_for_any("num_rows", "split_len", "window")
 def _plan_kernel(
     rows_ptr, lens_ptr, items_ptr, num_items_ptr, num_rows, split_len, window,
-    ITEMS_WANTED: tl.constexpr,  # items per kv head; 0: as many as there are
+    ITEMS_WANTED: tl.constexpr,  # items per kv head; 0: no limit
     MAX_SPLITS: tl.constexpr, NUM_DOUBLINGS: tl.constexpr, ITEM_INTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, BLOCK_S)
@@ -82,11 +82,11 @@ def _plan_kernel(
 
 
 class DecodeWork:
-    """The work list and scratch memory of up to `max_rows` rows; shared by all layers and graphs of a stream.
+    """The work list and scratch memory of up to `max_rows` rows, shared by all layers and graphs of a stream.
 
-    `split_len` fixes the length of a split; without it, it is chosen by the number of rows. `backend` is the
-    resolved `decode_attention_backend`: which kernels read the list (decode.py). `profile` says how rows are
-    cut and which kernel is faster for how many (default: the device's).
+    `split_len` fixes the length of a split; by default, it depends on the number of rows. `backend` is the
+    resolved `decode_attention_backend`, which decides the kernels that read the list. `profile` has the sizes
+    of splits and the limits of each kernel (default: the device's profile).
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class DecodeWork:
         self.maxima = torch.empty(heads, dtype=torch.float32, device=device)
         self.denominators = torch.empty(heads, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        self.is_fresh = True  # planned, and not read since
+        self.is_fresh = True  # planned, but not read yet
         self.num_sms = num_sms(self.tickets.device)
 
     def choose(self, num_rows: int, *, has_codes: bool, decodes_only: bool) -> DecodeLaunch:
-        """The kernel for rows that decode; see `DecodeProblem`."""
+        """The kernel for decoding rows; see `DecodeProblem`."""
         key = num_rows, has_codes, decodes_only
         if key not in self._chosen:
             self._chosen[key] = choose(
@@ -134,17 +134,17 @@ class DecodeWork:
         return self._by_heads(self.profile.split_lens, num_rows)
 
     def _by_heads(self, numbers: tuple[tuple[float, int], ...], num_rows: int) -> int:
-        """The number whose limit is the first that the heads of these rows do not exceed."""
+        """The number of the first entry whose limit is at least the kv heads of these rows."""
         return next(number for limit, number in numbers if num_rows * self.num_kv_heads <= limit)
 
     def max_splits(self, num_rows: int) -> int:
-        """The most splits a row is cut into: enough to fill the machine with this many rows alone."""
+        """The most splits of a row, enough for this many rows to fill the GPU."""
         wanted = next_power_of_two(self.profile.least_items // (num_rows * self.num_kv_heads) or 1)
         possible = next_power_of_two(-(-self.max_len // self.split_len(num_rows)) + 1)  # + 1: a window's edge
         return min(max(wanted, 16), 128, possible)
 
     def work_list(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The items of the last plan for this window [W, 8], and their number [1]."""
+        """The items [W, 8] of the last plan for this window, and their number [1]."""
         if window not in self._lists:
             items_W8 = torch.zeros(
                 (self._max_items, ITEM_INTS), dtype=torch.int32, device=self.tickets.device
@@ -153,7 +153,7 @@ class DecodeWork:
         return self._lists[window]
 
     def plan(self, rows_S: torch.Tensor, lens_S: torch.Tensor, *, window: int | None = None) -> None:
-        """Turn the lengths, which the device alone knows, into the work list of one step and window."""
+        """Turn the lengths, which only the device knows, into the work list of one step and window."""
         num_rows = rows_S.shape[0]
         assert num_rows <= self.max_rows, f"{num_rows} rows, room for {self.max_rows}"
         if num_rows == 0 or not use_triton(lens_S):

@@ -1,19 +1,19 @@
-"""Attention of long fresh prompts through a library without block tables or ragged lengths: cuDNN's.
+"""Attention of long fresh prompts by cuDNN, which supports neither block tables nor ragged lengths.
 
-cuDNN's fused attention is faster than our kernel where prompts are long, but it knows only batches of equal
-length, and for each shape it makes a plan first, which takes some 60 milliseconds. So there are few shapes,
-their plans are made before a server is ready (`prepare`), and a shape without a plan is not used:
+cuDNN's fused attention is faster than our kernel for long prompts, but it takes only batches of equal length,
+and it needs a plan for each shape, which takes about 60 milliseconds to build. So there are few shapes, their
+plans are built before a server is ready (`prepare`), and a shape without a plan is not used:
 
-    chunks of a step   4096, 4096           ->   one batch 2 x 4096, as they lie
+    chunks of a step   4096, 4096           ->   one batch 2 x 4096, without a copy
                        3000                 ->   1 x 3072, padded
                        3000 after a prefix  ->   not fresh: our own kernel
                        700                  ->   short: our own kernel
 
-Padding comes after the tokens of a prompt, and causal attention looks back, so no token sees any; what the
-padding itself attends to is thrown away. The queries and keys of the tokens that follow in the step serve as
-padding where there are enough of them, so that they are not copied. Values are: what is masked is still
-multiplied, zero times NaN is NaN, and the prompt that follows is another request's. There, and at the end of
-a step, the prompt is copied and followed by copies of its last token.
+Padding comes after the tokens of a prompt, and causal attention looks back, so no token sees any padding; the
+outputs of the padding are discarded. If enough tokens follow in the step, their queries and keys serve as
+padding, without a copy. Values are copied: masked positions are still multiplied, zero times NaN is NaN, and
+the prompt that follows belongs to another request. In this case, and at the end of a step, the prompt is
+copied and padded with copies of its last token.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size.
 """
@@ -38,14 +38,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 
 
 class Shape(NamedTuple):
-    """The shape of a batch: prompts, and tokens of each."""
+    """The shape of a batch: the number of prompts, and tokens per prompt."""
 
     num: int
     length: int
 
 
 class Batch(NamedTuple):
-    """Prompts of equal length that lie end to end; one alone may be shorter than its shape."""
+    """Adjacent prompts of equal length; a single prompt may be shorter than its shape."""
 
     first: int  # index of its first token in the step
     num_tokens: int  # length of each prompt
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 def dense_shapes(profile: AttentionProfile, least: int, max_tokens: int, max_len: int) -> Iterator[Shape]:
-    """Shapes that plans are made for, shapes of one prompt first; no prompt is longer than `max_len`."""
+    """The shapes that get plans, shapes of one prompt first; no prompt is longer than `max_len`."""
     lengths, length, pad_len = [], least, profile.cudnn_pad_len
     while length <= min(max_tokens, padded_len(max_len, pad_len)):
         lengths.append(length)
@@ -65,7 +65,7 @@ def dense_shapes(profile: AttentionProfile, least: int, max_tokens: int, max_len
 
 
 def padded_len(num_tokens: int, pad_len: int) -> int:
-    """The length of the shape for a prompt: lengths lie further apart where they are longer."""
+    """The length of the shape for a prompt; the steps between lengths grow with the length."""
     step = pad_len
     while num_tokens > 16 * step:
         step *= 2
@@ -73,7 +73,7 @@ def padded_len(num_tokens: int, pad_len: int) -> int:
 
 
 class DenseAttention:
-    """Attention of long fresh prompts by cuDNN: the plans for one kind of heads on one device."""
+    """Attention of long fresh prompts by cuDNN, with the plans for one kind of heads on one device."""
 
     def __init__(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype,
@@ -91,27 +91,27 @@ class DenseAttention:
         self.ready: set[Shape] = set()
 
     def prepare_longest(self) -> int:
-        """Make the plan for the longest prompt; returns its tokens, or 0: no prompt goes to cuDNN."""
+        """Build the plan for the longest prompt; returns its tokens, or 0 if cuDNN is not used."""
         self._wanted.sort(key=lambda shape: (shape.num == 1, shape.length))
         length = self._wanted[-1].length if self._wanted else 0
         return length if self.prepare() else 0
 
     def prepare(self) -> bool:
-        """Make one more plan; False: there is none to make."""
+        """Build one more plan; returns False if none is left to build."""
         if not self._wanted:
             return False
         shape = self._wanted.pop()
         num_heads, num_kv_heads, head_dim = self._heads
         num_tokens = shape.num * shape.length
         try:
-            q, k, v = (  # not random: another thread may be capturing steps, which owns the generator
+            q, k, v = (  # zeros, because another thread may be capturing steps, which owns the generator
                 torch.zeros(num_tokens, heads, head_dim, dtype=self._dtype, device=self._device)
                 for heads in (num_heads, num_kv_heads, num_kv_heads)
             )
             self._attend(q, k, v, shape)
         except torch.AcceleratorError:
             raise
-        except RuntimeError as error:  # this build or processor cannot, or there is no memory for it
+        except RuntimeError as error:  # unsupported by this build or GPU, or out of memory
             logger.info("cuDNN computes only prompts of %s: %s", self.ready, str(error).splitlines()[0])
             self._wanted = []
             return False
@@ -119,7 +119,7 @@ class DenseAttention:
         return True
 
     def split(self, chunks: Sequence[PrefillChunk]) -> tuple[list[Batch], list[PrefillChunk]]:
-        """The batches that cuDNN computes, and the chunks that are left for the prefill kernel."""
+        """Split chunks into batches for cuDNN and the rest, for the prefill kernel."""
         batches: list[Batch] = []
         rest: list[PrefillChunk] = []
         index = 0
@@ -154,9 +154,9 @@ class DenseAttention:
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, batches: Sequence[Batch], *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend with the tokens of these batches; returns `out`, or a stand-in that has all tokens.
+        """Attend with the tokens of these batches; returns `out`, or a new tensor with all tokens.
 
-        Without `out`, no other token is there.
+        Without `out`, the step must have no other tokens.
         """
         for first, num_tokens, shape in batches:
             end = first + shape.num * num_tokens
@@ -174,7 +174,7 @@ class DenseAttention:
         return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Attention of a whole batch: [num * length, heads, H], like the queries."""
+        """Attend with a whole batch; returns [num * length, heads, H], like the queries."""
         batched = [x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
         result = self._call(batched[0], batched[1], batched[2], self._scale).transpose(1, 2)
         return result.reshape(q.shape)
@@ -189,7 +189,7 @@ def attend_by_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def _padded(x: torch.Tensor, first: int, end: int, shape: Shape, *, borrows: bool) -> torch.Tensor:
-    """The tokens of a batch and padding up to its shape: tokens that follow, or copies of the last one."""
+    """The tokens of a batch, padded to its shape with the tokens that follow or copies of the last one."""
     num_tokens = shape.num * shape.length
     if first == 0 and num_tokens == x.shape[0]:
         return x

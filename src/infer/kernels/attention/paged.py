@@ -1,17 +1,17 @@
 """The paged cache as attention reads it, and decode attention over it in PyTorch.
 
-The keys and values of position p of a row live in slot  table[p // block_size] * block_size + p % block_size:
-`PagedKV` is what the kernels of this folder are given of one layer. In PyTorch, one query per sequence:
+The keys and values of position p of a row live in slot  table[p // block_size] * block_size + p % block_size.
+The kernels of this folder receive one layer of the cache as a `PagedKV`. In PyTorch, one query per sequence:
 
     out_s = softmax(scale * q_s K[slots_s]^T) V[slots_s]
 
 The slots of a row list its sequence's positions in order; rows are padded to the longest by repeating a
-slot that has been written, and `is_seen` tells which count. On the CPU this is a gather and one
+slot that has been written, and `is_seen` masks the padding. On the CPU this is a gather and one
 batched call of PyTorch's fused attention: the query heads that share a kv head become the queries of
 one head, so keys and values are read once per group.
 
-Memory-bound: reads 2 * L * G * H elements per row. The gather writes and reads them once more, which
-is why rows of very different lengths should come in separate calls (execution/batch.py groups them).
+Memory-bound: reads 2 * L * G * H elements per row. The gather writes and reads them once more, so rows
+of very different lengths should be passed in separate calls (execution/batch.py groups them).
 
 Shapes:  S sequences, L positions (padded), N query heads, G kv heads, M = N / G, H head size, P slots, R rows
          of the block tables, B blocks per row.
@@ -29,20 +29,20 @@ from infer.kernels.elementwise.kv_codes import KVScales, read_both
 
 
 class PagedKV(NamedTuple):
-    """Keys and values of one layer in the paged cache, and how they are attended to."""
+    """Keys and values of one layer in the paged cache, and the parameters of its attention."""
 
     keys_PGH: torch.Tensor
     values_PGH: torch.Tensor
-    tables_RB: torch.Tensor  # int32: the blocks of each row
+    tables_RB: torch.Tensor  # int32 blocks of each row
     block_size: int
-    scale: float  # factor of the products of queries and keys
+    scale: float  # factor for the products of queries and keys
     window: int | None = None  # positions that a token sees, its own included; None: all
     scales: KVScales | None = None  # scales of the codes, if keys and values have 8 bits (kv_codes.py)
     softcap: float | None = None  # cap of the scores (reference.py); None: no cap
     sinks_N: torch.Tensor | None = None  # one extra score per query head, which has no position
 
     def read(self, row: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a row from position `first` to `end`, [L, G, H] each."""
+        """Read the keys and values of a row from position `first` to `end`, [L, G, H] each."""
         positions_L = torch.arange(first, end, device=self.keys_PGH.device)
         blocks_L = self.tables_RB[row, positions_L // self.block_size].long()
         slots_L = blocks_L * self.block_size + positions_L % self.block_size
@@ -54,7 +54,7 @@ def attend_paged_reference(
     is_seen_SL: torch.Tensor | None, *, scale: float, scales: KVScales | None = None,
     softcap: float | None = None, sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The specification: one sequence at a time over the slots that it sees."""
+    """The specification: each sequence alone over the slots that it sees."""
     rows = []
     for row, q_NH in enumerate(q_SNH):
         slots_L = slots_SL[row] if is_seen_SL is None else slots_SL[row][is_seen_SL[row]]
@@ -73,7 +73,7 @@ def attend_paged(
     softcap: float | None = None, sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend all rows together; `is_seen_SL` None means that no row is padded. Returns [S, N, H]."""
-    if softcap is not None or sinks_N is not None:  # PyTorch's fused attention has neither
+    if softcap is not None or sinks_N is not None:  # PyTorch's fused attention supports neither
         return attend_paged_reference(
             q_SNH, keys_PGH, values_PGH, slots_SL, is_seen_SL, scale=scale, scales=scales, softcap=softcap,
             sinks_N=sinks_N,

@@ -1,50 +1,50 @@
 """Attention of chunks of prompts over the paged cache.
 
 A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values
-follow earlier positions' keys and values in the cache, so a fresh prompt (start 0), the next chunk of a long
-prompt and a prompt whose beginning was found in the prefix cache are the same thing:
+follow those of earlier positions in the cache, so a fresh prompt (start 0), the next chunk of a long prompt
+and a prompt whose beginning is a prefix cache hit are the same case:
 
     PrefillChunk(first=5, num=3, row=2, start=40)     tokens 5, 6, 7 of the step are positions 40, 41, 42 of
                                                       row 2 and see 0..40, 0..41, 0..42
 
-Compute-bound: two matrix products of 128 rows. A row of that product is one token *and* one query head: the
+Compute-bound: two matrix products of 128 rows. A row of these products is one token *and* one query head: the
 tile holds 128 / M tokens with the M query heads that share a kv head, rather than 128 tokens of one head.
-Both reuse a tile of keys equally often; packed, a tile spans fewer tokens, so less of it is cut off by the
-causal diagonal, and a short chunk fills its rows sooner. Only some keys of a tile need a mask:
+Both layouts reuse a tile of keys equally often; packed, a tile spans fewer tokens, so the causal diagonal
+masks less of it, and a short chunk fills its rows sooner. Only some keys of a tile need a mask:
 
     keys      0 ............ first token's window | seen by all tokens | up to the tile's last token
               never read      masked                no mask              masked
 
-With `invariant`, all keys take the masked way, in tiles that start at multiples of their length. Then a token
-has the same bits whatever else its tile, its chunk and the step hold, be it a chunk of its own or part of a
-prompt: a tile that a token does not see adds zeros to its sums.
+With `invariant`, all keys take the masked path, in tiles that start at multiples of their length. Then a
+token has the same bits whatever else its tile, its chunk and the step hold, whether it is a chunk by itself
+or part of a prompt: a tile of keys that a token does not see adds zeros to its sums.
 
 The host knows the chunks and lists the tiles, longest first so that none starts late. It pads the list to the
-captured capacity with empty tiles, whose programs end at once.
+captured capacity with empty tiles, whose programs exit immediately.
 
-One program takes one tile of queries and walks over all keys that the tile sees. Many tiles fill the machine,
-but few do not: 128 tokens after 8,000 cached ones are only 16 programs for the 132 SMs of an H200. Then the
-keys of a tile are cut into *splits* (split-K; never with `invariant`), as many as there is room for, and a
-(tile, split) is one item of work for each kv head:
+One program takes one tile of queries and loops over all keys that the tile sees. Many tiles fill the GPU, but
+few do not: 128 tokens after 8,000 cached ones make only 16 programs for the 132 SMs of an H200. In this case
+the keys of a tile are cut into *splits* (split-K; never with `invariant`), as many as there is room for, and
+a (tile, split) is one item of work for each kv head:
 
     room for 5 items     tile 0, 900 keys    |=== 300 ===|=== 300 ===|=== 300 ===|     item 0, 1, 2
                          tile 1, 560 keys    |=== 280 ===|=== 280 ===|                 item 3, 4
                          tile 2, empty                                                 none
 
 Only the device knows the lengths of the tiles and how many are empty, because the graph was captured earlier.
-So every program plans the whole short list and finds its own item in it. The longest split decides when all
-are done, so the plan takes the shortest length with which all items find room. This length lies between two
+So every program plans the whole short list and finds its own item in it. The longest split determines the
+total time, so the plan takes the shortest split length with which all items have room. It lies between two
 bounds: without rounding, keys / length items would be enough, and rounding adds less than one item per tile:
 
     all keys / room   <=   length   <=   all keys / (room - tiles)
 
-Sixteen lengths between the two are tried at once. A tile is cut evenly, at whole tiles of keys, so that the
-three ranges of keys begin and end where they would without splits.
+Sixteen lengths between the two are evaluated at once. A tile is cut evenly, at whole tiles of keys, so that
+the three ranges of keys begin and end where they would without splits.
 
 An item of a split tile writes its unnormalised sum, maximum and denominator to scratch memory, and a second
-launch adds them in the order of the splits. In decoding the last program does this, but the parts of a tile
-are 64 KiB each, and one SM would have to read a megabyte of them. The second launch spreads the rows of all
-tiles over the machine, and has started by the time the first one ends (PDL, see dispatch.py). It needs no
+launch adds them in the order of the splits. In decoding, the last program does this, but here the parts of a
+tile have 64 KiB each, and one SM would have to read a megabyte of them. The second launch spreads the rows of
+all tiles over the GPU, and has started by the time the first one ends (PDL, see dispatch.py). It needs no
 counters, and the bits do not depend on which program was faster.
 
 Shapes:  T tokens, N query heads, G kv heads, M = N/G, H head size, P slots, R rows of the block tables,
@@ -80,15 +80,15 @@ from infer.kernels.runtime.dispatch import (
 from infer.kernels.runtime.launch import launch_triton
 from infer.kernels.runtime.profiles import device_profile
 
-BLOCK_M = 128  # two warp groups of 64 rows: what the matrix instructions of a Hopper GPU are made of
+BLOCK_M = 128  # two warp groups of 64 rows, the size of Hopper's matrix instructions
 _WARP_GROUP_ROWS = 64
 
-_FEW_TILES, _MAX_TILES = 32, 128  # tiles of a list that may be split: every program reads the whole list
+_FEW_TILES, _MAX_TILES = 32, 128  # most tiles of a list that is split: every program reads all of it
 _SM_REGISTERS = 65536
 
 
 class PrefillChunk(NamedTuple):
-    """A run of consecutive tokens of one row that are computed in this step."""
+    """A run of consecutive tokens of one row, computed in this step."""
 
     first: int  # index of its first token in this step
     num: int
@@ -96,35 +96,35 @@ class PrefillChunk(NamedTuple):
     start: int  # position of its first token
 
 
-# Exact float32 has no tensor cores: a whole tile in one program would be unrolled into the stack.
+# Exact float32 does not use tensor cores: a whole tile in one program would spill to the stack.
 _FLOAT32_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=8)
-# Heads of more than 256: fewer rows and keys at a time, for the sums must fit the registers of a program.
+# Heads of more than 256: fewer rows and keys at a time, because the sums must fit a program's registers.
 _WIDE_CONFIG = PrefillConfig(block_n=32, num_warps=4, num_stages=2, num_parts=4)
 _WIDE_FLOAT32_CONFIG = PrefillConfig(block_n=16, num_warps=4, num_stages=1, num_parts=8)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """The chunks of one step: as tiles on the device, and as the integers the host knows."""
+    """The chunks of one step, as tiles on the device and as integers on the host."""
 
-    tiles_W4: torch.Tensor  # int32; first token, tokens, row, position of the first token; no tokens: empty
+    tiles_W4: torch.Tensor  # int32; first token, tokens (0: empty), row, position of the first token
     chunks: tuple[PrefillChunk, ...]  # read by the reference and PyTorch's kernels, not by a graph replay
-    are_tokens: bool = False  # every tile is one token: one warp group has enough rows
-    whole_C4: torch.Tensor | None = None  # the same for whole chunks, for layers that go from state to state
-    num_drafts: tuple[int, ...] = ()  # last tokens of each chunk that may be refused; (): none
-    drafts_C4: torch.Tensor | None = None  # these tokens, which `whole_C4` has not
+    are_tokens: bool = False  # True: every tile is one token, so one warp group has enough rows
+    whole_C4: torch.Tensor | None = None  # the same for whole chunks, for layers with a recurrent state
+    num_drafts: tuple[int, ...] = ()  # number of drafts at the end of each chunk; (): none
+    drafts_C4: torch.Tensor | None = None  # the drafts, which `whole_C4` does not include
 
     @classmethod
     def from_arrays(
         cls, tiles_W4: torch.Tensor, chunks: Sequence[PrefillChunk] = (), whole_C4: torch.Tensor | None = None
     ) -> PrefillChunks:
-        """Chunks from a device copy of the tiles that `build_prefill_chunks` made."""
+        """Make chunks from a device copy of the tiles of `build_prefill_chunks`."""
         assert tiles_W4.dtype == torch.int32 and tiles_W4.is_contiguous(), "tiles must be contiguous int32"
         return cls(tiles_W4, tuple(chunks), whole_C4=whole_C4)
 
     @classmethod
     def from_rows(cls, rows_S: torch.Tensor, lens_S: torch.Tensor) -> PrefillChunks:
-        """A chunk of one token for each row that decodes; only the device knows their lengths."""
+        """Make a chunk of one token for each decoding row; only the device knows their lengths."""
         places_S = torch.arange(len(rows_S), dtype=torch.int32, device=rows_S.device)
         lens_S = lens_S.int()
         tiles_S4 = torch.stack((places_S, lens_S.clamp(max=1), rows_S.int(), lens_S - 1), dim=1)
@@ -132,21 +132,21 @@ class PrefillChunks:
 
     @property
     def are_fresh(self) -> bool:
-        """True if every chunk starts its sequence and the chunks lie end to end."""
+        """True if every chunk starts its sequence and the chunks are adjacent."""
         ends = [chunk.first + chunk.num for chunk in self.chunks]
         follows = all(end == chunk.first for end, chunk in zip(ends, self.chunks[1:], strict=False))
         return bool(self.chunks) and follows and all(chunk.start == 0 for chunk in self.chunks)
 
 
 def tokens_per_tile(num_heads: int, num_kv_heads: int, block_m: int = BLOCK_M) -> int:
-    """The number of tokens, each with the query heads of one kv head, that fill the rows of a tile."""
+    """The number of tokens that fill the rows of a tile, each with the query heads of one kv head."""
     return max(block_m // (num_heads // num_kv_heads), 1)
 
 
 def build_prefill_chunks(
     chunks: Sequence[PrefillChunk], *, tokens_per_tile: int, max_tiles: int | None = None
 ) -> npt.NDArray[np.int32]:
-    """The tiles of the chunks [W, 4], those with most keys first, padded with empty ones to `max_tiles`."""
+    """The tiles of the chunks [W, 4], most keys first, padded to `max_tiles` with empty tiles."""
     parts = []
     for first, num, row, start in chunks:
         offsets = np.arange(0, num, tokens_per_tile, dtype=np.int32)
@@ -184,7 +184,7 @@ def attend_prefill_reference(
 def _plan_splits(
     tiles_ptr, num_tiles, window, max_items, SPLIT_LEN, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The number of splits of each tile; an empty tile has none. Lengths are counted in tiles of keys."""
+    """The number of splits of each tile, 0 for an empty tile. Lengths are in tiles of keys."""
     w = tl.arange(0, BLOCK_W)
     num = tl.load(tiles_ptr + w * 4 + 1, mask=w < num_tiles, other=0)
     start = tl.load(tiles_ptr + w * 4 + 3, mask=w < num_tiles, other=0)
@@ -215,7 +215,7 @@ def _attend_keys(
 ):  # fmt: skip
     h = tl.arange(0, BLOCK_H)
     n = tl.arange(0, BLOCK_N)
-    # The blocks of the next tile are looked up one tile early: keys need not wait for the table.
+    # The blocks of the next tile are looked up one tile early, so keys need not wait for the table.
     block = tl.load(table_ptr + (lo + n) // BLOCK_SIZE, mask=lo + n < hi, other=0)
     for start in range(lo, hi, BLOCK_N):
         position = start + n
@@ -274,7 +274,7 @@ def _attend_keys(
 @jit_for_any("num_tiles", "max_items")
 def _prefill_kernel(
     q_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, tiles_ptr, out_ptr,
-    sums_ptr,  # [programs, BLOCK_M, H] of the parts, and the same without H; read where SPLIT
+    sums_ptr,  # [programs, BLOCK_M, H] of the parts; maxima and denominators without H; for SPLIT
     maxima_ptr, denominators_ptr, sinks_ptr, q_token_stride, q_head_stride, out_token_stride, table_stride,
     window, scale_log2e, num_tiles, max_items, SPLIT: tl.constexpr, SPLIT_LEN: tl.constexpr,
     WINDOWED: tl.constexpr, INVARIANT: tl.constexpr,
@@ -383,14 +383,14 @@ def _merge_kernel(
     BLOCK_M: tl.constexpr,  # rows of a part
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_S: tl.constexpr,  # the most splits of a tile
-    BLOCK_R: tl.constexpr,  # rows that are merged at once
-    AT_ONCE: tl.constexpr,  # parts that are asked for before the first has come
+    BLOCK_R: tl.constexpr,  # rows merged at once
+    AT_ONCE: tl.constexpr,  # parts in flight at once
     PDL: tl.constexpr,
 ):  # fmt: skip
     w = tl.arange(0, BLOCK_W)
     h = tl.arange(0, BLOCK_H)
     splits = _plan_splits(tiles_ptr, num_tiles, window, max_items, SPLIT_LEN, BLOCK_N, BLOCK_W)
-    rank = tl.cumsum((splits > 1).to(tl.int32), axis=0)  # number of a tile among the split ones, from 1
+    rank = tl.cumsum((splits > 1).to(tl.int32), axis=0)  # number of a tile among the split tiles, from 1
     slices: tl.constexpr = G * NUM_PARTS * BLOCK_M // BLOCK_R  # slices of a tile's rows, for all kv heads
     num_slices = tl.max(rank, axis=0) * slices
     if PDL:
@@ -408,7 +408,7 @@ def _merge_kernel(
         r = first_row + tl.arange(0, BLOCK_R)
         token = r // M
         if first_row < num * M:
-            # .cg: this program may have started before the parts were written; L1 must not be asked
+            # .cg: this program may have started before the parts were written, so L1 may be stale
             split = tl.arange(0, BLOCK_S)
             exists = (split < num_splits)[:, None] & (token < num)[None, :]
             program = ((first_item + split) * G + g) * NUM_PARTS
@@ -416,7 +416,7 @@ def _merge_kernel(
             maxima = tl.load(maxima_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg")
             denominators = tl.load(denominators_ptr + part, mask=exists, other=0.0, cache_modifier=".cg")
             maximum = tl.max(maxima, axis=0)
-            # a token sees nothing of the splits before its window, nor of those after itself
+            # a token sees nothing of the splits before its window or after itself
             maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
             denominator = tl.sum(denominators * tl.exp2(maxima - maximum[None, :]), axis=0)
             if HAS_SINKS:
@@ -426,7 +426,7 @@ def _merge_kernel(
             # places of the rows in the parts of a split
             own = (g * NUM_PARTS + r // BLOCK_M) * BLOCK_M + r % BLOCK_M
             for first_split in range(0, num_splits, AT_ONCE):
-                for offset in tl.static_range(AT_ONCE):  # several parts are under way at a time
+                for offset in tl.static_range(AT_ONCE):  # unrolled, so several parts are in flight
                     in_part = token < tl.where(first_split + offset < num_splits, num, 0)
                     at = (first_item + first_split + offset) * (G * NUM_PARTS * BLOCK_M) + own
                     own_maximum = tl.load(
@@ -449,13 +449,13 @@ def attend_prefill(
     out: torch.Tensor | None = None, config: PrefillConfig | None = None, invariant: bool = False,
     num_splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend with the tokens of the chunks; the other tokens of `out` are left as they are.
+    """Attend with the tokens of the chunks; the other tokens of `out` stay unchanged.
 
-    `num_splits` is the room for splits, per tile of the list: 1 for none, None for as many as fill the
-    machine with splits that are worth it.
+    `num_splits` is the room for splits, per tile of the list: 1 for none, None for as many as fill the GPU
+    with splits long enough to pay off.
 
     With `fresh_slots_T`, the slots of this step's tokens, PyTorch's FlashAttention computes fresh chunks: it
-    knows no block tables, so keys and values are copied together first, which costs as much as reading them.
+    does not support block tables, so keys and values are gathered first, which costs as much as reading them.
     """
     if not use_triton(q_TNH):
         return attend_prefill_reference(q_TNH, kv, chunks, out=out)
@@ -491,7 +491,7 @@ def attend_prefill(
     part_rows = config.block_m // config.num_parts
     parts = _new_parts(num_programs * part_rows, H, q_TNH.device) if max_items else (out, out, out)
     options, max_registers = launch_options(q_TNH.device), config.max_registers
-    if max_items and config.programs_per_sm > 1:  # finding a split takes registers that the others need
+    if max_items and config.programs_per_sm > 1:  # finding a split takes registers from other programs
         max_registers = _SM_REGISTERS // (config.programs_per_sm * config.num_warps * 32)
     sizes = {
         "G": G, "M": N // G, "H": H, "NUM_PARTS": config.num_parts, "BLOCK_M": part_rows,
@@ -524,7 +524,7 @@ def attend_prefill(
 def prefill_config(
     profile: AttentionProfile, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> PrefillConfig:
-    """The configuration that was measured to be best for heads of this kind."""
+    """The configuration that measured fastest for heads of this kind."""
     if head_dim > 256:
         return _WIDE_FLOAT32_CONFIG if dtype == torch.float32 else _WIDE_CONFIG
     if dtype == torch.float32:
@@ -536,10 +536,10 @@ def prefill_config(
 def _max_items(
     chunks: PrefillChunks, num_kv_heads: int, config: PrefillConfig, num_splits: int | None, split_len: int
 ) -> int:
-    """The most (tile, split) items the list may become; 0 where no tile can be split or it would not help.
+    """The most (tile, split) items the list may have; 0 if no tile can be split or it would not help.
 
-    A list that was padded for a graph is longer than its chunks need, so more of it may pass: only the device
-    sees how many tiles there are.
+    A list padded for a graph is longer than its chunks need, and only the device sees how many tiles are not
+    empty, so the limit for such lists is higher.
     """
     num_tiles = chunks.tiles_W4.shape[0]
     if num_tiles > _MAX_TILES or num_splits == 1:
@@ -554,13 +554,13 @@ def _max_items(
 
 
 def _new_parts(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Scratch memory for the sums, maxima and denominators of parts with `num_rows` rows in all."""
+    """Allocate scratch memory for the sums, maxima and denominators of `num_rows` rows of parts."""
     sums = torch.empty((num_rows, head_dim), dtype=torch.float32, device=device)
     return sums, *torch.empty((2, num_rows), dtype=torch.float32, device=device).unbind()
 
 
 def check_flash(device: torch.device, head_dim: int) -> None:
-    """ConfigError unless PyTorch's FlashAttention runs on this GPU with heads of this size."""
+    """Raise ConfigError unless PyTorch's FlashAttention supports this GPU and head size."""
     reason = ""
     if not torch.backends.cuda.is_flash_attention_available():
         reason = "this build of PyTorch has none"
@@ -578,7 +578,7 @@ def attend_fresh(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGH: torch.Tensor, chunks: PrefillChunks, *, scale: float,
     window: int | None, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of fresh chunks that lie end to end, by PyTorch's FlashAttention (varlen)."""
+    """Attend with adjacent fresh chunks, by PyTorch's FlashAttention (varlen)."""
     assert chunks.are_fresh, "every chunk must start its sequence"
     first = chunks.chunks[0].first
     lens = [chunk.num for chunk in chunks.chunks]

@@ -1,9 +1,9 @@
-"""Causal attention of one sequence: each query looks at the keys up to its own position.
+"""Causal attention of one sequence: each query attends to the keys up to its own position.
 
     out = softmax(scale * q k^T) v          over the positions the query may see
 
-The Q queries are the last Q of the sequence's K positions, so a whole prompt (Q = K), a chunk of one
-(1 < Q < K) and a decode step (Q = 1) are the same call. With a window w the query at position p sees
+The Q queries are the last Q of the sequence's K positions, so a whole prompt (Q = K), a chunk of a prompt
+(1 < Q < K) and a decode step (Q = 1) are the same call. With a window w, the query at position p sees
 p - w + 1 .. p:
 
     K = 6, Q = 3, window 3        position   0 1 2 3 4 5
@@ -12,20 +12,20 @@ p - w + 1 .. p:
                                   query 5          x x x
 
 A *soft cap* c bounds the scores: s becomes c tanh(s / c) before the softmax (Gemma 2). A *sink* is one more
-score of each query head, to which no value belongs: it takes its share of the softmax and adds nothing
-(gpt-oss). A kernel without either must not be chosen for a layer that has them.
+score of each query head, without a value: it takes its share of the softmax and adds nothing (gpt-oss). A
+kernel that supports neither must not be chosen for a layer that has them.
 
-The drafts of a tree (execution/trees.py) do not see all positions before them: `sees_QK` says which, in place
-of the rule above.
+The drafts of a tree (execution/trees.py) do not see all positions before them: `sees_QK` replaces the rule
+above.
 
 Grouped queries: query heads n * N/G .. (n + 1) * N/G - 1 share kv head n. Softmax is float32.
 
     attend_naive   one query at a time over the slice it may see: slow, and obviously right
-    attend_sdpa    the same numbers through PyTorch's fused attention, which knows neither caps nor sinks:
-                   with either, through plain products, some queries at a time
+    attend_sdpa    the same numbers by PyTorch's fused attention, which supports neither caps nor sinks;
+                   with either, by plain matrix products, some queries at a time
 
-Positions that no query of the call may see are never read, so whatever a cache slot outside the window
-holds (NaN in freshly allocated memory, too) cannot reach the result. `attend_naive` promises this for
+Positions that no query of the call may see are never read, so the content of a cache slot outside the
+window (even NaN in freshly allocated memory) cannot reach the result. `attend_naive` guarantees this for
 every single query; `attend_sdpa` multiplies masked values by zero *within* a chunk, where a NaN would
 mean that the sequence itself is already broken.
 
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 LOG2E = math.log2(math.e)  # kernels compute softmax with powers of two
 
 
-_QUERIES_AT_ONCE = 128  # queries per product, since PyTorch keeps products whole
+_QUERIES_AT_ONCE = 128  # queries per product, which bounds memory: PyTorch materializes all scores
 
 
 def attend_naive(
@@ -56,7 +56,7 @@ def attend_naive(
     sinks_N: torch.Tensor | None = None,
     sees_QK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The specification: attention of the last Q of K positions, one query at a time; [Q, N, H]."""
+    """The specification: attention of the last Q of K positions, one query at a time; returns [Q, N, H]."""
     num_queries = q_QNH.shape[0]
     num_positions, num_kv_heads, _ = k_KGH.shape
     q_QGMH = q_QNH.float().unflatten(1, (num_kv_heads, -1))
@@ -76,7 +76,7 @@ def attend_naive(
 
 
 def _softmax(scores: torch.Tensor, softcap: float | None, sinks_N: torch.Tensor | None) -> torch.Tensor:
-    """The weights of float32 scores [G, M, ..., S]: capped, and with the sinks of the heads in their sum."""
+    """The softmax weights of float32 scores [G, M, ..., S], with caps and sinks."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if sinks_N is None:
@@ -96,7 +96,7 @@ def _attend_products(
     sinks_N: torch.Tensor | None,
     sees_QK: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`attend_naive` of some queries at a time: scores, softmax and sums are three whole tensors."""
+    """`attend_naive` for some queries at a time, with all their scores in memory."""
     num_queries, num_positions, num_kv_heads = len(q_QNH), len(k_KGH), k_KGH.shape[1]
     out_QNH = torch.empty_like(q_QNH, memory_format=torch.contiguous_format)
     for first in range(0, num_queries, _QUERIES_AT_ONCE):
@@ -128,13 +128,13 @@ def attend_sdpa(
     sinks_N: torch.Tensor | None = None,
     sees_QK: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last Q of K positions through PyTorch's SDPA, masked only where it must be."""
+    """Attention of the last Q of K positions by PyTorch's SDPA, with a mask only if needed."""
     if softcap is not None or sinks_N is not None:
         return _attend_products(
             q_QNH, k_KGH, v_KGH, scale=scale, window=window, softcap=softcap, sinks_N=sinks_N, sees_QK=sees_QK
         )
     num_queries, num_heads, head_dim = q_QNH.shape
-    if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # some positions are out of sight
+    if window is not None and num_queries - 1 + window < k_KGH.shape[0]:  # no query sees the first positions
         k_KGH, v_KGH = k_KGH[1 - num_queries - window :], v_KGH[1 - num_queries - window :]
     num_positions, num_kv_heads, _ = k_KGH.shape
     k_1GKH, v_1GKH = k_KGH.transpose(0, 1).unsqueeze(0), v_KGH.transpose(0, 1).unsqueeze(0)
@@ -161,7 +161,7 @@ def attend_sdpa(
 
 
 def _may_see(num_queries: int, num_positions: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[Q, K], true where the query may look: at itself and back, as far as the window reaches."""
+    """A mask [Q, K], true where a query sees a key: itself and earlier ones, as far as the window reaches."""
     everything = torch.ones(num_queries, num_positions, dtype=torch.bool, device=device)
     last_seen = num_positions - num_queries  # position that the first query sees last
     mask_QK = everything.tril(last_seen)

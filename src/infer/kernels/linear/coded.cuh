@@ -1,6 +1,6 @@
-/* The pieces of linear/wgmma.cu for weights of 8 or 4 bits: copies, reads, and products with W from registers. */
+/* The parts of linear/wgmma.cu for weights of 8 or 4 bits: copies, reads, and products with W from registers. */
 
-// An address that the compiler keeps instead of computing it again.
+// An address that the compiler keeps in a register instead of recomputing it.
 __device__ __forceinline__ u32 held(u32 address) {
     asm volatile("" : "+r"(address));
     return address;
@@ -13,7 +13,7 @@ __device__ __forceinline__ Piece load_piece(u32 at) {
     return piece;
 }
 
-// Four matrices of 8 tokens by 8 columns, of which a lane names a row and receives two elements each.
+// Four matrices of 8 tokens by 8 columns: a lane passes the address of one row and receives two elements of each.
 __device__ __forceinline__ Piece load_matrices(u32 at) {
     Piece piece;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -52,7 +52,7 @@ __device__ __forceinline__ float load_float(const float* at) {  // not .nc: the 
     return value;
 }
 
-// The table of a row, rounded to bfloat16.
+// Load the table of a row, rounded to bfloat16.
 __device__ __forceinline__ Table load_table(const float* at) {
     Table table;
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ __forceinline__ Table load_table(const float* at) {
     return table;
 }
 
-constexpr u64 READ_TWICE = 0x1000000000000000;  // evicted from L2 neither first nor last
+constexpr u64 READ_TWICE = 0x1000000000000000;  // normal eviction priority in L2
 
 // Copy contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, int num_bytes, u64* barrier) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_boxes(char* to, const TensorMap& map, int f
                  : "memory");
 }
 
-// ---- the matrix unit, W from registers ----------------------------------------------------------------
+// ---- tensor cores, W from registers -------------------------------------------------------------------
 
 #define LEFT(a, b, c, d, x) "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #x ", "
 #define ANEW "0, 1, 1, 0; }"  // sums = W x
@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_boxes(char* to, const TensorMap& map, int f
                      : OF_32(s), OF_32((s) + 32) : OPERANDS_OF_PAIRS);                                           \
     }
 
-// 64 rows of W times all tokens over 16 columns: the warpgroup's sums, or added to them.
+// Multiply 64 rows of W by all tokens over 16 columns, and store in the warpgroup's sums or add to them.
 template <int NUM_TOKENS>
 __device__ __forceinline__ void add_product(float* s, const Pairs& w, u64 x, bool is_first) {
     if (is_first) {
@@ -122,9 +122,9 @@ __device__ __forceinline__ void add_product(float* s, const Pairs& w, u64 x, boo
     }
 }
 
-// All 32 columns of a piece of FP8 codes: in each register four of row g, or of row g + 8. They are the columns
-// 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, where the matrix unit reads 4t .. 4t + 3. The lower bytes of the halves have
-// the last four bits of both codes, the upper ones the first four: sign of one, three bits of the other, and again.
+// All 32 columns of a piece of FP8 codes: each register has four codes of row g, or of row g + 8. They are the columns
+// 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, where the tensor cores read 4t .. 4t + 3. The lower byte of each half has the
+// last four bits of both codes, the upper byte their first four: the sign of one, three bits of the other, and again.
 __device__ __forceinline__ Pairs quads_of(const Piece& piece) {
     Pairs quads;
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ __forceinline__ Pairs quads_of(const Piece& piece) {
 
 #define QUADS(tokens) "{ wgmma.mma_async.sync.aligned.m64n" #tokens "k32.f32.e4m3.e4m3 {"
 
-// As `add_product` over 32 columns, both operands in FP8.
+// Like `add_product`, over 32 columns with both operands in FP8.
 template <int NUM_TOKENS>
 __device__ __forceinline__ void add_product_of_codes(float* s, const Pairs& w, u64 x) {
     static_assert(NUM_TOKENS == 96 || NUM_TOKENS == 128, "where there are many tokens");
@@ -152,7 +152,7 @@ __device__ __forceinline__ void add_product_of_codes(float* s, const Pairs& w, u
     }
 }
 
-// After the wait: what is read of the sums stays below it.
+// Called after the wait, so that no read of the sums moves above it.
 template <int COUNT>
 __device__ __forceinline__ void take(float* sums) {
 #pragma unroll

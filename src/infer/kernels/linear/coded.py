@@ -1,34 +1,34 @@
-"""Weights of 8 or 4 bits on a GPU: codes in the order in which a kernel's lanes read them, and scales.
+"""Weights of 8 or 4 bits on a GPU: codes in the order in which the lanes of a kernel read them, and scales.
 
     fp8     w = scale * code                  a float of 8 bits, e4m3
     e5m2    w = scale * code                  the other float of 8 bits: the upper half of a float16
     int8    w = scale * code  (+ minimum)     -128 .. 127
-    int4    w = scale * (code - zero)         0 .. 15, zero as well;  or  scale * code + minimum
+    int4    w = scale * (code - zero)         0 .. 15, and so is zero;  or  scale * code + minimum
     mxfp4   w = scale * code                  a float of 4 bits, e2m1; scales are powers of two
     lut4    w = scale * table[code]           each row has a table of 16 numbers
     nf4     w = scale * table[code]           one table for the matrix; fp4 is the same with another table
 
-One scale, zero and minimum for each `group` neighbours of a row, or for the whole row.
+There is one scale, zero and minimum for each `group` adjacent columns of a row, or for the whole row.
 
-The matrix unit takes W from registers, 16 rows by 16 columns at a time: with g = lane / 4, t = lane % 4 a
-lane holds the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g and g+8. All that a lane needs from 64 columns lies
-together, so that it is read in pieces of 16 bytes, without bank conflicts, and unpacked in pairs:
+Tensor cores take W from registers, 16 rows by 16 columns at a time: with g = lane / 4 and t = lane % 4, a
+lane holds the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g and g+8. The codes that a lane needs from 64 columns
+are contiguous, so they are read in pieces of 16 bytes, without bank conflicts, and unpacked in pairs:
 
     cells     [N / 32 bands][K / 128]: the codes of 32 rows and 128 columns, then their scales and minima,
-              [groups][32 rows] each, in float32; all that a kernel multiplies next comes in one copy
-    codes     [2 times 64 columns][2 blocks of 16 rows] and in a block, from the slowest to the fastest:
+              [groups][32 rows] each, in float32; everything that a kernel multiplies next comes in one copy
+    codes     [2 times 64 columns][2 blocks of 16 rows] and in a block, from the slowest axis to the fastest:
       8 bits  half of the columns, g, t, 16 columns, column + 8, column + 1, row + 8          1,024 bytes
       4 bits  g, t, 16 columns, column + 1, column + 8; row g in the low nibble, g + 8 above   512 bytes
       tables  g, t, 16 columns, row + 8, column + 8; column in the low nibble, column + 1 above  512 bytes
-    scales    where a row has one, [N / 32][32 rows]; where 128 rows share theirs, [N / 32][groups]
+    scales    with one scale per row, [N / 32][32 rows]; if 128 rows share scales, [N / 32][groups]
     tables    of lut4, [N / 32][32 rows][16], in float32; of nf4 and fp4, [16]
 
-Two fp8 codes share 16 bits, and sign and rest of the first lie where bfloat16 has them: one instruction
-extracts them. A band, 32 rows, is contiguous along K: a kernel brings as many of its columns at once as it
-likes. Rows are padded to whole bands, columns to 128, with zeros.
+Two fp8 codes share 16 bits, and the sign and the rest of the first code are at their places in bfloat16, so
+one instruction extracts them. A band, 32 rows, is contiguous along K, so a kernel may copy any number of its
+columns at once. Rows are padded to whole bands, columns to multiples of 128, with zeros.
 
-The zero of a 4-bit group is kept in the last four bits of its scale, which therefore has 20 bits. The scales
-of files have 16 and lose nothing; a float32 scale is rounded by one part in two million.
+The zero of a 4-bit group is stored in the last four bits of its scale, which leaves 20 significant bits. The
+16-bit scales of files lose nothing; a float32 scale is rounded by at most one part in a million.
 
 Shapes:  M tokens, N rows (outputs), K columns (inputs), R rows of a part, G groups of a row.
 """
@@ -47,8 +47,8 @@ BAND, CELL_COLUMNS = 32, 128
 TABLED = ("lut4", "nf4", "fp4")
 FOUR_BITS = ("int4", "mxfp4", *TABLED)
 FORMS = ("fp8", "e5m2", "int8", *FOUR_BITS)
-FLOATS = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # the codes that are floats of 8 bits
-TABLE_SIZE = 16  # numbers of a table
+FLOATS = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # codes that are 8-bit floats
+TABLE_SIZE = 16  # entries of a table
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 _ZERO_BITS = 15  # the bits of a scale that hold the zero
@@ -69,7 +69,7 @@ class CodedForm(NamedTuple):
 
     @property
     def spans(self) -> int:
-        """Groups of a row whose scales a cell holds; 0: scales are kept elsewhere."""
+        """Groups of a row whose scales a cell holds; 0: scales are stored outside the cells."""
         if not self.group or self.scale_rows > 1:
             return 0
         return max(1, CELL_COLUMNS // self.group)
@@ -108,14 +108,14 @@ class CodedWeights:
     scales: torch.Tensor  # float32, [bands, 32] of rows or [bands, G] of bands; empty where cells have them
     minima: torch.Tensor  # float32, [bands, 32], or empty
     tables: torch.Tensor  # float32, [bands, 32, 16] of lut4, [1, 1, 16] of nf4 and fp4, or empty
-    outliers: SparseRows | None = None  # numbers that are added to single elements
+    outliers: SparseRows | None = None  # corrections that are added to single elements
 
     @classmethod
     def empty(
         cls, num_rows: int, size: int, form: str, group: int = 0, has_minima: bool = False,
         scale_rows: int = 1, num_outliers: int = 0, device: torch.device | str = "cpu",
     ) -> CodedWeights:  # fmt: skip
-        """A matrix of zeros, to be filled row by row; on the meta device without memory."""
+        """Make a matrix of zeros, to be filled row by row; on the meta device, it takes no memory."""
         group = group if group < size else 0
         made = CodedForm(form, group, has_minima, scale_rows if group else 1)
         made.check()
@@ -135,7 +135,7 @@ class CodedWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that it stands for."""
+        """Rows and columns of the matrix."""
         return self.num_rows, self.size
 
     def __len__(self) -> int:
@@ -143,18 +143,18 @@ class CodedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all of them."""
+        """The bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are kept, by name."""
+        """The stored tensors, by name."""
         names, sparse = ("cells", "scales", "minima", "tables"), ("begins", "ends", "columns", "values")
         found = {name: getattr(self, name) for name in names}
         outliers = {} if self.outliers is None else {name: getattr(self.outliers, name) for name in sparse}
         return found | {f"outlier_{name}": tensor for name, tensor in outliers.items()}
 
     def with_tensors(self, tensors: dict[str, torch.Tensor]) -> CodedWeights:
-        """The matrix in other memory; the matrices of all experts, if tensors have one more axis in front."""
+        """The matrix over other tensors; with an extra leading axis, the matrices of all experts."""
         assert self.outliers is None, "the matrices of experts have none"
         cells, scales, minima, tables = (tensors[name] for name in ("cells", "scales", "minima", "tables"))
         return replace(self, cells=cells, scales=scales, minima=minima, tables=tables)
@@ -163,11 +163,11 @@ class CodedWeights:
         self, first_row: int, codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None,
         zeros: torch.Tensor | int = 0, tables: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Put rows into place, in any order of calls.
+        """Store rows in the layout; calls may come in any order.
 
-        `codes` [R, K] is a float of 8 bits, int8, or uint8 of 0 to 15; `scales`, `minima` and `zeros` (int4
-        only; 8 for a symmetric file) are [R, G], `tables` [R, 16] of lut4, [1, 16] of nf4 and fp4. Where
-        128 rows share a scale, calls begin at a multiple of 128.
+        `codes` [R, K] are 8-bit floats, int8, or uint8 from 0 to 15; `scales`, `minima` and `zeros` (int4
+        only; 8 for a symmetric file) are [R, G], `tables` [R, 16] for lut4, [1, 16] for nf4 and fp4. If
+        128 rows share a scale, `first_row` must be a multiple of 128.
         """
         form, last, device = self.form, first_row + len(codes), self.cells.device
         assert codes.shape[1] == self.size and last <= self.num_rows, (codes.shape, first_row, self.num_rows)
@@ -227,14 +227,14 @@ class CodedWeights:
             in_cells.copy_(by_row.view(shape).permute(0, 2, 3, 1))
 
     def _in_cells(self, which: int) -> torch.Tensor:
-        """Scales, or minima, where cells have them: [bands, cells, spans, 32]."""
+        """The scales, or minima, inside the cells: [bands, cells, spans, 32]."""
         num_bytes = self.form.spans * BAND * 4
         first = self.form.code_bytes + which * num_bytes
         floats = self.cells.view(torch.float32)[:, :, first // 4 : (first + num_bytes) // 4]
         return floats.view(*floats.shape[:2], self.form.spans, BAND)
 
     def dequantized(self) -> torch.Tensor:
-        """W as float32, [N, K]: the specification of what the kernels multiply with."""
+        """W as float32, [N, K]: the specification of the weights that kernels multiply with."""
         form = self.form
         codes = unpack(self.cells[:, :, : form.code_bytes], form.codes)[:, : self.size]
         numbers = codes.float()
@@ -269,7 +269,7 @@ class CodedWeights:
 
 
 def pack(codes_RK: torch.Tensor, form: str) -> torch.Tensor:
-    """Bytes of whole bands and cells, one code each, in the layout above: [bands, cells, bytes of codes]."""
+    """Pack codes of whole bands and cells, one per byte, into the layout above: [bands, cells, bytes]."""
     num_columns = codes_RK.shape[1]
     # band, block, row + 8, g | 64 columns, half, 16 columns, column + 8, t, column + 1
     axes = codes_RK.reshape(-1, 2, 2, 8, num_columns // 64, 2, 2, 2, 4, 2)

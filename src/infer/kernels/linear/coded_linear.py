@@ -1,10 +1,10 @@
-"""Products with coded weights (coded.py): which kernel runs, for how many tokens.
+"""Products with coded weights (coded.py), and the kernel for each number of tokens.
 
-    up to 1,024 tokens, Hopper    one kernel with prologue and epilogue, as dense weights have   compiled.py
+    up to 1,024 tokens, Hopper    one kernel with prologue and epilogue, as for dense weights    compiled.py
     up to 64 tokens               unpacked tile by tile                                        coded_triton.py
-    above, fp8 on Hopper or Ada   tokens are quantised as well, the codes laid out in plain rows,
-                                  and the library multiplies on FP8 matrix units
-    above, W8A8, Ampere to Hopper the same with int8, where the file's scheme rounds tokens to 8 bits
+    above, fp8 on Hopper or Ada   tokens are quantised as well, the codes are laid out in plain rows,
+                                  and the library multiplies on FP8 tensor cores
+    above, W8A8, Ampere to Hopper the same with int8, if the file's scheme rounds tokens to 8 bits
     above                         W is unpacked to the type of x, and the library multiplies
     CPU                           the specification, in float32
 
@@ -41,15 +41,15 @@ from infer.kernels.runtime.profiles import gpu_of
 Multiply = Callable[[torch.Tensor, CodedWeights, torch.Tensor | None], torch.Tensor]
 
 _CODE_TYPES = {**FLOATS, "int8": torch.int8}
-_FP8_UNITS = (8, 9)  # the first GPU with matrix units for FP8
-_INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # int8 units as fast as those for FP8: from, and before
+_FP8_UNITS = (8, 9)  # first compute capability with FP8 tensor cores
+_INT8_UNITS, _NO_INT8_UNITS = (8, 0), (10, 0)  # int8 is as fast as FP8 from the first, before the second
 INT8_TOKENS = 2048  # tokens multiplied at a time: their sums have 32 bits each
 
 
 def coded_linear_reference(
     x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The specification: float32 numbers, and a product of float32."""
+    """The specification: weights as float32, and a float32 product."""
     y_MN = F.linear(x_MK.float(), w.dequantized())
     return (y_MN if bias_N is None else y_MN + bias_N).to(x_MK.dtype)
 
@@ -57,7 +57,7 @@ def coded_linear_reference(
 def plan_of(
     x_MX: torch.Tensor, w: CodedWeights, *, gated: bool, compiled: CompiledLinears | None
 ) -> CudaConfig | None:
-    """The cut of the CUDA C++ kernel for as many tokens as `x_MX` has; None: another kernel multiplies."""
+    """The configuration of the CUDA C++ kernel for the tokens in `x_MX`; None: another kernel multiplies."""
     if compiled is None or x_MX.dim() != 2:
         return None
     plan = _plan(x_MX, w, gated, compiled)
@@ -70,7 +70,7 @@ def _plan(
 ) -> CudaConfig | Multiply:  # fmt: skip
     N, gpu = w.num_rows // 2 if gated else w.num_rows, gpu_of(x_MX.device)
     if w.outliers is not None and len(x_MX) > gpu.profile.linear.few_coded_tokens:
-        return _multiply_unpacked  # each token would read a column for each of them
+        return _multiply_unpacked  # otherwise each token would read a column of x for each outlier
     problem = LinearProblem(
         len(x_MX), N, w.size, gated, x_MX.dtype, gpu, form=w.form, int8_tokens=int8_tokens
     )
@@ -84,9 +84,9 @@ def coded_linear(
     x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None = None, *, activation: str = "",
     compiled: CompiledLinears | None = None, int8_tokens: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The product of every row of `x_MK` with every row of W; with an activation, of gate and up, gated.
+    """The product of every row of `x_MK` with every row of W; with an activation, W is a gate and up matrix.
 
-    With `int8_tokens` many tokens are rounded to 8 bits, each with a scale of its own.
+    With `int8_tokens`, large batches are rounded to 8 bits, with one scale per token.
     """
     if activation:
         check_gate(activation)
@@ -101,7 +101,7 @@ def coded_linear(
 
 
 def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """W as plain rows, [N, K]; if `dtype` is the type of its codes, the codes alone."""
+    """Unpack W to plain rows, [N, K]; if `dtype` is the type of its codes, without scales."""
     raw = dtype is _CODE_TYPES.get(w.form.codes)
     out_NK = torch.empty(w.shape, dtype=torch.uint8 if raw else dtype, device=w.cells.device)
     launch_triton(
@@ -112,7 +112,7 @@ def expand(w: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
 
 
 def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of W, which has no outliers."""
+    """Look up rows of W, which must not have outliers."""
     assert w.outliers is None, "loader/weight_plan.py gives them to no embedding"
     if not use_triton(w.cells):
         return w.dequantized()[ids_T].to(dtype)
@@ -126,12 +126,12 @@ def look_up(w: CodedWeights, ids_T: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def stored_parts(w: CodedWeights) -> tuple[torch.Tensor, ...]:
-    """The tensors that a kernel reads: cells as bytes and as floats, scales outside, minima or tables."""
+    """The tensors that a kernel reads: cells as bytes and as floats, outer scales, minima or tables."""
     return w.cells, w.cells.view(torch.float32), w.scales, w.tables if w.tables.numel() else w.minima
 
 
 def tile_sizes(w: CodedWeights) -> tuple[int, int]:
-    """Cells of a band and groups of a row, of one matrix or of all experts'."""
+    """Cells per band and groups per row, for one matrix or the matrices of all experts."""
     return w.cells.shape[-2], max(w.scales.shape[-1], 1)
 
 
@@ -173,7 +173,7 @@ def _covers_few(problem: LinearProblem) -> Multiply | Declined:
 
 
 def _covers_fp8(problem: LinearProblem) -> Multiply | Declined:
-    """The library multiplies these codes as they are: one scale per row, or (Hopper) per 128x128."""
+    """Cover codes that the library multiplies directly: one scale per row, or (Hopper) per 128x128."""
     assert problem.form is not None, problem
     codes, group, _, scale_rows = problem.form
     if codes != "fp8" or problem.dtype is not torch.bfloat16:
@@ -188,7 +188,7 @@ def _covers_fp8(problem: LinearProblem) -> Multiply | Declined:
 
 
 def _covers_int8(problem: LinearProblem) -> Multiply | Declined:
-    """The library multiplies these integers as they are, and fast."""
+    """Cover integers that the library multiplies directly and fast."""
     if not problem.int8_tokens or problem.form != CodedForm("int8") or problem.dtype.itemsize != 2:
         return _NOT_W8A8
     if problem.num_rows % 16 or problem.K % 16:
@@ -198,9 +198,9 @@ def _covers_int8(problem: LinearProblem) -> Multiply | Declined:
 
 
 def quantize_blocks(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in FP8, a scale for each 128 columns of one, [M, K / 128]; M is padded to a multiple of 16."""
+    """Quantize tokens to FP8, with scales [M, K / 128] per 128 columns; M is padded to a multiple of 16."""
     (M, K), device = x_MK.shape, x_MK.device
-    padded = -(-M // 16) * 16  # the library refuses other numbers of rows
+    padded = -(-M // 16) * 16  # the library rejects other numbers of rows
     codes_MK = torch.empty((padded, K), dtype=torch.float8_e4m3fn, device=device)
     scales_GM = torch.empty((K // 128, padded), dtype=torch.float32, device=device)
     launch_triton(
@@ -225,7 +225,7 @@ def _multiply_in_fp8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
 
 
 def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The product of tokens rounded to 8 bits; the library wants more than 16 of them."""
+    """Multiply tokens rounded to 8 bits; the library needs more than 16 of them."""
     N, weight = w.num_rows, expand(w, torch.int8)
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device)
     count = -(-len(x_MK) // INT8_TOKENS)
@@ -237,7 +237,7 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
             (sums, scales, w.scales, x if bias_N is None else bias_N, y), (N,), BIAS=bias_N is not None,
             BLOCK=1024,
         )  # fmt: skip
-        del codes, sums  # before the next ones are made: `scratch_bytes` counts one of each
+        del codes, sums  # freed before the next ones are allocated: `scratch_bytes` counts one of each
     return y_MN
 
 
@@ -255,5 +255,5 @@ _WAYS: tuple[Way[LinearProblem, CudaConfig | Multiply], ...] = (
 
 
 def coded_ways(compiled: CompiledLinears | None) -> tuple[Way[LinearProblem, CudaConfig | Multiply], ...]:
-    """The ways to multiply with coded weights, the fastest first."""
+    """The ways to multiply with coded weights, fastest first."""
     return _WAYS if compiled is None else (*compiled.coded_ways, *_WAYS)

@@ -1,12 +1,12 @@
 """Coded weights (coded.py) in Triton: unpacked to plain rows, looked up, and multiplied without wgmma.cu.
 
-    expand_kernel   W, or its codes alone, as plain rows: what the libraries' products of many tokens read
-    lookup_kernel   some rows of W, for a tied embedding
-    skinny_kernel   y = x WT + bias of few tokens on other GPUs, unpacked tile by tile; weights are rounded
-                    to the type of x, as a dense matrix of that type has them
+    expand_kernel         W, or its codes alone, as plain rows, which library products of many tokens read
+    lookup_kernel         some rows of W, for a tied embedding
+    coded_skinny_kernel   y = x WT + bias for few tokens on other GPUs, unpacked tile by tile; weights are
+                          rounded to the type of x, like a dense matrix of that type
 
-A tile is read in the order in which it lies, and its axes are put into the order of rows and columns in
-registers; only a lookup computes where each code is.
+A tile is read in memory order, and its axes are permuted to rows and columns in registers; only a lookup
+computes the address of each code.
 
 Shapes:  M tokens, N rows (outputs), K columns (inputs).
 """
@@ -21,14 +21,14 @@ from infer.kernels.runtime.launch import launch_triton
 
 @jit
 def _number(byte, FORM: tl.constexpr):
-    """The number that a code stands for; fp8 has the exponent of float16 less 8."""
+    """The number that a code stands for; the exponent of fp8 is that of float16 minus 8."""
     if FORM == "fp8":
         wide = byte.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif FORM == "e5m2":  # the upper half of one
+    elif FORM == "e5m2":  # the upper half of a float16
         return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    elif FORM == "mxfp4":  # e2m1 has it less 14
+    elif FORM == "mxfp4":  # the exponent of e2m1 is that of float16 minus 14
         wide = byte.to(tl.uint16)
         half = ((wide & 8) << 12) | ((wide & 7) << 9)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -39,7 +39,7 @@ def _number(byte, FORM: tl.constexpr):
 
 @jit
 def _codes(cells_ptr, first, FORM: tl.constexpr, CELLS: tl.constexpr, CELL_BYTES: tl.constexpr):
-    """The bytes, one for each code, of 32 rows and CELLS times 128 columns from the cell at `first` on."""
+    """The codes, one per byte, of 32 rows and CELLS times 128 columns, from the cell at `first` on."""
     if FORM == "int4" or FORM == "mxfp4" or (FORM == "lut4" or FORM == "nf4"):
         inside = tl.arange(0, CELLS * 2048)
         both = tl.load(cells_ptr + first + inside // 2048 * CELL_BYTES + inside % 2048)
@@ -70,7 +70,7 @@ def _of_groups(
     GROUP: tl.constexpr, SPANS: tl.constexpr, BY_BAND: tl.constexpr, CELLS: tl.constexpr,
     CELL_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Scales or minima of a tile: of the cells from `first` on, of rows, or of bands."""
+    """The scales or minima of a tile: from the cells (starting at `first`), per row, or per band."""
     COUNT: tl.constexpr = SPANS * CELLS if SPANS else (CELLS if BY_BAND else 1)
     rows, span = tl.arange(0, 32)[:, None], tl.arange(0, COUNT)[None, :]
     if SPANS:
@@ -101,7 +101,7 @@ def coded_tile(
     FORM: tl.constexpr, GROUP: tl.constexpr, SPANS: tl.constexpr, MINIMA: tl.constexpr, BY_BAND: tl.constexpr,
     CELL_BYTES: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """32 rows and CELLS times 128 columns of W in float32; with tables, `minima_ptr` is where they are."""
+    """A tile of W in float32, 32 rows and CELLS times 128 columns; `minima_ptr` may point to tables."""
     CODE_BYTES: tl.constexpr = (
         2048 if FORM == "int4" or FORM == "mxfp4" or (FORM == "lut4" or FORM == "nf4") else 4096
     )
@@ -233,24 +233,24 @@ def coded_skinny_kernel(
 @jit
 def quantize_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, x_row_stride, K,
-    TOP: tl.constexpr,  # the largest code: 448 of e4m3, 127 of int8
-    AS_CELLS: tl.constexpr,  # columns in the order in which cells have them
+    TOP: tl.constexpr,  # largest code: 448 in e4m3, 127 in int8
+    AS_CELLS: tl.constexpr,  # True: columns in the order of cells
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows as codes with a scale for each of them; with a NaN in a row, its scale is NaN."""
+    """Quantize rows, with one scale per row; the scale of a row with a NaN is NaN."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_row_stride + column, mask=column < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x)), 1e-12) / (TOP * 1.0)
-    num_lost = tl.max((x != x).to(tl.int32))  # NaN, which a maximum leaves out
+    num_lost = tl.max((x != x).to(tl.int32))  # NaN, which a maximum ignores
     tl.store(scales_ptr + row, tl.where(num_lost > 0, float("nan"), scale))
     number = tl.minimum(tl.maximum(x / scale, TOP * -1.0), TOP * 1.0)
     if TOP == 127:
-        number = tl.where(x == x, (number + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: to an integer
+        number = tl.where(x == x, (number + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: rounds to an integer
     code = number.to(codes_ptr.dtype.element_ty)
-    if AS_CELLS:  # the axes `column + 8` and t change places in each 16 columns
+    if AS_CELLS:  # swap the axes `column + 8` and t in each 16 columns
         axes = tl.reshape(code.to(tl.uint8, bitcast=True), (BLOCK // 16, 2, 4, 2))
         in_order = tl.reshape(tl.permute(axes, (0, 2, 1, 3)), (BLOCK,))
         code = in_order.to(codes_ptr.dtype.element_ty, bitcast=True)
@@ -260,9 +260,9 @@ def quantize_rows_kernel(
 def quantize_rows(
     x_MK: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, as_cells: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens in FP8 or int8, and a scale for each of them, [M, 1].
+    """Quantize tokens to FP8 or int8, with one scale per token, [M, 1].
 
-    With `as_cells` each 16 columns are in the order that a lane has codes of 8 bits in, four at a time.
+    With `as_cells`, each 16 columns are in the order in which lanes hold 8-bit codes, four at a time.
     """
     (M, K), device = x_MK.shape, x_MK.device
     codes_MK = torch.empty((M, K), dtype=dtype, device=device)
@@ -289,12 +289,12 @@ def gather_columns_kernel(
 
 
 def gather_columns_reference(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    """The columns of tokens in another order, by PyTorch."""
+    """Reorder the columns of tokens, by PyTorch."""
     return x_MK.index_select(1, order_K)
 
 
 def gather_columns(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
-    """The columns of tokens in another order; int32."""
+    """Reorder the columns of tokens; `order_K` is int32."""
     M, K = x_MK.shape
     if not use_triton(x_MK) or x_MK.stride(1) != 1 or not M:
         return gather_columns_reference(x_MK, order_K)
@@ -314,7 +314,7 @@ def gather_columns(x_MK: torch.Tensor, order_K: torch.Tensor) -> torch.Tensor:
 def scale_sums_kernel(
     sums_ptr, token_scales_ptr, row_scales_ptr, bias_ptr, y_ptr, N, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sums of products of integers, [M, N], times the scales of their token and of their row of W."""
+    """Multiply integer sums [M, N] by the scales of their token and of their row of W."""
     token, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(sums_ptr + token * N + rows, mask=rows < N, other=0).to(tl.float32)
     y = y * tl.load(token_scales_ptr + token) * tl.load(row_scales_ptr + rows, mask=rows < N, other=0.0)
@@ -325,7 +325,7 @@ def scale_sums_kernel(
 
 @jit_for_any("M")
 def quantize_blocks_kernel(x_ptr, codes_ptr, scales_ptr, M, x_row_stride, K, BLOCKS: tl.constexpr):
-    """Rows as e4m3 with a scale for each 128 columns, [K / 128, M]; NaN where there is one."""
+    """Quantize rows to e4m3, with scales [K / 128, M] per 128 columns; the scale of a NaN is NaN."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     blocks = first + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -1,18 +1,18 @@
 /* Codes of 8 or 4 bits as pairs of bfloat16, for linear/wgmma.cu and linear/pdl.cu (linear/coded.py has the layout).
 
-   A lane reads its codes in pieces of 16 bytes, makes pairs of bfloat16 of them and hands these to the matrix unit as
-   registers. Every code is exact in bfloat16, which has 8 bits of significand:
+   A lane reads its codes in pieces of 16 bytes, converts them to pairs of bfloat16 and passes these to the tensor cores
+   in registers. Every code is exact in bfloat16, which has 8 bits of significand:
 
-       int4   128 + q is 0x4300 | q: one instruction for two, and 128 + zero is subtracted
-       int8   128 + the lower seven bits, less 128, or 256 where the sign is set: 0x4300 | the sign bit
-       fp8    sign, exponent and significand of the first code of two lie in their places, and the second code's are
+       int4   128 + q is 0x4300 | q: one instruction for two codes; then 128 + zero is subtracted
+       int8   128 + the lower seven bits, minus 128, or minus 256 if the sign is set: 0x4300 | the sign bit
+       fp8    sign, exponent and significand of the first code of two are in their places, and the second code's are
               moved there; the exponents differ by 2^120
        e5m2   both are moved there; the exponents differ by 2^112
-       lut4   a code is a place in the table of its row, which a lane has in registers: one instruction picks four
-              bytes of eight, so two and a choice find the lower bytes of four numbers in sixteen, and as many the
-              upper ones; table values are rounded to bfloat16
-       nf4, fp4    one table for the matrix: shared memory has all 256 pairs of its numbers, in COPIES copies next to
-              each other, so that no more than two lanes read from one bank */
+       lut4   a code is an index into the table of its row, which a lane has in registers: one instruction picks four
+              bytes out of eight, so two of them and a select find the lower bytes of four numbers out of sixteen, and
+              as many find the upper ones; table values are rounded to bfloat16
+       nf4, fp4    one table for the matrix: shared memory has all 256 pairs of its numbers, in COPIES adjacent copies,
+              so that at most two lanes read from one bank */
 
 enum Weights { AS_TOKENS, FP8, INT8, INT4, E5M2, LUT4, NF4, FP4 };
 constexpr bool ONE_TABLE = WEIGHTS == NF4 || WEIGHTS == FP4, HAS_TABLE = ONE_TABLE || WEIGHTS == LUT4;
@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 and_or(u32 codes, u32 mask, u32 bits) {  // one i
 
 #endif
 
-// Bits of the first where the mask has ones, of the second elsewhere.
+// The bits of `first` where the mask has ones, and of `second` elsewhere.
 __device__ __forceinline__ u32 choose(u32 first, u32 second, u32 mask) { return (first & mask) | (second & ~mask); }
 
 struct Table {
@@ -60,7 +60,7 @@ struct Table {
     u32 pairs;            // with ONE_TABLE, the address of the lane's copy of the first pair
 };
 
-// 16 columns of rows g and g + 8: codes of one row in each half of the word.
+// 16 columns of rows g and g + 8; each half of the word has the codes of one row.
 __device__ __forceinline__ Pairs looked_up(u32 codes, const Table* tables) {
     Pairs pairs;
     if constexpr (ONE_TABLE) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ Pairs looked_up(u32 codes, const Table* tables) {
     return pairs;
 }
 
-// Two codes of 8 bits in each half of a word: the first ones, or the second ones.
+// The first or the second of the two 8-bit codes in each half of a word.
 __device__ __forceinline__ u32 of_bytes(u32 codes, bool is_second) {
     if constexpr (WEIGHTS == INT8) {
         const u32 lower = is_second ? codes >> 8 : codes;
@@ -98,7 +98,7 @@ __device__ __forceinline__ u32 of_bytes(u32 codes, bool is_second) {
     return multiply(moved, OF_2_POW_120);
 }
 
-// The `step`-th 16 of 64 columns; a zero of each row is in the lower bits of the word with its scale.
+// Columns 16 * `step` to 16 * `step` + 15 of 64; the zero of each row is in the lower bits of its scale's word.
 __device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u32* words) {
     Pairs pairs;
     if constexpr (WEIGHTS == INT4) {
@@ -115,8 +115,8 @@ __device__ __forceinline__ Pairs pairs_of(const Piece* pieces, int step, const u
     return pairs;
 }
 
-// As `pairs_of`, but scaled and rounded as in a dense matrix: codes (of integers of 4 bits, 128 + q) * scale + shift, in
-// float32.
+// Like `pairs_of`, but scaled and rounded as in a dense matrix: code * scale + shift in float32, where the code of a
+// 4-bit integer q is 128 + q.
 __device__ __forceinline__ Pairs rounded_pairs(const Piece* pieces, int step, const float* scale, const float* shift,
                                                const Table* tables) {
     Pairs pairs;

@@ -1,11 +1,11 @@
-"""The choice of a kernel: each says what it covers, and the first of its operation's list that does runs.
+"""Kernel selection: every operation has a list of kernels, and the first one that covers a problem runs.
 
     for way in ways:   covers(problem) ──► a launch                         this kernel runs
-                                       ──► Declined("for 1 to 8 tokens")    the next one is asked
+                                       ──► Declined("for 1 to 8 tokens")    the next one is tried
 
-A problem is made of sizes and of facts about the GPU, not of tensors, so the choice for a GPU that is not
-here can be computed: `infer doctor --kernels MODEL --profile l4` prints it, with the reason of every kernel
-that was asked first. The lists: `dense_ways` (linear/small.py), `coded_ways` (linear/coded_linear.py),
+A problem consists of sizes and facts about the GPU, not of tensors, so the choice can also be computed for a
+GPU that is not present: `infer doctor --kernels MODEL --profile l4` prints it, with the reason why each
+earlier kernel declined. The lists: `dense_ways` (linear/small.py), `coded_ways` (linear/coded_linear.py),
 `DECODE_WAYS` and `PROMPT_WAYS` (attention/choice.py), `EXPERT_WAYS` (moe/choice.py).
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 P = TypeVar("P")  # a problem: a named tuple of one operation
-L = TypeVar("L", covariant=True)  # a launch: the cut of a kernel, or the function that computes
+L = TypeVar("L", covariant=True)  # a launch: the tile sizes of a kernel, or the function that computes
 
 
 class Declined(NamedTuple):
@@ -34,7 +34,7 @@ class Way(Generic[P, L]):
 
 
 class Explained(NamedTuple):
-    """The way that was chosen, and why those before it in the list were not."""
+    """The chosen way, and why the ways before it in the list declined."""
 
     name: str
     declined: tuple[tuple[str, str], ...]  # (name, reason)
@@ -50,7 +50,7 @@ def choose(ways: Iterable[Way[P, L]], problem: P) -> L:
 
 
 def explain(ways: Iterable[Way[P, L]], problem: P) -> Explained:
-    """Return the way that `choose` takes, with the reasons of the others."""
+    """Return the way that `choose` takes, with the reasons of the ways that declined."""
     declined: list[tuple[str, str]] = []
     for way in ways:
         launch = way.covers(problem)

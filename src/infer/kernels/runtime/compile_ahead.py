@@ -1,18 +1,18 @@
-"""Compile the kernels of steps that have not run yet, many at a time.
+"""Compile the kernels of steps that have not run yet, in parallel.
 
-A kernel is compiled when it is first launched, and the launch waits for it: half a second for a small one,
-two for the sampler's. A server that compiled one after the other would not be ready for half a minute. Here a
-step is gone through as if it ran, and every launch only says which variant of which kernel it would need:
+A kernel is compiled when it is first launched, and the launch waits for it: half a second for a small kernel,
+two for the sampler's. Compiling them one after the other would delay the start of a server by half a minute.
+Here a step is traced as if it ran, and every launch only records which variant of which kernel it needs:
 
     with compiling_ahead(device):
-        step(size) for all sizes          launches begin to compile and do nothing else
-    ...                                   at the end of the block all of them are compiled
+        step(size) for all sizes          launches start to compile and do nothing else
+    ...                                   at the end of the block, all of them are compiled
     step(size)                            runs
 
-Triton keeps what it has compiled on disk, so the next start reads it from there, and need not ask again what
-to compile (`compile_once`). Kernels in CUDA C++ are compiled elsewhere (cuda_build.py); here they are not
-launched. PyTorch's own operations run, on numbers that no kernel has computed: a step must take its indices
-from its inputs.
+Triton caches compiled kernels on disk, so the next start reads them from there and skips the tracing
+(`compile_once`). Kernels in CUDA C++ are compiled elsewhere (cuda_build.py) and are not launched here.
+PyTorch's own operations do run, on values that no kernel has computed, so a step must take its indices from
+its inputs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_THREADS = 16
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Let launches of this thread compile and not run; what was asked for is compiled when this ends.
+    """Make launches of this thread compile instead of run; all compilations are done when the block ends.
 
-    A kernel that does not compile is not an error here: the launch that needs it will raise.
+    A kernel that fails to compile is not an error here: the launch that needs it will raise.
     """
     num_threads = min(os.cpu_count() or 1, _MAX_THREADS)
     with (
@@ -50,30 +50,30 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and the C code with which Triton launches each list of types, once."""
+    """Threads that compile kernels and, once per list of argument types, Triton's launcher in C."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, name)
         self._known: set[str] = set()
 
     def submit(self, compile_one: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        """Begin to compile."""
+        """Start to compile a kernel."""
         return super().submit(self._compile, compile_one)
 
     def _compile(self, compile_one: Callable[[], Any]) -> Any:
         kernel = compile_one()
         if (types := repr(list(kernel.src.signature.values()))) not in self._known:
             self._known.add(types)
-            with suppress(Exception):  # the launch that needs it will say so
+            with suppress(Exception):  # the launch that needs it will raise
                 triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
         return kernel
 
 
 def compile_once(compile_all: Callable[[], bool], *facts: object) -> None:
-    """Call `compile_all`, unless it has returned True before: for these facts, on this GPU.
+    """Call `compile_all`, unless it has returned True before for these facts on this GPU.
 
-    `facts` decide which kernels there are, in words (`repr`); a tensor stands for its type and its
-    device. Sources and versions are always among them.
+    `facts` are the values that decide which kernels there are, compared by their `repr`; a tensor stands for
+    its type and its device. Sources and versions are always included.
     """
     if async_compile_mode is None:
         return
@@ -94,7 +94,7 @@ def compile_once(compile_all: Callable[[], bool], *facts: object) -> None:
             raise _NotAll
         return b"compiled"
 
-    with suppress(_NotAll):  # then nothing is kept
+    with suppress(_NotAll):  # nothing is stored in this case
         cached([*(part.encode() for part in key), *_sources()], compile_now)
 
 
@@ -104,7 +104,7 @@ class _NotAll(Exception):
 
 @lru_cache(maxsize=1)
 def _sources() -> list[bytes]:
-    """The sources of every kernel, and of every choice of a kernel."""
+    """The source files of all kernels and of the code that selects kernels."""
     package = Path(__file__).parents[2]
     files = [
         path

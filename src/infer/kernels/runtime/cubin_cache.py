@@ -2,11 +2,11 @@
 
     ~/.cache/infer/kernels/<key>.cubin        32 bytes of checksum, then the cubin
 
-The C kernels have the same folder and idea (kernels/cpu/build.py): the key is a hash of everything a cubin
-depends on, so nothing is ever stale, and a file is renamed into place when it is whole. A file that cannot be
-read, or is not what was written, is made again; a folder that cannot be written is not an error. When several
-processes want the same cubin, such as the replicas of a server, one makes it and the others wait, up to a
-bound: one that hangs does not keep the others from starting.
+The C kernels use the same folder and scheme (kernels/cpu/build.py): the key is a hash of everything a cubin
+depends on, so nothing is ever stale, and a file is renamed into place when it is complete. A file that is
+unreadable or corrupt is compiled again; a folder that cannot be written is not an error. If several processes
+need the same cubin, such as the replicas of a server, one compiles it and the others wait, up to a time
+limit, so that a process that hangs does not keep the others from starting.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _POLL_SECONDS = 0.02
-_LONG_SECONDS = 10.0  # silent wait; then the log says so
-_MAX_SECONDS = 180.0  # longest wait, more than one compiler takes; then this process compiles, too
+_LONG_SECONDS = 10.0  # a longer wait is logged
+_MAX_SECONDS = 180.0  # longest wait, more than a compilation takes; then this process compiles, too
 
 
 def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
-    """The bytes kept on disk for this key; if there are none, the bytes of `make`, which are then kept."""
+    """The bytes stored on disk for this key; if there are none, call `make` and store its result."""
     try:
         path = cache_directory() / f"{_digest(key)}.cubin"
-    except CBuildError:  # no home: nowhere to keep it
+    except CBuildError:  # no home directory, so nowhere to store it
         return make()
     if (found := _read(path)) is not None:
         return found
@@ -49,22 +49,22 @@ def cached(key: Sequence[bytes], make: Callable[[], bytes]) -> bytes:
 
 @contextlib.contextmanager
 def one_at_a_time(key: Sequence[bytes]) -> Iterator[None]:
-    """Wait for a process or thread that is in here with this key, up to a bound; without a folder, go on.
+    """Hold the lock of this key against other processes and threads; go on without it after a time limit.
 
-    If its result cannot be kept, all that waited may make it at the same time.
+    Without a folder there is no lock. If a result cannot be stored, all waiters may make it at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, CBuildError):
             path = cache_directory() / f"{_digest(key)}.lock"
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(path.open("wb"))
-            stack.callback(_forget, path)  # a process that waits has the file open, and finds all made
+            stack.callback(_forget, path)  # waiting processes have the file open and will find the result
             _wait_for(lock, path)
         yield
 
 
 def _wait_for(lock: IO[bytes], path: Path) -> None:
-    """Lock an open file, or give up after a bound; a wait that is long is logged."""
+    """Lock an open file, or give up after a time limit; a long wait is logged."""
     start, is_said = time.monotonic(), False
     while (waited := time.monotonic() - start) < _MAX_SECONDS:
         with contextlib.suppress(BlockingIOError):

@@ -1,13 +1,13 @@
-"""Compile a CUDA C++ file while the program runs, load it into the GPU, launch what is in it.
+"""Compile a CUDA C++ file at run time, load it into the GPU and launch its kernels.
 
-    source, defines ──► NVRTC, a library that comes with PyTorch for CUDA ──► cubin ──► driver ──► launch
+    source, defines ──► NVRTC, a library that ships with PyTorch for CUDA ──► cubin ──► driver ──► launch
 
 A *cubin* is machine code for one kind of GPU. Shapes are defines, not arguments: a loop over a constant
-number of heads is unrolled and its array lives in registers, which is most of a kernel's speed. So a model
-has a cubin of its own, which takes about a second to compile, once: `runtime/cubin_cache.py` keeps it.
+number of heads is unrolled and its array lives in registers, which accounts for most of a kernel's speed. So
+each model has its own cubin, which takes about a second to compile, once: `runtime/cubin_cache.py` stores it.
 
-Both C libraries, NVRTC and the driver, are called through ctypes: a dozen functions that have not changed
-in ten years, in place of a build of our own for every version of PyTorch.
+Both C libraries, NVRTC and the driver, are called through ctypes. These are a dozen functions that have not
+changed in ten years, and they save a separate build for every version of PyTorch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NOT_FOR_THIS_DRIVER = (200, 209, 222, 223)  # invalid image, no binary for this
 
 
 class BuildError(Exception):
-    """NVRTC or the driver made no kernel; the reason is one line."""
+    """NVRTC or the driver failed to build a kernel; the message is one line."""
 
 
 def options(arch: str, defines: Mapping[str, int]) -> list[str]:
-    """Flags of the compiler: the GPU, and a define for everything that is constant."""
+    """Compiler flags: the architecture, and a define for each constant."""
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
@@ -44,7 +44,7 @@ def options(arch: str, defines: Mapping[str, int]) -> list[str]:
 
 
 def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """`make_cubin` for a backend that was asked for by name: ConfigError where NVRTC does not make it."""
+    """`make_cubin` for a backend requested by name: raises ConfigError if NVRTC fails."""
     try:
         return make_cubin(source, arch, defines)
     except BuildError as error:
@@ -55,7 +55,7 @@ def compile_source(source: Path, arch: str, defines: Mapping[str, int]) -> bytes
 
 
 def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
-    """The cubin of a file, kept or compiled now; BuildError where that fails."""
+    """The cubin of a file, from the cache or compiled now; raises BuildError if that fails."""
     flags = options(arch, defines)
     text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.cuh")))]
     key = [nvrtc_version().encode(), *(flag.encode() for flag in flags), *text]
@@ -66,7 +66,7 @@ def make_cubin(source: Path, arch: str, defines: Mapping[str, int]) -> bytes:
 
 
 def nvrtc_paths() -> Iterator[str]:
-    """Paths where NVRTC may be: the system's own, then next to PyTorch, then the toolkit's folders."""
+    """Candidate paths of NVRTC: the system's library, then next to PyTorch, then the toolkit's folders."""
     major = (torch.version.cuda or "").split(".")[0]
     yield f"libnvrtc.so.{major}" if major else "libnvrtc.so"
     folders = [*(Path(entry) / "nvidia" for entry in sys.path if entry), Path("/usr/local")]
@@ -76,7 +76,7 @@ def nvrtc_paths() -> Iterator[str]:
 
 
 def load_nvrtc() -> Any:
-    """NVRTC, loaded; BuildError where it is not installed."""
+    """Load NVRTC; raises BuildError if it is not installed."""
     for path in nvrtc_paths():
         try:
             return ctypes.CDLL(path)
@@ -86,16 +86,16 @@ def load_nvrtc() -> Any:
 
 
 def nvrtc_version() -> str:
-    """Version of the NVRTC that would compile; BuildError where it is not installed."""
+    """Version of the NVRTC that would compile; raises BuildError if it is not installed."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     load_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"NVRTC {major.value}.{minor.value}"
 
 
 def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
-    """The cubin of a file, made by NVRTC in memory; headers are found next to the file."""
+    """Compile a file to a cubin with NVRTC, in memory; headers are found next to the file."""
     nvrtc = load_nvrtc()
-    # NVRTC of CUDA 13.0 takes a lambda with a parameter of type `auto` for a function of the host
+    # NVRTC of CUDA 13.0 mistakes a lambda with an `auto` parameter for a host function
     flags = [*flags, f"--include-path={source.parent}", "--device-as-default-execution-space"]
     program = ctypes.c_void_p()
 
@@ -127,7 +127,7 @@ def compile_with_nvrtc(source: Path, flags: Sequence[str]) -> bytes:
 
 
 def first_error(log: str) -> str:
-    """The line of a compiler's output that says what went wrong."""
+    """The line of a compiler's output that names the error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next(
         (line for line in lines if "error" in line or "fatal" in line), (lines or ["it did not say why"])[-1]
@@ -139,7 +139,7 @@ def first_error(log: str) -> str:
 
 @functools.cache
 def driver() -> Any:
-    """The CUDA driver's library, which PyTorch's own calls end in."""
+    """The CUDA driver's library, which PyTorch itself calls."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -150,21 +150,21 @@ def _reason(code: int) -> str:
 
 
 def _check(code: int, what: str) -> None:
-    """Raise DeviceLost for a driver call that failed: no caller can repair it."""
+    """Raise DeviceLost for a failed driver call, from which no caller can recover."""
     if code:
         raise DeviceLost(f"{what}: {_reason(code)}")
 
 
 def index_of(device: torch.device) -> int:
-    """Number of the GPU; PyTorch's current one where the device has none."""
+    """Index of the GPU; PyTorch's current device if `device` has no index."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 class LoadedKernels:
-    """The functions of a cubin, in the memory of the current GPU."""
+    """The functions of a cubin, loaded on the current GPU."""
 
     def __init__(self, cubin: bytes) -> None:
-        torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, which modules live in
+        torch.cuda.synchronize()  # a thread's first call binds it to PyTorch's context, where modules live
         self._module = ctypes.c_void_p()
         code = driver().cuModuleLoadData(ctypes.byref(self._module), cubin)
         if code in _NOT_FOR_THIS_DRIVER:
@@ -174,7 +174,7 @@ class LoadedKernels:
     def prepare(
         self, name: str, num_threads: int, types: Sequence[Any], *, pdl: bool, shared_bytes: int = 0
     ) -> PreparedLaunch:
-        """A launch to be repeated with arguments of these types, and this much dynamic shared memory."""
+        """Prepare a launch with arguments of these types and this much dynamic shared memory."""
         function = ctypes.c_void_p()
         code = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
         _check(code, f"finding {name}")
@@ -205,9 +205,9 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class PreparedLaunch:
-    """A launch that is repeated with other arguments: everything that stays the same is made once.
+    """A launch to be repeated with different arguments: everything that stays the same is set up once.
 
-    With `pdl` it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
+    With `pdl`, it is a programmatic dependent launch (dispatch.py): the kernel itself waits.
     """
 
     _PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -217,7 +217,7 @@ class PreparedLaunch:
         shared_bytes: int = 0,
     ) -> None:  # fmt: skip
         self._function = function
-        self._lock = threading.Lock()  # several engines of a process, each a thread, share what was prepared
+        self._lock = threading.Lock()  # several engines in a process, one thread each, share this launch
         self._values = [of_type() for of_type in types]
         self._pointers = as_pointers(self._values)
         self._attribute = _LaunchAttribute(id=self._PDL, value=1)
@@ -244,14 +244,14 @@ class PreparedLaunch:
 
 
 def as_pointers(arguments: Sequence[Any]) -> Any:
-    """Addresses of ctypes values, as a launch wants its arguments; the caller keeps the values alive."""
+    """Addresses of ctypes values, in the form that a launch takes; the caller keeps the values alive."""
     addresses = [ctypes.addressof(argument) for argument in arguments]
     return (ctypes.c_void_p * len(arguments))(*addresses)
 
 
 @functools.cache
 def load_kernels(source: Path, defines: tuple[tuple[str, int], ...], device: int) -> LoadedKernels:
-    """The functions of a file for one GPU and one set of defines, compiled on the first call."""
+    """Load the functions of a file for one GPU and one set of defines, compiled on the first call."""
     major, minor = gpu_capability(torch.device("cuda", device))
     cubin = compile_source(source, f"sm_{major}{minor}", dict(defines))
     try:

@@ -1,7 +1,7 @@
-"""A rank whose steps run on a GPU, whichever way it exchanges: its place among all, and steps of its own.
+"""The common base of ranks on GPUs, independent of transport: their numbering, and steps computed alone.
 
-A step of padding is computed by each rank alone, whenever it likes: warm-ups and rehearsals exchange nothing
-(`alone`). A capture records exchanges and runs none.
+Each rank computes a step of padding alone and at any time: warm-ups and rehearsals exchange nothing
+(`alone`). A capture records exchanges without running them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from infer.kernels.runtime.communicator import Communicator
 from infer.kernels.runtime.cuda_build import index_of
 from infer.kernels.runtime.dispatch import device_kind, is_gpu
 
-WAIT_S: Final = 60.0  # seconds after which a rank that does not come counts as gone
-_FACTS: Final = Struct("<BQ63s")  # number of a GPU, its free bytes, the start of its name
+WAIT_S: Final = 60.0  # seconds after which a rank that does not answer counts as lost
+_FACTS: Final = Struct("<BQ63s")  # index of a GPU, its free bytes, the start of its name
 
 
 class RankFacts(NamedTuple):
     """The facts about the GPU of a rank."""
 
-    card: int  # its number on its machine
-    free: int  # bytes of its memory, with the weights in it
+    card: int  # index of the GPU on its machine
+    free: int  # free bytes of its memory, once the weights are loaded
     name: str
 
     @classmethod
@@ -44,27 +44,27 @@ class RankFacts(NamedTuple):
 
     @classmethod
     def read(cls, text: bytes) -> RankFacts:
-        """The facts as `to_bytes` has written them."""
+        """Parse the facts that `to_bytes` wrote."""
         card, free, name = _FACTS.unpack_from(text)
         return cls(card, free, name.rstrip(b"\0").decode())
 
     def to_bytes(self) -> bytes:
-        """The facts, always in as many bytes."""
+        """The facts in a fixed number of bytes."""
         return _FACTS.pack(self.card, self.free, self.name.encode())
 
 
 def have_room(ranks: Sequence[RankFacts]) -> bool:
-    """True if kernels may start early next to one that waits for a rank: at most two ranks share a GPU."""
+    """True if kernels may start while another one waits for a rank: at most two ranks share a GPU."""
     return max(Counter(each.card for each in ranks).values()) <= 2
 
 
 class DeviceRanks(Communicator):
-    """One rank of several on GPUs; where layers are in stages, it is also the `Pipe` to the other stages.
+    """One of several ranks on GPUs; if the layers are split into stages, also its `Pipe` to other stages.
 
-    Stages are counted from the first layers, and ranks from the last stage: rank 0 has it, and samples.
+    Stages are numbered from the first layers, ranks from the last stage: rank 0 belongs to it, and samples.
     """
 
-    deterministic = False  # sums have the same bits for any number of rows
+    deterministic = False  # True: sums have the same bits for any number of rows
 
     def __init__(self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype) -> None:
         """`shared` joins the same ranks on the host; `dtype` is the type of sums and hidden states."""
@@ -75,7 +75,7 @@ class DeviceRanks(Communicator):
         self.shortage = 0  # bytes that another rank's GPU has less free than this rank's GPU
 
     def _meet(self, mine: bytes) -> tuple[list[bytes], list[RankFacts]]:
-        """The bytes of every rank, and the facts about its GPU; all must be of one kind."""
+        """Gather the bytes of every rank and the facts about its GPU; all GPUs must be of one kind."""
         facts = RankFacts.of(self._device).to_bytes()
         found = self.gather_bytes(facts + mine)
         ranks = [RankFacts.read(each) for each in found]
@@ -83,12 +83,12 @@ class DeviceRanks(Communicator):
         return [each[len(facts) : len(facts) + len(mine)] for each in found], ranks
 
     def _note_shortage(self, ranks: Sequence[RankFacts]) -> None:
-        """Note how much less memory another rank has, each with a GPU of its own."""
+        """Note how much less free memory another rank has, if each rank has its own GPU."""
         self.shortage = max(ranks[self._everyone.rank].free - min(each.free for each in ranks), 0)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exchange nothing meanwhile, except in steps that are captured: results are of no use."""
+        """Exchange nothing inside the block, except in captured steps; results are meaningless."""
         before, self._is_alone = self._is_alone, True
         try:
             yield
@@ -100,25 +100,25 @@ class DeviceRanks(Communicator):
         return not self._is_alone or (is_gpu(self._device) and torch.cuda.is_current_stream_capturing())
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank of every stage, through the host."""
+        """The bytes of every rank of every stage, exchanged through the host."""
         return self._everyone.gather_bytes(mine)
 
     @abstractmethod
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of rank 0 of all stages, which samples."""
 
     @abstractmethod
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [num_rows, width] that the stage before passes on; the GPU waits for them."""
+        """The rows [num_rows, width] from the previous stage; the GPU waits for them."""
 
     @abstractmethod
     def pass_on(self, x_MN: torch.Tensor) -> None:
-        """Pass rows on to the next stage; the GPU waits where that one is far behind."""
+        """Pass rows on to the next stage; the GPU waits if that stage is far behind."""
 
     def pass_ids(self, ids_N: torch.Tensor) -> None:
-        """Note that the ids of a step are drawn, or will be by a later stage: `first` brings them there.
+        """Note that this stage has drawn, or a later one will draw, the ids of a step; `first` fetches them.
 
-        It is not part of a captured step. `ids_N` is the memory of all ids that a step may draw.
+        The call is not part of a captured step. `ids_N` is the memory of all ids that a step may draw.
         """
 
     def tick(self) -> None:
@@ -126,7 +126,7 @@ class DeviceRanks(Communicator):
 
 
 def check_alike(names: Sequence[str]) -> None:
-    """Refuse ranks on GPUs of different kinds: kernels and sizes are chosen for rank 0's."""
+    """Reject ranks on GPUs of different kinds: kernels and sizes are chosen for rank 0's GPU."""
     if len(set(names)) > 1:
         found = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
         raise ConfigError(
@@ -136,7 +136,7 @@ def check_alike(names: Sequence[str]) -> None:
 
 
 def wait_for_all(shared: SharedCommunicator, wait_s: float, hint: str, thread: threading.Thread) -> None:
-    """Wait for a thread that ends when all ranks have come."""
+    """Wait for a thread that ends when all ranks have joined."""
     end = time.monotonic() + wait_s
     while thread.is_alive():
         thread.join(0.1)

@@ -5,32 +5,32 @@
     float32 on a CPU with a C compiler        -> C kernel (kernels/cpu)
     anything else                             -> reference
 
-This is the only file of the package that asks about the device; its answers have names (`device_kind`,
+This is the only file of the package that queries the device; other files call its functions (`device_kind`,
 `is_gpu`, `has_pdl`), and tests/unit/test_device_questions.py enforces this. Kernel files import `jit`, `tl`
 and `use_triton` from here, so that they can be imported where Triton is missing or useless. On a CPU-only
-build of PyTorch, Triton is not even searched for, because importing it takes about as long as starting the
-rest of the program.
+build of PyTorch, Triton is not even looked up, because importing it takes about as long as starting the rest
+of the program.
 
 Triton reads TRITON_INTERPRET when a function is decorated, that is, when a kernel file is imported. This file
 reads it at the same moment, so that both always agree; set it before the first import.
 
-Programmatic dependent launch (PDL) lets a kernel start while the one before it still runs. On Hopper and
-later GPUs the kernels of a decode step are all launched this way, and each is written in this order:
+Programmatic dependent launch (PDL) lets a kernel start while the previous one still runs. On Hopper and later
+GPUs, all kernels of a decode step are launched this way, and each is written in this order:
 
-    prologue: read what is older than the kernel before    weights, positions, block tables: hidden latency
-    gdc_launch_dependents                                  once all programs came by, the next kernel starts
-    gdc_wait                                               the kernel before has ended, its writes are visible
-    main loop and epilogue: read and write the rest        activations, the cache, scratch memory, counters
+    prologue: read data older than the previous kernel    weights, positions, block tables: hides latency
+    gdc_launch_dependents                                 once all programs reach it, the next kernel starts
+    gdc_wait                                              the previous kernel is done; its writes are visible
+    main loop and epilogue: read and write the rest       activations, the cache, scratch memory, counters
 
-Three rules prevent races. First, every such kernel waits, whatever it has to do, so the end of one means the
-end of all before it, though several may have started. Second, nothing is written before the wait, because an
-earlier kernel may still read it. Third, between a write and a read that does not wait for it, some kernel
-must have been launched the ordinary way: it started after the end of all before it, and all later kernels
-started after it. Kernels without PDL may stand anywhere: without a `gdc_launch_dependents` the next kernel
-starts at the end, and a kernel that is launched the ordinary way starts when all others are done.
+Three rules prevent races. First, every kernel with PDL waits, whether it needs to or not, so the end of one
+implies the end of all earlier ones, although several may have started. Second, nothing is written before the
+wait, because an earlier kernel may still read it. Third, between a write and a read that does not wait for
+it, some kernel must have been launched without PDL: it started after the end of all earlier kernels, and all
+later kernels started after it. Kernels without PDL are allowed anywhere: without a `gdc_launch_dependents`,
+the next kernel starts at the end, and a kernel launched without PDL starts when all earlier ones are done.
 
-Where more than two ranks share a GPU there is none (`have_room`): kernels that have started and wait for one
-that waits for another rank take the room that the other rank's kernels need.
+If more than two ranks share a GPU, PDL is off (`have_room`): kernels that have started and wait for one that
+waits for another rank would occupy the SMs that the other rank's kernels need.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from infer.kernels.runtime.cubin_cache import one_at_a_time
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
-_INTERPRETED_SMS = 4  # few, so that a program takes several pieces of work
+_INTERPRETED_SMS = 4  # few, so that a program processes several pieces of work
 
 PDL = True  # use programmatic dependent launch where the GPU has it: `launch_options`
 
 
-_this_thread = threading.local()  # holds `compiles_only`: launches only compile
+_this_thread = threading.local()  # `compiles_only`: launches compile and do not run
 
 
 def compiles_only() -> bool:
-    """True if launches of this thread compile their kernels and do not run them (compile_ahead.py)."""
+    """True if launches of this thread compile their kernels without running them (compile_ahead.py)."""
     return getattr(_this_thread, "compiles_only", False)
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Let launches of this thread compile their kernels and not run them."""
+    """Make launches of this thread compile their kernels without running them."""
     _this_thread.compiles_only = True
     try:
         yield
@@ -76,7 +76,7 @@ def compiling_only() -> Iterator[None]:
 
 
 def _import_triton() -> tuple[Any, Any]:
-    """`triton` and `triton.language`, or two Nones where no kernel could ever run."""
+    """Import `triton` and `triton.language`; two Nones if no kernel could ever run."""
     if not INTERPRETED and torch.version.cuda is None and torch.version.hip is None:
         return None, None
     try:
@@ -91,9 +91,9 @@ if triton is not None and not INTERPRETED:
 
 
 def _make_kernel_type() -> Any:
-    """The type of a kernel: Triton's, except that a launch may only compile (compile_ahead.py).
+    """Make the type of a kernel: Triton's, but a launch may compile without running (compile_ahead.py).
 
-    If several processes want the same variant, one compiles it; the others find it in Triton's cache.
+    If several processes need the same variant, one compiles it; the others find it in Triton's cache.
     """
     if triton is None or INTERPRETED:
         return None
@@ -122,12 +122,12 @@ async_compile_mode: Any = getattr(triton, "AsyncCompileMode", None) if _Kernel e
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """Compile with `triton.jit`; without Triton the function stays as it is and is never called."""
+    """Compile with `triton.jit`; without Triton, return the function unchanged: it is never called."""
     return jit_for_any()(kernel)
 
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """`jit`, but compiled once whatever these integers are, be they 1 or multiples of 16."""
+    """`jit`, but compiled once for all values of these integers, including 1 and multiples of 16."""
     if triton is None:
         return lambda kernel: kernel
     made_by = _Kernel or triton.jit
@@ -135,29 +135,29 @@ def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """Return True if the kernel, not the reference, should compute a function of `x`."""
+    """Return True if the Triton kernel, not the reference, should process `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
 def on_cpu(x: torch.Tensor) -> bool:
-    """True if PyTorch computes functions of `x` on the CPU, where cache-sized blocks beat large passes."""
+    """True if PyTorch processes `x` on the CPU, where cache-sized blocks beat passes over everything."""
     return device_kind(x.device) == "cpu"
 
 
 def use_c(x: torch.Tensor) -> Library | None:
-    """The C library, if it should compute a function of `x`: float32 on the CPU, elements in a row."""
+    """The C library, if it should process `x`: float32 on the CPU, contiguous in the last dimension."""
     if x.dtype is not torch.float32 or not on_cpu(x) or x.stride(-1) != 1 or x.requires_grad:
         return None
     return library()
 
 
 def device_kind(device: torch.device) -> str:
-    """Its kind: cpu, cuda for every GPU, or meta, where tensors have a shape and no memory."""
+    """The kind of a device: cpu, cuda for every GPU, or meta, whose tensors have a shape but no memory."""
     return device.type
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return True if kernels run on a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
+    """Return True if the device is a GPU, NVIDIA's or AMD's: PyTorch calls both `cuda`."""
     return device_kind(device) == "cuda"
 
 
@@ -167,12 +167,12 @@ def is_amd() -> bool:
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int]:
-    """Version of the GPU's instruction set: NVIDIA's compute capability, or what AMD has in its place."""
+    """Version of the GPU's instruction set: NVIDIA's compute capability, or its counterpart on AMD."""
     return torch.cuda.get_device_capability(device)
 
 
 def gpu_model(device: torch.device) -> str:
-    """Name of the GPU as its driver gives it; "" for any other device."""
+    """Name of the GPU as its driver reports it; "" for any other device."""
     return torch.cuda.get_device_name(device) if is_gpu(device) else ""
 
 
@@ -188,20 +188,20 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """The options of a kernel that waits for its input: `PDL`, and a dependent launch if the GPU has it."""
+    """Launch options of a kernel that waits for its input: `PDL`, if the GPU has dependent launches."""
     return {"PDL": True, "launch_pdl": True} if PDL and has_pdl(device) else {"PDL": False}
 
 
 @lru_cache(maxsize=16)
 def num_sms(device: torch.device) -> int:
-    """SMs (streaming multiprocessors) of the GPU; few without a GPU, under the interpreter."""
+    """Number of SMs (streaming multiprocessors) of the GPU; a small number under the interpreter."""
     if not is_gpu(device):
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Total bytes of a GPU; None without a GPU."""
+    """Total memory of a GPU in bytes; None without a GPU."""
     if not is_gpu(device) or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
@@ -209,19 +209,19 @@ def gpu_memory(device: torch.device) -> int | None:
 
 @lru_cache(maxsize=16)
 def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that a block of a GPU may ask for."""
+    """Bytes of shared memory that a thread block may request."""
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all its work; on other devices there is nothing to wait for."""
+    """Wait until a GPU has finished all its work; do nothing on other devices."""
     if is_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def moment(device: torch.device) -> float | torch.cuda.Event:
-    """Now, as a device sees it: the moment when it has done all earlier work. This call does not wait."""
+    """Record the moment when a device has finished all earlier work; this call does not wait."""
     if not is_gpu(device):
         return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)
@@ -230,7 +230,7 @@ def moment(device: torch.device) -> float | torch.cuda.Event:
 
 
 def seconds_between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
-    """The time from one moment of a device to a later one; waits for the later one."""
+    """The seconds from one moment of a device to a later one; waits for the later one."""
     if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3

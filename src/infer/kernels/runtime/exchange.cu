@@ -1,31 +1,31 @@
-/* Sums and rows that the ranks of one model, each a process with a GPU, make together.
+/* Collectives of the ranks of one model, each a process with a GPU: sums, gathers and one-way messages.
 
        slots of a rank    [2][RANKS][BLOCKS][UNITS][THREADS]  of 16 bytes, in its memory; the others write to them
        a slot             word · number · word · number       8 bytes of a share, and the number of the exchange
 
-   Every rank writes its share to the slots of all others and reads theirs from its own. A slot says itself when it has
-   been written: a pair of word and number arrives whole, so no thread waits for a fence or a barrier. Shares are added in
-   the order of the ranks, in float32, so every rank has the same bits.
+   Every rank writes its share to the slots of all other ranks and reads their shares from its own slots. A slot itself
+   shows when it has been written: a pair of word and number arrives whole, so no thread needs a fence or a barrier.
+   Shares are added in rank order, in float32, so every rank gets the same bits.
 
-   A thread exchanges with the threads of the same number on the other ranks and with no others. It has two sets of
-   slots, used in turn. It writes to a set again two exchanges later, when it has read the numbers of the exchange
-   between them, which the others wrote after they had read this one: the set is free. `numbers` counts the exchanges of
-   each thread in device memory, so a captured graph can be replayed.
+   A thread exchanges only with the threads of the same index on the other ranks. It has two sets of slots, used in
+   turn. It writes to a set again two exchanges later. By then it has read the numbers of the exchange in between, which
+   the others wrote after they had read the first one, so the set is free. `numbers` counts the exchanges of each thread
+   in device memory, so a captured graph can be replayed.
 
-   A rank that is gone never writes. Whoever waits looks at `aborted` now and then, a word in memory of the host that
-   all processes have mapped, and sets it when the wait has taken `limit` nanoseconds. Nothing that was computed since
-   can be used then; later exchanges find `dead` set and do nothing.
+   A lost rank never writes. A waiting thread polls `aborted`, a word in host memory that all processes have mapped, and
+   sets it when the wait exceeds `limit` nanoseconds. All results since then are invalid; later exchanges find `dead`
+   set and do nothing.
 
-   The next kernel may start when all have been heard, and never earlier: ranks may share a GPU, and blocks that wait for
-   this kernel would take the room of blocks that another rank needs to get here.
+   The next kernel may start once all ranks have been heard, and never earlier: ranks may share a GPU, and blocks that
+   wait for this kernel would occupy SMs that another rank needs to get here.
 
-   Numbers that one rank tells others go one way, `tell` there and `hear` here, and the ends need not meet: hidden
-   states from one stage of layers to the next, and drawn ids from rank 0 to all.
+   One-way messages use `tell` on the sender and `hear` on each listener, which need not run at the same time: hidden
+   states from one stage of layers to the next, and drawn ids from rank 0 to all ranks.
 
-       inbox of a listener    [DEPTH][BLOCKS][UNITS][THREADS]  slots as above; the teller writes to them
-       taken, of the teller   [BLOCKS][THREADS]  words for each listener, who writes the number that it has read
+       inbox of a listener    [DEPTH][BLOCKS][UNITS][THREADS]  slots as above; the sender writes to them
+       taken, at the sender   [BLOCKS][THREADS]  words per listener: the last number that the listener has read
 
-   A thread writes to a set of slots again DEPTH numbers later, when all listeners have said that they have read it.
+   A thread reuses a set of slots DEPTH numbers later, when all listeners have confirmed that they have read it.
 
    Compiled with RANKS, BLOCKS, THREADS, UNITS, DEPTH and KIND: 0 float32, 1 bfloat16, 2 float16. */
 
@@ -106,8 +106,8 @@ struct Ranks {
 
 constexpr int OF_RANK = BLOCKS * UNITS * THREADS;
 
-/* Send this thread's pieces, the first `num_units`, to all ranks and give `take` each rank's pieces, in the order of
-   the ranks: (rank, unit, piece). False: a rank is gone. */
+/* Send the first `num_units` of this thread's pieces to all ranks, and call `take` with each rank's pieces in rank
+   order: (rank, unit, piece). False: a rank is lost. */
 template <typename Take>
 __device__ __forceinline__ bool meet(const Ranks &ranks, word number, unsigned long long since, const uint2 *own,
                                      int num_units, Take take) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-/* Exchange `count` pieces of 8 bytes. Side by side, a rank has `width` of them in a row of y. */
+/* Exchange `count` pieces of 8 bytes. With SIDE_BY_SIDE, each rank contributes `width` pieces to a row of y. */
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange(const uint2 *x, uint2 *y, OF_RANKS, unsigned long long count, unsigned long long width, int how) {
     const Ranks ranks = {slots, numbers, aborted, dead, limit, rank};
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 #if KIND == 1
-/* Add a sum to the residual stream and begin the norm that reads it (linear/residual.py). A block has `units` times
+/* Add a sum to the residual stream and start the norm that reads it (linear/residual.py). A block has `units` times
    THREADS pieces of one row; there are `num_parts` blocks to a row of `width` pieces. */
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange_add(const uint2 *x, const uint2 *residual, const uint2 *gain, uint2 *sum, uint2 *scaled, double *squares,
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < NUMBERS; ++i) sums[u][i] = -0.0f;
         }
-    /* where a rank is gone all threads still go on to the end, with sums of no use: they add up squares together */
+    /* if a rank is lost, all threads still run to the end, with invalid sums: they reduce the squares together */
     if (!*(volatile word *)ranks.dead)
         meet(ranks, number, now(), own, num_units, [&](int peer, int u, uint2 share) { add(sums[u], share); });
     let_next_kernel_start();
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 #endif
 
-/* The numbers of the threads of this rank on a way, and the words that end its waits. */
+/* The counters of this rank's threads for one channel, and the words that end its waits. */
 #define OF_WAY word *numbers, word *aborted, word *dead, unsigned long long limit, unsigned long long count
 
 __device__ __forceinline__ unsigned long long place_of(word number) {
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     numbers[lane] = number;
 }
 
-/* Take as many pieces from the inbox, in the order in which they were sent. */
+/* Receive `count` pieces from the inbox, in the order in which they were sent. */
 extern "C" __global__ void __launch_bounds__(THREADS) hear(uint2 *y, const uint4 *inbox, word *taken, OF_WAY) {
     const unsigned long long stride = (unsigned long long)gridDim.x * THREADS;
     const int lane = blockIdx.x * THREADS + threadIdx.x;
@@ -298,13 +298,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) hear(uint2 *y, const uint4
             bool is_whole = true;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
-                if (first + u * stride < count && is_whole) {  // one look at a time while nothing has come
+                if (first + u * stride < count && is_whole) {  // a single load per poll while nothing has arrived
                     found[u] = look(inbox + place_of(number) + u * THREADS);
                     is_whole = found[u].y == number && found[u].w == number;
                 }
             if (is_whole) break;
             if (tries % 256 == 0 && is_over(aborted, dead, since, limit)) return;
-            __nanosleep(64);  // a stage that computes on the same GPU needs the memory
+            __nanosleep(64);  // leaves memory bandwidth to a stage that computes on the same GPU
         }
 #pragma unroll
         for (int u = 0; u < UNITS; ++u)

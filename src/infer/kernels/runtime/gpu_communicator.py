@@ -1,11 +1,11 @@
-"""Ranks on the GPUs of one machine that exchange numbers through each other's memory (exchange.cu).
+"""Ranks on the GPUs of one machine, which exchange data through each other's memory (exchange.cu).
 
-Each rank has slots on its GPU that the driver lets the other processes write to (CUDA IPC). Ranks find each
-other through the memory of the host that they share (kernels/cpu/collectives.py), and a word of it ends every
-wait, on a GPU as on a CPU. Ranks may share one GPU. Where each has its own, long sums go through NCCL, which
-refuses to share one.
+Each rank has slots on its GPU that the other processes can write to (CUDA IPC). Ranks find each other through
+shared host memory (kernels/cpu/collectives.py), and a word in it ends every wait, on GPUs as on CPUs. Ranks
+may share one GPU. If each rank has its own, long sums go through NCCL, which does not support ranks that
+share a GPU.
 
-Ranks on several machines exchange in another way (node_communicator.py).
+Ranks on several machines use NCCL for everything (node_communicator.py).
 
 Shapes:  M rows, N columns of a rank.
 """
@@ -50,8 +50,8 @@ from infer.kernels.runtime.gpu_way import (
 from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_name
 
 SOURCE: Final = Path(__file__).with_name("exchange.cu")
-SUM, SIDE_BY_SIDE = 0, 1  # what becomes of the shares
-NCCL_BYTES: Final = 1 << 19  # bytes of a share from which ranks on several GPUs use NCCL
+SUM, SIDE_BY_SIDE = 0, 1  # `how` of the kernel `exchange`: all_reduce, all_gather
+NCCL_BYTES: Final = 1 << 19  # size of a share from which ranks on several GPUs use NCCL
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _HANDLE_BYTES: Final = 64
 _OF_RANKS: Final = (*(ctypes.c_void_p,) * 4, ctypes.c_ulonglong, ctypes.c_int)
@@ -68,7 +68,7 @@ class _Handle(ctypes.Structure):
 
 
 class GpuCommunicator(DeviceRanks):
-    """One rank that talks to the others through the memory of GPUs; all ranks make theirs together."""
+    """One rank that exchanges through GPU memory; all ranks must construct theirs at the same time."""
 
     def __init__(
         self, shared: SharedCommunicator, device: torch.device, dtype: torch.dtype, wait_s: float = WAIT_S
@@ -76,12 +76,12 @@ class GpuCommunicator(DeviceRanks):
         """`shared` joins the same ranks on the host; `dtype` is the type of sums and hidden states."""
         super().__init__(shared, device, dtype)
         everyone, number, num_ranks = self._everyone, self._everyone.rank, self._everyone.size
-        with torch.cuda.device(device), ExitStack() as taken:  # given back where a rank fails before the end
+        with torch.cuda.device(device), ExitStack() as taken:  # freed if a rank fails before the end
             slot_bytes = 2 * PIECE * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS
             own = _allocate(slot_bytes + way_bytes(num_ranks), taken)
             aborted = _map_word(everyone, taken)
             self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # no other rank may write before its slots are empty
+            torch.cuda.synchronize(device)  # other ranks may write only once the slots are cleared
             found, ranks = self._meet(_export(own))
             dispatch.PDL &= have_room(ranks)
             self._kernels = _load(device, self.size, dtype)
@@ -140,12 +140,12 @@ class GpuCommunicator(DeviceRanks):
         return out_MV[:, :num_columns].contiguous()
 
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of rank 0 of all stages, which samples."""
         if self._exchanges:
             self._ids.go(x)
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [num_rows, width] that the stage before passes on; the GPU waits for them."""
+        """The rows [num_rows, width] from the previous stage; the GPU waits for them."""
         assert self._before is not None, "the first stage has the embedding"
         if not self._exchanges:
             return torch.zeros((num_rows, width), dtype=dtype, device=self._device)
@@ -155,13 +155,13 @@ class GpuCommunicator(DeviceRanks):
         return x[:count].view(num_rows, width)
 
     def pass_on(self, x_MN: torch.Tensor) -> None:
-        """Pass rows on to the next stage; the GPU waits where that one is far behind."""
+        """Pass rows on to the next stage; the GPU waits if that stage is far behind."""
         assert self._after is not None, "the last stage has the head"
         if self._exchanges:
             self._after.go(whole_pieces(x_MN))
 
     def num_parts(self, num_rows: int, size: int) -> int | None:
-        """The parts of the `ResidualSum` that `add` makes of so large a sum; None: it is for fewer rows."""
+        """The number of parts per row in the `ResidualSum` of `add`; None: too many rows for `add`."""
         num_pieces = size * self._dtype.itemsize // PIECE
         for units in (1, 2, NUM_UNITS):
             parts = -(-num_pieces // (units * NUM_THREADS))
@@ -170,7 +170,7 @@ class GpuCommunicator(DeviceRanks):
         return None
 
     def add(self, x_MN: torch.Tensor, stream: ResidualInput) -> ResidualSum:
-        """Add the sum of all ranks to the residual stream and begin the norm that reads it, in one launch."""
+        """Add the sum of all ranks to the residual stream and start the norm that reads it, in one launch."""
         (M, N), residual_MN = x_MN.shape, stream.residual_MN
         num_parts = self.num_parts(M, N)
         assert num_parts is not None and x_MN.is_contiguous(), (x_MN.shape, x_MN.stride())
@@ -218,7 +218,7 @@ def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, Prep
     return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
 
 
-# -- memory that other processes write to, through the driver ---------------------------------------------
+# -- memory that other processes write to, by driver calls ------------------------------------------------
 
 
 def _check(code: int, what: str) -> None:
@@ -233,7 +233,7 @@ def _check(code: int, what: str) -> None:
 
 
 def _allocate(num_bytes: int, taken: ExitStack) -> int:
-    """Zeros in device memory that is an allocation of its own, as sharing it needs."""
+    """Allocate zeroed device memory as a separate allocation, which sharing it requires."""
     address = ctypes.c_ulonglong()
     _check(driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)), "taking GPU memory")
     taken.callback(driver().cuMemFree_v2, address)
@@ -260,11 +260,11 @@ def _open(found: bytes, card: int, device: torch.device, taken: ExitStack) -> in
 
 
 def _map_word(shared: SharedCommunicator, taken: ExitStack) -> int:
-    """The address by which the GPU knows the first page of memory that ranks share."""
+    """Map the first page of the memory that ranks share; returns its address on the GPU."""
     address = ctypes.c_void_p(shared.address)
     code = driver().cuMemHostRegister_v2(address, ctypes.c_size_t(HEADER_BYTES), 3)
     _check(code, "mapping memory of the host")
-    taken.callback(_unmap, shared)  # it keeps the memory itself
+    taken.callback(_unmap, shared)  # the reference keeps the memory alive
     found = ctypes.c_ulonglong()
     code = driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
     _check(code, "mapping memory of the host")

@@ -1,11 +1,11 @@
-"""Numbers that one rank tells others through the memory of GPUs: rows of stages, drawn ids (exchange.cu).
+"""One-way channels between ranks through GPU memory: rows for the next stage, drawn ids (exchange.cu).
 
     stage 0    embedding ──► layers 0 .. 15 ──► tell ──┐ rows of the step           ids ◄── hear
     stage 1                         ┌──────────────────┘                             ▲
                                     └─► hear ──► layers 16 .. 31 ──► head ──► sample ┴─► tell
 
-The ends need not meet: a teller may be some pieces ahead of each listener. Both count in device memory, so
-captured steps have these launches in them.
+The two ends need not run at the same time: a sender may be some pieces ahead of each listener. Both count in
+device memory, so captured steps can contain these launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infer.kernels.runtime.cuda_build import PreparedLaunch
 
 NUM_BLOCKS, NUM_THREADS, NUM_UNITS, DEPTH = 32, 256, 4, 8
 PIECE: Final = 8  # bytes
-ROWS, IDS = range(2)  # ways of a rank: from the stage before, and from rank 0
+ROWS, IDS = range(2)  # incoming ways of a rank: from the previous stage, and from rank 0
 _LANES: Final = NUM_BLOCKS * NUM_THREADS
 _INBOX_BYTES: Final = 2 * PIECE * DEPTH * NUM_UNITS * _LANES
 _TAKEN_BYTES: Final = 4 * _LANES
@@ -32,18 +32,18 @@ TYPES: Final = {
 
 
 def way_bytes(size: int) -> int:
-    """The memory that all ways of a rank take, one of `size` ranks."""
+    """The bytes that all ways of one of `size` ranks take."""
     return 2 * (_INBOX_BYTES + size * _TAKEN_BYTES)
 
 
 class RankMemory(NamedTuple):
-    """The memory of all ranks that this one can write to, and the words that end its waits."""
+    """The memory of all ranks, which this rank can write to, and the words that end its waits."""
 
     places: Sequence[int]  # address of each rank's ways
     aborted: int
     dead: int
     limit_ns: int
-    rank: int  # this one
+    rank: int  # number of this rank
 
     def inbox(self, rank: int, way: int) -> int:
         """The address of a rank's inbox."""
@@ -56,14 +56,14 @@ class RankMemory(NamedTuple):
 
 
 class GpuWay:
-    """One end of a way: the teller's end, or the end of one listener."""
+    """One end of a way: the sender's end, or the end of one listener."""
 
     def __init__(
         self, kernels: Mapping[str, PreparedLaunch], memory: RankMemory, device: torch.device,
         way: int, teller: int, listeners: Sequence[int],
     ) -> None:  # fmt: skip
         self._kernels, self._tells = kernels, memory.rank == teller
-        # ids of all parts of a step may be on their way, each in one set of slots; rows are heard sooner
+        # ids of all parts of a step may be in flight, each in one set of slots; rows are received sooner
         self._sets = 1 if way == IDS else DEPTH // 2
         self._numbers = torch.zeros(_LANES, dtype=torch.int32, device=device)
         if self._tells:
@@ -77,19 +77,19 @@ class GpuWay:
         self._of_way = self._numbers.data_ptr(), memory.aborted, memory.dead, memory.limit_ns
 
     def go(self, x: torch.Tensor) -> None:
-        """Tell a tensor of whole pieces without gaps, or replace it by what is heard."""
+        """Send a contiguous tensor of whole pieces, or replace it by the received one."""
         count = x.numel() * x.element_size() // PIECE
         assert x.is_contiguous() and not x.data_ptr() % PIECE, (x.stride(), x.data_ptr())
         assert count * PIECE == x.numel() * x.element_size(), (x.shape, x.dtype)
         if count:
             launch = self._kernels["tell" if self._tells else "hear"]
-            # few blocks, which may all be told without a wait: a stage on the same GPU needs the others
+            # few enough blocks to send everything without a wait: a stage on the same GPU needs the rest
             num_blocks = min(NUM_BLOCKS, -(-count // (NUM_THREADS * NUM_UNITS * self._sets)))
             launch(num_blocks, x.data_ptr(), *self._ends, *self._of_way, count)
 
 
 def whole_pieces(x: torch.Tensor) -> torch.Tensor:
-    """The numbers without gaps, at addresses and in a number that pieces of 8 bytes have."""
+    """The numbers, contiguous and padded to whole pieces of 8 bytes at an aligned address."""
     if x.is_contiguous() and not (x.numel() * x.element_size() | x.data_ptr()) % PIECE:
         return x
     missing = -x.numel() % (PIECE // x.element_size())

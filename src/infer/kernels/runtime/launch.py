@@ -1,21 +1,21 @@
-"""Launch a Triton kernel that was launched before, without Triton's analysis of its arguments.
+"""Launch a Triton kernel again without Triton's analysis of its arguments.
 
-`kernel[grid](...)` looks at every argument to find the variant that was compiled for it: its type, whether
-it is 1 or a multiple of 16. That takes the CPU longer than the launch itself, and the layers of a model all
-launch with the same kinds of arguments. Here the compiled variant is kept:
+`kernel[grid](...)` inspects every argument to find the variant that was compiled for it: its type, whether
+it is 1 or a multiple of 16. That takes more CPU time than the launch itself, although all layers of a model
+launch with the same kinds of arguments. Here the compiled variant is cached:
 
     key: kernel, device, grid, numbers, constants, types   ->   a compiled kernel that only needs addresses
 
 The key holds every number by value and by type (1, 1.0 and True are equal but compiled differently), so a
 number that Triton would specialise for always finds its own variant. Constants are integers, bools and
-strings; a float is refused, because 2.0 would find the variant of 2. Triton also specialises for a tensor's
-alignment: a variant is kept for, and used by, launches whose addresses are all multiples of 16, as in
-fresh memory. Any other launch goes through Triton.
+strings; a float is rejected, because 2.0 would find the variant of 2. Triton also specialises for a tensor's
+alignment, so only launches whose addresses are all multiples of 16, as in newly allocated memory, use the
+cache. Any other launch goes through Triton.
 
 Integers that the kernel declares as unspecialised (`jit_for_any`) differ from launch to launch, are compiled
 once for all values, and are not part of the key.
 
-The parameters of these kernels stand in this order: tensors, unspecialised integers, numbers, constants.
+The parameters of these kernels have this order: tensors, unspecialised integers, numbers, constants.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import torch
 
 from infer.kernels.runtime.dispatch import INTERPRETED, compiles_only, is_amd, triton
 
-# A compiled kernel, and what it is called with after the addresses.
+# A compiled kernel, and the arguments that follow the addresses.
 Launch = tuple[Callable[..., None], tuple[Any, ...]]
 
 _ALIGNMENT = 16  # bytes
-_MAX_KNOWN = 4096  # variants: prompts have all lengths, and every length is a grid of its own
+_MAX_KNOWN = 4096  # variants: prompts have all lengths, and every length has its own grid
 
 _address_of, _dtype_of = torch.Tensor.data_ptr, attrgetter("dtype")  # functions for map(), on every launch
 
@@ -44,7 +44,7 @@ def launch_triton(
     any_integers: tuple[int, ...] = (), /, **constants: Any,
 ) -> None:  # fmt: skip
     """`kernel[grid](*tensors, *any_integers, *numbers, **constants)`; constants may be options, too."""
-    if INTERPRETED or is_amd():  # there, Triton specialises for more of a tensor than its alignment
+    if INTERPRETED or is_amd():  # Triton specialises for more than a tensor's alignment there
         kernel[grid](*tensors, *any_integers, *numbers, **constants)
         return
     addresses = [*map(_address_of, tensors)]

@@ -1,9 +1,9 @@
-"""Groups of ranks with a GPU each that exchange by NCCL, a library that comes with PyTorch for CUDA.
+"""Groups of ranks, each with its own GPU, that exchange through NCCL, which ships with PyTorch for CUDA.
 
-Its functions are called through ctypes: PyTorch's own way to them begins with a group of processes that find
-each other over a network, and ours have found each other already. A call goes to the current stream, so
-captured steps have it in them. Ranks capture when they like, so a capture must exchange nothing: connections
-are made when a group begins, and buffers are not registered.
+Its functions are called through ctypes: PyTorch's own interface starts with processes that find each other
+over a network, and our ranks are already connected. A call is enqueued on the current stream, so captured
+steps can contain it. Ranks capture independently, so a capture must not exchange anything: connections are
+made when a group is created, and buffers are not registered.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Name(ctypes.Structure):
 
 
 def load_nccl() -> Any:
-    """The library that PyTorch has loaded; None: it has none, or one of its own that nobody else can call."""
+    """The library that PyTorch has loaded; None: there is none, or it is linked into PyTorch."""
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_RUNTIME_CONNECT"):
-        os.environ.setdefault(name, "0")  # a capture would wait for other ranks' captures
+        os.environ.setdefault(name, "0")  # otherwise a capture would wait for the captures of other ranks
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError:
@@ -49,14 +49,14 @@ def load_nccl() -> Any:
 
 
 def make_name(nccl: Any) -> bytes:
-    """A new name for a group of ranks: rank 0 makes it, and tells the others."""
+    """A new unique id for a group of ranks: rank 0 creates it and sends it to the others."""
     name = _Name()
     _check(nccl, nccl.ncclGetUniqueId(ctypes.byref(name)))
     return ctypes.string_at(ctypes.byref(name), NAME_BYTES)
 
 
 def nccl_version() -> str:
-    """The version of NCCL, which all ranks on several machines must have."""
+    """The version of NCCL, which must be the same on all machines."""
     nccl, version = load_nccl(), ctypes.c_int()
     if nccl is None:
         raise ConfigError(
@@ -68,12 +68,12 @@ def nccl_version() -> str:
 
 
 class NcclGroup:
-    """One rank of a group; all ranks make theirs together, each on its GPU."""
+    """One rank of a group; all ranks construct theirs at the same time, each on its GPU."""
 
     def __init__(
         self, nccl: Any, name: bytes, rank: int, size: int, device: torch.device, wait: Wait
     ) -> None:
-        """`wait` waits for the others, and raises where one of them does not come."""
+        """`wait` waits for the others, and raises if one of them does not join."""
         self._nccl, self._group, codes = nccl, ctypes.c_void_p(), list[int]()
         self._aside: torch.cuda.Stream | None = None
         nccl.ncclCommInitRank.argtypes = ctypes.c_void_p, ctypes.c_int, _Name, ctypes.c_int
@@ -84,18 +84,18 @@ class NcclGroup:
                 codes.append(nccl.ncclCommInitRank(ctypes.byref(self._group), *given))
 
         thread = threading.Thread(target=join, name="infer-nccl-join", daemon=True)
-        thread.start()  # NCCL itself would wait for good
+        thread.start()  # NCCL itself would wait without a limit
         wait(thread)
         _check(nccl, codes[0])
         for call, types in _CALLS.items():
             getattr(nccl, call).argtypes = types
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Replace a tensor without gaps by the sum over all ranks."""
+        """Replace a contiguous tensor by the sum over all ranks."""
         self._call("ncclAllReduce", x, x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], _SUM)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Put the tensors of all ranks one after the other."""
+        """Concatenate the tensors of all ranks."""
         self._call("ncclAllGather", x, x.data_ptr(), out.data_ptr(), x.nbytes, _BYTES)
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class NcclGroup:
         self._call("ncclBroadcast", x, x.data_ptr(), x.data_ptr(), x.nbytes, _BYTES, 0)
 
     def broadcast_aside(self, x: torch.Tensor) -> Callable[[], None]:
-        """Begin the same in a stream of its own; the result lets the current stream wait for it."""
+        """Start a broadcast on a separate stream; calling the result makes the current stream wait for it."""
         self._aside = self._aside or torch.cuda.Stream(x.device, priority=-1)
         self._aside.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._aside):
@@ -112,15 +112,15 @@ class NcclGroup:
         return lambda: torch.cuda.current_stream(x.device).wait_event(done)
 
     def send(self, x: torch.Tensor, rank: int) -> None:
-        """Send a tensor to a rank, which receives it."""
+        """Send a tensor to a rank, which must receive it."""
         self._call("ncclSend", x, x.data_ptr(), x.nbytes, _BYTES, rank)
 
     def receive(self, x: torch.Tensor, rank: int) -> None:
-        """Replace a tensor by the next one that a rank sends."""
+        """Replace a tensor by the next tensor that a rank sends."""
         self._call("ncclRecv", x, x.data_ptr(), x.nbytes, _BYTES, rank)
 
     def abort(self) -> None:
-        """End every exchange that waits for a rank, from any thread; NCCL refuses exchanges after it."""
+        """Abort all pending exchanges, from any thread; NCCL rejects later ones."""
         group, self._group = self._group, ctypes.c_void_p()  # its memory is freed
         self._nccl.ncclCommAbort(group)
 

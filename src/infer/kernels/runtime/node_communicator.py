@@ -1,16 +1,16 @@
-"""Ranks with a GPU each on several machines: NCCL carries all that they exchange (nccl.py).
+"""Ranks on several machines, each with its own GPU, that exchange everything through NCCL (nccl.py).
 
-    sums   the ranks of a stage: sums, columns of logits, and the drawn ids of the first of them
+    sums   the ranks of a stage: sums, columns of logits, and the drawn ids of the stage's first rank
     rows   one rank of each stage: hidden states, sent to the next stage
-    ids    the same ranks, in a stream of its own: drawn ids, from the last stage to all others
+    ids    the same ranks, on a separate stream: drawn ids, from the last stage to all others
 
-NCCL may let a sender wait for the receiver. Rows go one way, so a chain of stages never waits in a circle.
-Ids go the other way while later rows are under way, so both ends begin their broadcast when a step is
-launched, next to it, and a stage waits for the ids when it needs them. Captured steps have sums and rows in
-them. A captured exchange must be captured on all its ranks, so the broadcast of ids is never part of one.
+NCCL may block a sender until the receiver is ready. Rows go one way, so a chain of stages cannot deadlock.
+Ids go the other way while later rows are in flight, so both ends start their broadcast on the side when a
+step is launched, and a stage waits for the ids when it needs them. Captured steps contain sums and rows. A
+captured exchange must be captured on all its ranks, so the broadcast of ids is never captured.
 
-A sum of NCCL is made in an order that depends on the number of rows. Where this must not be (`deterministic`)
-all ranks get all shares, and add them in the order of the ranks.
+NCCL adds in an order that depends on the number of rows. With `deterministic`, all ranks gather all shares
+instead and add them in rank order.
 
 Shapes:  M rows, N columns of a rank, V columns of all, R ranks of a stage.
 """
@@ -29,7 +29,7 @@ from infer.kernels.cpu.collectives import SharedCommunicator, column_share
 from infer.kernels.runtime.device_ranks import WAIT_S, DeviceRanks, wait_for_all
 from infer.kernels.runtime.nccl import NAME_BYTES, NcclGroup, load_nccl, make_name, nccl_version
 
-NUM_SLOTS: Final = 64  # steps and parts of steps whose ids are on their way at once, and more
+NUM_SLOTS: Final = 64  # more than the steps and parts of steps whose ids are in flight at once
 HINT: Final = (
     "; NCCL_SOCKET_IFNAME names the network interface by which the machines reach each other, and NCCL_DEBUG="
     "INFO says which one was taken"
@@ -37,14 +37,14 @@ HINT: Final = (
 
 
 class Group(Protocol):
-    """One rank of some that exchange; a call is made by all of them, on the current stream."""
+    """One rank of a group; all ranks of the group make each call, on the current stream."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace a tensor by the sum over all ranks."""
         ...
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Put the tensors of all ranks one after the other."""
+        """Concatenate the tensors of all ranks."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -52,31 +52,31 @@ class Group(Protocol):
         ...
 
     def broadcast_aside(self, x: torch.Tensor) -> Callable[[], None]:
-        """Begin the same next to the current stream; the result lets that wait for it."""
+        """Start a broadcast next to the current stream; calling the result makes the stream wait for it."""
         ...
 
     def send(self, x: torch.Tensor, rank: int) -> None:
-        """Send a tensor to a rank, which receives it."""
+        """Send a tensor to a rank, which must receive it."""
         ...
 
     def receive(self, x: torch.Tensor, rank: int) -> None:
-        """Replace a tensor by the next one that a rank sends."""
+        """Replace a tensor by the next tensor that a rank sends."""
         ...
 
     def abort(self) -> None:
-        """End every exchange that waits for a rank, from any thread."""
+        """Abort all pending exchanges, from any thread."""
         ...
 
 
 class Groups(Protocol):
-    """The way in which ranks make groups."""
+    """The library with which ranks form groups."""
 
     def name(self) -> bytes:
-        """A name for a new group, made by its first rank, in NAME_BYTES at most."""
+        """Create a name for a new group, on its first rank; NAME_BYTES at most."""
         ...
 
     def join(self, name: bytes, rank: int, size: int) -> Group:
-        """One rank of the group of that name; waits for all others."""
+        """Join the group of that name; waits for all other ranks."""
         ...
 
 
@@ -84,21 +84,21 @@ class NcclGroups(Groups):
     """Groups of NCCL."""
 
     def __init__(self, shared: SharedCommunicator, device: torch.device, wait_s: float = WAIT_S) -> None:
-        nccl_version()  # it is there
+        nccl_version()  # raises if NCCL is missing
         self._nccl, self._device = load_nccl(), device
         self._wait = partial(wait_for_all, shared, wait_s, HINT)
 
     def name(self) -> bytes:
-        """A name, which says where its maker listens."""
+        """Create a name, which contains the address of this rank."""
         return make_name(self._nccl)
 
     def join(self, name: bytes, rank: int, size: int) -> Group:
-        """One rank of a group of GPUs."""
+        """Join a group of GPUs."""
         return NcclGroup(self._nccl, name, rank, size, self._device, self._wait)
 
 
 class NodeCommunicator(DeviceRanks):
-    """One rank that talks to the others through groups; all ranks make theirs together."""
+    """One rank that exchanges through groups; all ranks must construct theirs at the same time."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class NodeCommunicator(DeviceRanks):
         super().__init__(shared, device, dtype)
         groups = groups or NcclGroups(shared, device)
         number, size, num_stages = self._everyone.rank, self.size, self.num_stages
-        # sums begin with the first rank of a stage, rows and ids with one of the last stage
+        # the first rank of a stage names its group of sums; ranks of the last stage name rows and ids
         leads = size > 1 and self.rank == 0, *(num_stages > 1 and number < size,) * 2
         names = [groups.name() if is_first else b"" for is_first in leads]
         found, ranks = self._meet(b"".join(name.ljust(NAME_BYTES, b"\0") for name in names))
         self._note_shortage(ranks)
-        self._place = number // size  # its number among one rank of each stage, from the last stage on
+        self._place = number // size  # rank in the groups with one rank of each stage; 0: the last stage
         self._groups: list[Group] = []
         shared.on_abort.append(self._abort)
 
@@ -129,14 +129,14 @@ class NodeCommunicator(DeviceRanks):
             self._sums = join(0, number - self.rank, self.rank, size)
         if num_stages > 1:
             self._rows, self._ids = (join(each, self.rank, self._place, num_stages) for each in (1, 2))
-            if self.stage:  # rows have a way before a step is captured
+            if self.stage:  # connects the stages before a step is captured
                 self.take(1, 1, dtype)
             if self._place:
                 self.pass_on(torch.zeros((1, 1), dtype=dtype, device=device))
         self._slots_SN: torch.Tensor | None = None
         self._ends: list[Callable[[], None]] = [lambda: None] * NUM_SLOTS  # waits for the ids of each slot
         self._num_passed = 0  # steps whose ids have been passed
-        self._coming: deque[int] = deque()  # slots of ids that a stage before the last has not needed yet
+        self._coming: deque[int] = deque()  # slots of ids that an earlier stage has not consumed yet
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the tensors of all ranks, in the memory of `x` where possible."""
@@ -158,7 +158,7 @@ class NodeCommunicator(DeviceRanks):
         return found_RMN.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
     def first(self, x: torch.Tensor) -> None:
-        """Replace a tensor of 8-byte ids by the tensor of the first rank of all, which samples."""
+        """Replace a tensor of 8-byte ids by the tensor of rank 0 of all stages, which samples."""
         if not self._exchanges:
             return
         if self._place:
@@ -171,7 +171,7 @@ class NodeCommunicator(DeviceRanks):
 
     @torch.inference_mode()
     def pass_ids(self, ids_N: torch.Tensor) -> None:
-        """Begin to bring the ids of a step to the stages before the last, which `first` gives there."""
+        """Start to send the ids of a step to earlier stages, where `first` returns them."""
         if self.num_stages == 1 or self._is_alone:
             return
         if self._slots_SN is None:
@@ -186,7 +186,7 @@ class NodeCommunicator(DeviceRanks):
         self._ends[slot] = self._ids.broadcast_aside(self._slots_SN[slot])
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [num_rows, width] that the stage before passes on; the GPU waits for them."""
+        """The rows [num_rows, width] from the previous stage; the GPU waits for them."""
         new = torch.empty if self._exchanges else torch.zeros
         x_MN = new((num_rows, width), dtype=dtype, device=self._device)
         if self._exchanges:
@@ -194,18 +194,18 @@ class NodeCommunicator(DeviceRanks):
         return x_MN
 
     def pass_on(self, x_MN: torch.Tensor) -> None:
-        """Pass rows on to the next stage; the GPU may wait until that one takes them."""
+        """Pass rows on to the next stage; the GPU may wait until that stage takes them."""
         if self._exchanges:
             self._rows.send(x_MN.contiguous(), self._place - 1)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, one after the other; zeros where nothing is exchanged."""
+        """The tensors of all ranks, concatenated; zeros if nothing is exchanged."""
         found = (x.new_empty if self._exchanges else x.new_zeros)((self.size, *x.shape))
         if self._exchanges:
             self._sums.all_gather(x, found)
         return found
 
     def _abort(self) -> None:
-        """End all exchanges at once: one group may wait for another."""
+        """Abort all groups in parallel: one may wait for another."""
         for group in self._groups:
             threading.Thread(target=group.abort, name="infer-group-abort", daemon=True).start()

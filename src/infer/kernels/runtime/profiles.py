@@ -1,9 +1,9 @@
 """The profile of the device that tensors are on (config/profiles), looked up once per device.
 
-An engine's parts are handed the sections that they read. Kernels are functions of tensors and are handed
-none: they ask here, where they plan a launch or bind a model. The answer is kept for each device, and asking
-takes less than half a microsecond. What kernels derive from a profile is kept by `cached_by_profile`, so that
-a test that sets another one (`using_profile`) finds it used.
+The parts of an engine are passed the sections that they read. Kernels are functions of tensors and are passed
+none: they look up the profile here when they plan a launch or bind a model. The result is cached per device,
+and a lookup takes less than half a microsecond. Values derived from a profile are cached by
+`cached_by_profile`, so a test that sets another profile (`using_profile`) sees it used.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from infer.kernels.runtime.dispatch import gpu_model, is_gpu, num_sms, nvidia_ca
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_set: list[DeviceProfile] = []  # profiles that replace the devices' own, the last one first
+_set: list[DeviceProfile] = []  # profiles that replace the devices' own; the last one counts
 _caches: list[Any] = []
 
 
 def cached_by_profile(function: F) -> F:
-    """Keep the results of a function of a device and numbers until another profile is set."""
+    """Cache the results of a function of a device and numbers until another profile is set."""
     cached = lru_cache(maxsize=1024)(function)
     _caches.append(cached)
-    return cached  # type: ignore[return-value]  # it is called as before
+    return cached  # type: ignore[return-value]  # the signature is unchanged
 
 
 @cached_by_profile
@@ -40,7 +40,7 @@ def device_profile(device: torch.device) -> DeviceProfile:
 
 @cached_by_profile
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the facts about a device that kernels are chosen by (choice.py)."""
+    """Return the facts about a device that decide which kernel runs (choice.py)."""
     profile = device_profile(device)
     if is_gpu(device) and not torch.cuda.device_count():
         return Gpu("a GPU that is not here", (0, 0), 1, profile)
@@ -48,15 +48,15 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def explained_profile(device: torch.device) -> FoundProfile:
-    """Return the profile that was made for a device, and why it is this one."""
-    if is_gpu(device) and not torch.cuda.device_count():  # what `infer plan` is asked about
+    """Return the profile that was made for a device, and the reason for this choice."""
+    if is_gpu(device) and not torch.cuda.device_count():  # `infer plan` asks about absent GPUs
         return find_profile("a GPU that is not here", (0, 0))
     return find_profile(gpu_model(device), nvidia_capability(device))
 
 
 @contextmanager
 def using_profile(profile: DeviceProfile) -> Iterator[None]:
-    """Let every device have this profile: for tests and benchmarks that compare numbers."""
+    """Use this profile for every device, for tests and benchmarks that compare numbers."""
     _set.append(profile)
     _forget()
     try:

@@ -1,4 +1,4 @@
-"""PTX instructions that Triton has no function for, as pieces of Triton kernels."""
+"""PTX instructions that Triton does not expose, as functions for Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from infer.kernels.runtime.dispatch import jit, tl
 
 @jit
 def prefetch_l2(ptrs):
-    """Ask for the cache lines at these addresses to come to L2, without waiting for them."""
+    """Prefetch the cache lines at these addresses into L2, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

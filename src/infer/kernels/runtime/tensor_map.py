@@ -1,9 +1,9 @@
-"""TMA descriptors: where a matrix lies, its rows, and the boxes in which TMA copies it to shared memory.
+"""TMA descriptors: the address and rows of a matrix, and the boxes that TMA copies to shared memory.
 
 TMA (tensor memory accelerator) is the unit of Hopper and later GPUs that copies tiles without threads.
 
-The driver encodes that in 128 bytes, a *tensor map*, which a kernel takes as an argument. A box here is some
-rows of 128 bytes, written to shared memory in the pattern that the matrix unit reads (linear/wgmma.cuh).
+The driver encodes a descriptor in 128 bytes, a *tensor map*, which a kernel takes as an argument. Boxes here
+are rows of 128 bytes, written to shared memory in the layout that tensor cores read (linear/wgmma.cuh).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SWIZZLE_128B, _PROMOTE_TO_256B = 3, 3
 
 
 class Boxes(NamedTuple):
-    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and the number of rows that are copied at once."""
+    """A matrix [rows, columns] of 16-bit or 8-bit numbers, and the shape of the boxes copied from it."""
 
     address: int
     dtype: torch.dtype
@@ -34,11 +34,11 @@ class Boxes(NamedTuple):
     num_columns: int
     row_bytes: int  # bytes from one row to the next
     box_rows: int
-    num_boxes: int = 0  # adjacent boxes that are copied at once, the matrix being cut into boxes of columns
+    num_boxes: int = 0  # adjacent boxes of columns in one copy; 0: a two-dimensional map
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument that TMA reads; its `value` is set like a ctypes number's."""
+    """A kernel argument that TMA reads; its `value` is set like that of a ctypes number."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 
@@ -67,7 +67,7 @@ class TensorMap(ctypes.Structure):
 
 @functools.cache
 def encoder() -> Any:
-    """The driver's function that encodes tensor maps; BuildError where the driver has none."""
+    """The driver's function that encodes tensor maps; raises BuildError if the driver has none."""
     try:
         return build.driver().cuTensorMapEncodeTiled
     except AttributeError:

@@ -1,13 +1,13 @@
 """The number of threads that PyTorch uses on a CPU: for small operations, one is better than all.
 
-PyTorch shares an operation among OpenMP's threads and waits until every one of them has reported. A thread
-that has done its share then looks for the next one in a loop, for about ten milliseconds, before it sleeps.
+PyTorch splits an operation among OpenMP's threads and waits for all of them. A thread that has finished its
+share then spins for about ten milliseconds, waiting for more work, before it sleeps.
 
-Sampling one token is a dozen of these operations on one row of logits, and unpacking a matrix of a GGUF file
-hundreds on a few rows. That is a bad bargain: on an idle machine the loop takes a core from the next step,
-and on a busy one each operation waits until the system has given the other thread its turn. One token can
-then take longer to sample than fifty take to compute. Many rows are worth all threads. Nothing between one
-and all is used: OpenMP ends the threads that it does not need for once, and starts others when it needs more.
+Sampling one token is a dozen operations on one row of logits, and unpacking a matrix of a GGUF file hundreds
+of operations on a few rows. All threads are a bad trade there: on an idle machine, the spinning takes a core
+from the next step, and on a busy one, each operation waits until the system schedules the other threads.
+Sampling one token can then take longer than computing fifty. Many rows are worth all threads. Nothing between
+one and all is used: OpenMP ends threads that it does not need at the moment, and starts others later.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FEW_ROWS = 8
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch use one thread, and afterwards as many as before."""
+    """Run PyTorch with one thread inside the block, and restore the number of threads afterwards."""
     usual = torch.get_num_threads()
-    torch.set_num_threads(1)  # half a microsecond
+    torch.set_num_threads(1)  # takes half a microsecond
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
 """Triton's folder of compiled kernels, which may be damaged, full or not writable.
 
-Triton reads what it finds there. A file that was cut short, by a full disk or a machine that went down, ends
-in a traceback or in the driver. Here every file has its checksum next to it, and a file that does not match
-counts as not found: it is compiled again. If nothing can be written, the kernels of this process go into a
-temporary folder.
+Triton trusts every file that it finds there. A file truncated by a full disk or a crash causes a traceback or
+a failure in the driver. Here every file has its checksum next to it, and a file that does not match counts as
+missing: the kernel is compiled again. If the folder cannot be written, the kernels of this process go into a
+temporary one.
 
     <TRITON_CACHE_DIR>/<key>/kernel.cubin, kernel.cubin.sha256, ...
 """
@@ -28,13 +28,13 @@ SUFFIX = ".sha256"
 
 
 def install(triton: Any) -> None:
-    """Let Triton keep kernels this way, unless the user has chosen another one."""
+    """Make Triton store kernels this way, unless the user has configured another cache manager."""
     if triton.knobs.cache.manager_class is None:
         triton.knobs.cache.manager_class = _make_manager()
 
 
 def is_whole(path: str) -> bool:
-    """Return True if a file is what was written; one without a checksum is from another program."""
+    """Return True if a file is intact or, written by another program, has no checksum."""
     try:
         told = Path(path + SUFFIX).read_text(encoding="ascii")
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def _make_manager() -> type:
                 self._move(error)
 
         def _move(self, error: OSError) -> None:
-            """Keep the files in a temporary folder from now on."""
+            """Store the files in a temporary folder from now on."""
             try:
                 self.cache_dir = os.path.join(_temporary_folder(), self.key)
                 os.makedirs(self.cache_dir, exist_ok=True)
@@ -80,12 +80,12 @@ def _make_manager() -> type:
             _say_once(str(error))
 
         def get_file(self, filename: str) -> str | None:
-            """The path of a file, if it is whole."""
+            """The path of a file, if it is intact."""
             path = super().get_file(filename)
             return path if path is not None and is_whole(path) else None
 
         def get_group(self, filename: str) -> dict[str, str] | None:
-            """The paths of a kernel's files, if all of them are whole."""
+            """The paths of a kernel's files, if all of them are intact."""
             if self.get_file(f"__grp__{filename}") is None:
                 return None
             try:
