@@ -9,15 +9,15 @@ values of each layer, a whole plane of all other blocks apart:
 
     element   (plane * num_blocks + block) * (elements of a block) + offset
 
-The specification is one line of PyTorch. But the planes of a cache of many GiB are further apart than 31 bits
-can say, and PyTorch then cuts the copy until they suffice, down to a launch for each plane: 56 launches for a
-model of 28 layers, where the bytes, two or three MiB, take a few microseconds. The kernel is one launch with
-64-bit offsets. The elements of a block are known when it is compiled, so the compiler sees that every piece
-begins at a multiple of 16 bytes and loads that many at a time; the block numbers are
-arguments, since one more version would mean a compilation in the middle of a request.
+The specification is one line of PyTorch. But in a cache of many GiB, offsets between planes exceed 31 bits,
+and PyTorch then splits the copy until they fit, down to one launch per plane: 56 launches for a model of 28
+layers, although the bytes, two or three MiB, take a few microseconds. The kernel is one launch with 64-bit
+offsets. The elements of a block are a compile-time constant, so the compiler sees that every piece begins at
+a multiple of 16 bytes and loads that many at a time; the block numbers are arguments, since another variant
+would mean a compilation in the middle of a request.
 
-With another tensor as destination it gathers a block into one piece, or scatters it: that is how blocks go to
-host memory and come from there (cache/kv_store.py).
+With another tensor as destination, it gathers a block into one piece, or scatters it: this is how blocks move
+to host memory and back (cache/kv_store.py).
 
 Shapes:  L layers, N and M blocks, P tokens of a block, G kv heads, H head size; 2: keys, values.
 """
@@ -31,7 +31,7 @@ import torch
 from infer.kernels.runtime.dispatch import jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-PIECE_BYTES = 8192  # bytes that one program copies: four loads of 16 bytes for each of its 128 threads
+PIECE_BYTES = 8192  # bytes per program: four loads of 16 bytes for each of its 128 threads
 
 
 def copy_block_reference(
@@ -56,7 +56,7 @@ def _copy_block_kernel(
 def copy_block(
     cache_L2NPGH: torch.Tensor, source: int, destination: int, to_L2MPGH: torch.Tensor | None = None
 ) -> None:
-    """Make block `destination` of the cache, or of another, equal to block `source` in every layer."""
+    """Copy block `source` in every layer to block `destination` of the same or another cache."""
     to_L2MPGH = cache_L2NPGH if to_L2MPGH is None else to_L2MPGH
     if not use_triton(cache_L2NPGH):
         copy_block_reference(cache_L2NPGH, source, destination, to_L2MPGH)

@@ -1,11 +1,11 @@
-"""Rows of a table, by number, times a number, and added to others.
+"""Embedding lookup, and scaling and addition of rows.
 
     embed    x_t = table[id_t]
     scaled   y = x * factor          for Gemma, whose embeddings are stored too small; for Granite's branches
-    added    y = x + residual        where no norm reads the sum at once (OLMo)
+    added    y = x + residual        if no norm directly reads the sum (OLMo)
 
-The table may be stored in fewer bits than the rows are wanted in: a 16-bit embedding under a float32
-model is converted row by row, and never exists in float32 as a whole.
+The table may have fewer bits than the rows that are returned: the 16-bit embedding of a float32 model is
+converted row by row, and never exists in float32 as a whole.
 
 Shapes:  T tokens, V rows, D numbers each.
 """
@@ -26,7 +26,7 @@ def embed_reference(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dt
 
 
 def embed(ids_T: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Look rows up and return them as `dtype`, [T, D]."""
+    """Look up rows and return them as `dtype`, [T, D]."""
     c = library() if on_cpu(table_VD) and dtype is torch.float32 else None
     is_plain = ids_T.dim() == 1 and ids_T.dtype is torch.int64 and table_VD.is_contiguous()
     if c is not None and is_plain and table_VD.dtype in operations.EMBEDDING_KINDS:
@@ -41,7 +41,7 @@ def scaled_reference(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def scaled(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply every number by `factor`, a number of the dtype of `x_TD`."""
+    """Multiply every element by `factor`, which the dtype of `x_TD` can represent."""
     if x_TD.dim() == 2 and (c := use_c(x_TD)):
         return operations.scale(c, x_TD, factor)
     return scaled_reference(x_TD, factor)
@@ -53,7 +53,7 @@ def added_reference(x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tens
 
 
 def added(x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
-    """Add two tensors of one shape; C where steps are recorded (kernels/cpu/program.py), else PyTorch."""
+    """Add two tensors of equal shape, in C for float32 on a CPU (kernels/cpu/program.py), else in PyTorch."""
     if x_TD.dim() == 2 and (c := use_c(x_TD)) and use_c(residual_TD):
         return operations.scale(c, x_TD, 1.0, residual_TD)
     return added_reference(x_TD, residual_TD)

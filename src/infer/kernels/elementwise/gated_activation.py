@@ -6,14 +6,14 @@
     gelu_tanh   x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))           Gemma, GPT-2 (ungated)
     gelu        x/2 * (1 + erf(x / sqrt(2)))
 
-and one gate that is not a product of act(gate) and up:
+and one gate of a different form:
 
     clamped     (up + 1) * gate * sigmoid(1.702 gate)        gpt-oss; gate <= 7, -7 <= up <= 7
 
-Computed in float32; act(gate) is rounded to the input type before it is multiplied, as it would be
-if the two operations were written one after the other.
+Computed in float32; act(gate) is rounded to the input type before it is multiplied, as if the two
+operations were separate.
 
-Memory-bound: 2F elements read and F written per token, in one launch, with no act(gate) in memory.
+Memory-bound: 2F elements read and F written per token, in one launch, without act(gate) in memory.
 
 Shapes:  T tokens, F intermediate size of the MLP.
 """
@@ -43,14 +43,14 @@ _BLOCK_F = 1024  # columns per program: 8 per thread of 4 warps
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Apply one of `ACTIVATIONS` to every element: the ungated form, for GPT-2."""
+    """Apply one of `ACTIVATIONS` to every element, without a gate, for GPT-2."""
     if activation in ACTIVATIONS and x.dim() == 2 and (c := use_c(x)):
         return operations.activation(c, x, activation)
     return find_activation(activation)(x)
 
 
 def find_activation(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The PyTorch function of that name, or an error that lists the names."""
+    """The PyTorch function of that name; raises ConfigError with the known names."""
     if activation not in ACTIVATIONS:
         hint = closest(activation, ACTIVATIONS)
         raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
@@ -58,13 +58,13 @@ def find_activation(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def check_gate(activation: str) -> None:
-    """ConfigError unless there is a gate of that name."""
+    """Raise ConfigError unless there is a gate of that name."""
     if activation != CLAMPED:
         find_activation(activation)
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The specification: what the kernel must equal, and what runs on the CPU."""
+    """The specification of the kernel, which also runs on the CPU."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == CLAMPED:
         gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
@@ -74,7 +74,7 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: str) -> torch.
 
 @jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """One of `ACTIVATIONS` of every element, for the epilogue of any kernel."""
+    """Apply one of `ACTIVATIONS` to every element, in the epilogue of any kernel."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
@@ -86,7 +86,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @jit
 def clamped_gate(gate, up):
-    """The gate of gpt-oss, for the epilogue of any kernel."""
+    """Apply the gate of gpt-oss, in the epilogue of any kernel."""
     gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
     return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
 

@@ -6,20 +6,20 @@
              └── v heads ──────────────────────┬─ cache ───► values_PGH[slot]
                                                └─ none ────► v_TGH     a view of qkv_TX
 
-The norm comes from rms_norm.py (models without a QK-norm give no weights), the rotation from
-rope.py. A normed head is rounded to the type of the input before it is turned, as if the two had been
-called one after the other.
+The norm is defined in rms_norm.py (models without a QK-norm pass no weights), the rotation in rope.py. A
+normed head is rounded to the type of the input before it is rotated, as if the two were separate calls.
 
-A slot of -1 marks a padding token: its query is computed like any other, its key and value are written
-nowhere. With a cache, the kernel *returns* keys and values that are views of the input, neither normed nor
-rotated, for the cache has the real ones; an attention that reads no cache asks for both (`CacheSlots.keeps`).
+A slot of -1 marks a padding token: its query is computed like any other, its key and value are not stored.
+With a cache, the *returned* keys and values are views of the input, neither normed nor rotated, because the
+cache has the real ones; attention that does not read the cache requests both (`CacheSlots.keeps`).
 
 Memory-bound: reads X elements per token and writes as many. A program takes a few heads of a kind, in halves:
-an element of the first half and its partner in the rotation stand in the same place of two tiles, so that
-weights and angles are read once for both.
+an element of the first half and its partner in the rotation are at the same place of two tiles, so weights
+and angles are read once for both.
 
 With few tokens, weights, positions and angles are read before the projection has ended (`dispatch.py` has the
-rules): positions must be older than that. With many, the registers this takes cost more than it gains.
+rules), so positions must be older than the projection. With many tokens, the extra registers cost more than
+this gains.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size, R = H / 2, X = (N + 2 G) H, P positions in the
 tables or slots in the cache.
@@ -49,10 +49,10 @@ class CacheSlots(NamedTuple):
 
     keys_PGH: torch.Tensor
     values_PGH: torch.Tensor
-    slots_T: torch.Tensor  # -1: a padding token, written nowhere
-    keeps: bool = False  # attention wants the keys and values as well
+    slots_T: torch.Tensor  # -1: a padding token, which is not stored
+    keeps: bool = False  # True: attention also needs the keys and values themselves
     scales: KVScales | None = None  # scales of the codes, if keys and values have 8 bits (kv_codes.py)
-    fixed: torch.Tensor | None = None  # float32 [2, G]: the scales of keys and values that all tokens share
+    fixed: torch.Tensor | None = None  # float32 [2, G]: scales of keys and values, shared by all tokens
 
 
 class HeadTransform(NamedTuple):
@@ -67,7 +67,7 @@ class HeadTransform(NamedTuple):
     offset: float = 0.0
 
     def check(self, qkv_TX: torch.Tensor, H: int) -> None:
-        """Refuse a projection with heads of H that kernels cannot read, or tables that do not turn them."""
+        """Reject projections with heads of H that kernels cannot read, and tables that do not fit them."""
         cos_PR, sin_PR = self.cos_PR, self.sin_PR
         assert qkv_TX.stride(1) == 1, "the elements of a token must be contiguous"
         assert cos_PR.shape == sin_PR.shape and 2 * cos_PR.shape[1] == H, f"{cos_PR.shape}, heads of {H}"
@@ -172,7 +172,7 @@ def split_heads(qkv_TX: torch.Tensor, num_heads: int, num_kv_heads: int) -> Head
 
 @jit
 def scaled(x, inv_rms, gain, dtype: tl.constexpr):
-    """The norm's result, rounded as a norm of its own would round it."""
+    """The norm's result, rounded as in a separate norm."""
     return (x * inv_rms * gain).to(dtype).to(tl.float32)
 
 
@@ -180,7 +180,7 @@ def scaled(x, inv_rms, gain, dtype: tl.constexpr):
 def _angles_and_gains(
     cos_ptr, sin_ptr, positions_ptr, weight_ptr, token, r, R, offset, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """The angles and gains of the two halves of a head: everything that is older than the projection."""
+    """Load the angles and gains for the two halves of a head, all of it older than the projection."""
     in_half = r < R
     angle = tl.load(positions_ptr + token).to(tl.int64) * R + r
     cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0)[None, :]
@@ -197,7 +197,7 @@ def _fill_slots(
     first, second, kept_ptr, scales_ptr, fixed_ptr, cached, slots, heads, in_cache, G, R,
     CODE_BLOCK: tl.constexpr, FP8: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Put the two halves of some heads into the cache."""
+    """Write the two halves of some heads to the cache."""
     if CODE_BLOCK > 0:
         first, second = first.to(tl.float32), second.to(tl.float32)
         larger = tl.maximum(tl.abs(first), tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
@@ -230,7 +230,7 @@ def _norm_rope_write_kernel(
     is_q = tl.program_id(1) < num_q
     is_v = tl.program_id(1) >= num_q + num_k
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    heads -= tl.where(is_q, 0, tl.where(is_v, num_q + num_k, num_q)) * BLOCK_HEADS  # counted within its kind
+    heads -= tl.where(is_q, 0, tl.where(is_v, num_q + num_k, num_q)) * BLOCK_HEADS  # indices within the kind
     first_of_kind = tl.where(is_q, 0, tl.where(is_v, N + G, N))
     in_half = (heads < tl.where(is_q, N, G))[:, None] & (r < R)[None, :]
     weight_ptr = q_weight_ptr
@@ -291,7 +291,7 @@ def _norm_rope_write_kernel(
 def norm_rope_write(
     qkv_TX: torch.Tensor, transform: HeadTransform, positions_T: torch.Tensor, cache: CacheSlots | None = None
 ) -> Heads:
-    """Queries, keys and values ready for attention; with a cache, keys and values go to their slots."""
+    """Compute queries, keys and values for attention; with a cache, write keys and values to their slots."""
     norm_weights, cos_PR, sin_PR, N, G, eps, offset = transform
     if not use_triton(qkv_TX):
         q_TNH, k_TGH, v_TGH = split_heads(qkv_TX, N, G)
@@ -306,7 +306,7 @@ def norm_rope_write(
     transform.check(qkv_TX, H)
     assert positions_T.is_contiguous(), "positions must be contiguous"
     q_out = torch.empty((T, N, H), dtype=qkv_TX.dtype, device=qkv_TX.device)
-    # placeholders: without a cache, or without a norm, they are not read
+    # placeholders, which are not read without a cache or a norm
     keys, values, slots_T, keeps, scales, fixed = cache or CacheSlots(q_out, q_out, positions_T)
     if cache is not None:
         for name, part in (("keys", keys), ("values", values)):

@@ -2,8 +2,8 @@
 
     r = x + residual;  y = (r - mean(r)) / sqrt(var(r) + eps) * weight + bias;  both are returned
 
-GPT-2 has it where later models have an RMS norm (rms_norm.py). The sum is rounded to the input type
-before it is normalised, fused or not. On a GPU PyTorch's own two kernels compute it.
+GPT-2 uses it instead of the RMS norm of later models (rms_norm.py). The sum is rounded to the input type
+before it is normalised, fused or not. On a GPU, PyTorch computes it, in two kernels.
 
 Shapes:  T tokens, D hidden size.
 """

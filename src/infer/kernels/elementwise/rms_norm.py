@@ -5,15 +5,15 @@
 
 Statistics are taken in float32 whatever the input type, and the result is rounded once, at the end. `offset`
 is 1 for Gemma, which stores its weights centred on zero, and 0 for every other family. The sum r is rounded
-to the input type *before* it is normalised: fused or not, the numbers agree. x may come in parts, [P, T, D],
-that are added up. The sum of parts in float32 (linear/split.py) is not rounded; the sum of parts in the type
-of the residual (a mixture's choices) is rounded to that type.
+to the input type *before* it is normalised, so the numbers are the same, fused or not. x may come in parts,
+[P, T, D], that are added up. The sum of parts in float32 (linear/split.py) is not rounded; the sum of parts
+in the type of the residual (a mixture's choices) is rounded to that type.
 
 Memory-bound: each element is read once and written once, so the target is the bandwidth of a copy
 (benchmarks/kernels/rms_norm.py prints the share of it we reach). A program takes a tile of whole rows: one
-row of a hidden state, or several rows where they are short, as the heads of a QK-norm are. In a decode step
-the launch takes longer than the bytes, so the weights are loaded while the input is still being computed
-(PDL, `dispatch.py`).
+row of a hidden state, or several short rows, like the heads of a QK-norm. In a decode step, the launch takes
+longer than the bytes, so the weights are loaded while the input is still being computed (PDL,
+`dispatch.py`).
 
 Shapes:  T tokens, N heads, D the normalised dimension (hidden size, or head size for a QK-norm), P parts.
 """
@@ -29,7 +29,7 @@ from infer.kernels.runtime.launch import launch_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """The specification: what the kernel must equal, and what runs on the CPU."""
+    """The specification of the kernel, which also runs on the CPU."""
     if offset == 0.0 and weight_D.dtype == x.dtype:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)  # float32 inside, rounded once
     weight = weight_D.float() + offset
@@ -135,7 +135,7 @@ def _launch(
     tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], num_rows: int, N: int, D: int,
     eps: float, offset: float, *, num_parts: int = 0,
 ) -> None:  # fmt: skip
-    """Launch programs that take one long row each, or as many short ones as make about 1024 elements."""
+    """Launch programs that take one long row each, or short rows with about 1024 elements in total."""
     block_d = next_power_of_two(D)
     block_rows = max(1, 1024 // block_d)
     launch_triton(

@@ -1,17 +1,17 @@
-"""Rotary position embedding: turn each pair of a head's elements by an angle that grows with position.
+"""Rotary position embedding: rotate each pair of a head's elements by an angle that grows with position.
 
     y1 = x1 * cos - x2 * sin          x1: first half of the head,  cos, sin: row `position` of the tables
     y2 = x2 * cos + x1 * sin          x2: second half
 
 Element i of the first half is paired with element i of the second (the "half-split" layout of
 Hugging Face checkpoints; GGUF files of Llama are permuted to it at load time). The dot product of two
-rotated vectors depends only on how far apart their positions are.
+rotated vectors depends only on the distance between their positions.
 
 The tables are float32 and hold one row per position; the arithmetic is float32, the result has the
 type of the input. Positions must be below P.
 
-This is the CPU's rotation: C in float32, PyTorch otherwise. On a GPU `norm_rope_write` (heads.py) rotates in
-the launch that norms the heads and fills the cache.
+This is the rotation on a CPU: C for float32, PyTorch otherwise. On a GPU, `norm_rope_write` (heads.py)
+rotates in the launch that norms the heads and fills the cache.
 
 Shapes:  T tokens, N query heads, G kv heads, H head size, R = H / 2 pairs, P positions in the tables.
 """
@@ -29,10 +29,10 @@ def rope_reference(
     q_TNH: torch.Tensor, k_TGH: torch.Tensor, cos_PR: torch.Tensor, sin_PR: torch.Tensor,
     positions_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The specification: what C and the kernel of heads.py must equal."""
+    """The specification of the C kernel and the kernel of heads.py."""
     cos = cos_PR[positions_T].unsqueeze(1)
     sin = sin_PR[positions_T].unsqueeze(1)
-    heads = torch.cat((q_TNH, k_TGH), dim=1)  # both turn alike; at decode one pass is quicker than two
+    heads = torch.cat((q_TNH, k_TGH), dim=1)  # one pass for both is faster when decoding
     first, second = heads.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     q, k = rotated.to(heads.dtype).split((q_TNH.shape[1], k_TGH.shape[1]), dim=1)

@@ -7,12 +7,12 @@ computed, and its block table. A step names its rows; everything else it needs f
                                    ▲                                                             │
                                    └──────────────────── next replay, no copy in ────────────────┘
 
-The host only says which rows are new and how they are sampled (sample_state.py) and when a table grows
-(`apply_table_diffs`), and reads the ids, some steps late if it likes.
-A row of -1 is padding up to the size a graph was captured for: token 0 at position 0, written to no slot
+The host only sends new rows with their sampling settings (sample_state.py) and additions to block tables
+(`apply_table_diffs`), and reads the ids, possibly some steps late.
+A row of -1 is padding up to the size that a graph was captured for: token 0 at position 0, written to no slot
 (-1) and attending to nothing (length 0).
 
-Kernels take no number that differs between steps: one program per row, so the grid says how many.
+Kernels take no number that differs between steps: there is one program per row, so the grid has the number.
 
 Shapes:  S rows of a step, R rows of state, B blocks of the longest table, K changes.
 """
@@ -36,12 +36,12 @@ class StepInputs(NamedTuple):
 
     tokens_S: torch.Tensor  # int64
     positions_S: torch.Tensor  # int64
-    slots_S: torch.Tensor  # int64: where the token's key and value go; -1: nowhere
-    lens_S: torch.Tensor  # int32: the number of positions it attends to, its own included
+    slots_S: torch.Tensor  # int64: slots of the tokens' keys and values; -1: not stored
+    lens_S: torch.Tensor  # int32: number of positions that the token attends to, its own included
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str) -> StepInputs:
-        """Memory for the inputs of `num_rows` rows: a captured step writes to the same addresses again."""
+        """Allocate the inputs of `num_rows` rows; a captured step writes to the same addresses again."""
         tokens, positions, slots = torch.zeros((3, num_rows), dtype=torch.int64, device=device).unbind()
         return cls(tokens, positions, slots, torch.zeros(num_rows, dtype=torch.int32, device=device))
 
@@ -87,7 +87,7 @@ def gather_step(
     rows_S: torch.Tensor, last_token_R: torch.Tensor, position_R: torch.Tensor, tables_RB: torch.Tensor, *,
     block_size: int, out: StepInputs | None = None,
 ) -> StepInputs:  # fmt: skip
-    """The inputs of a step over `rows_S`; written to `out` if given, which must have S rows."""
+    """Gather the inputs of a step over `rows_S`, into `out` if given, which must have S rows."""
     num_rows = rows_S.shape[0]
     if out is None:
         out = StepInputs.empty(num_rows, rows_S.device)
@@ -120,7 +120,7 @@ def advance_rows_reference(
         place = real[is_counted], ids[is_counted]
         uses = counted.uses_RV[place]
         counted.uses_RV[place] = uses + ((uses & MAX_COUNT) < MAX_COUNT).to(uses.dtype)
-    last_token_R[real] = tokens  # when all there is to allocate has been: all are written, or none
+    last_token_R[real] = tokens  # after all allocations, so that all state is written or none
     position_R[real] = positions
 
 
@@ -148,11 +148,11 @@ def advance_rows(
     rows_S: torch.Tensor, ids_S: torch.Tensor, positions_S: torch.Tensor, last_token_R: torch.Tensor,
     position_R: torch.Tensor, counted: SampleState | None = None,
 ) -> None:  # fmt: skip
-    """Make the sampled ids the rows' last tokens, at `positions_S`; no row may come twice, -1 is padding.
+    """Make the sampled ids the rows' last tokens, at `positions_S`; rows must be distinct, -1 is padding.
 
-    A row that has no next token (its id is negative) goes on with token 0: its request has failed, but a
-    step already under way must still find a token in the embedding.
-    With a state of the sampler, the ids are counted there for the rows that ask for it.
+    A row without a next token (its id is negative) goes on with token 0: its request has failed, but a
+    step already in flight must still find a token in the embedding.
+    With the state of the sampler, the ids are counted there for rows with penalties or bans.
     """
     if not use_triton(rows_S):
         advance_rows_reference(rows_S, ids_S, positions_S, last_token_R, position_R, counted)
@@ -183,7 +183,7 @@ def _apply_table_diffs_kernel(tables_ptr, diffs_ptr, table_stride):
 
 
 def apply_table_diffs(tables_RB: torch.Tensor, diffs_K3: torch.Tensor) -> None:
-    """Write `block` into place `index` of `row`'s table for each (row, index, block); row -1: nothing."""
+    """Write `block` to entry `index` of `row`'s table for each (row, index, block); row -1: nothing."""
     if not use_triton(tables_RB):
         apply_table_diffs_reference(tables_RB, diffs_K3)
     elif diffs_K3.shape[0]:

@@ -1,8 +1,8 @@
 """Trees of drafts on the device: the ids of one turn become the nodes of the next, without the host.
 
-The turns of a tree are as many as it is deep. A turn computes the nodes at its depth that have children, of
-all rows, and draws the best ids next to each. What is drawn where follows from the shape alone, which the
-number of drafts decides (speculative/tree.py):
+A tree takes as many turns as it is deep. A turn computes the nodes at its depth that have children, for all
+rows, and picks the best next ids for each. The nodes of these ids follow from the shape of the tree alone,
+which depends on the number of drafts (speculative/tree.py):
 
     turn 0    computes the text's end            draws a b c     nodes 1, 5, 6       1 and 5 have children
     turn 1    computes nodes 1 and 5, row by row draws d e | f   nodes 2, 7 | 8      2 has a child
@@ -10,8 +10,8 @@ number of drafts decides (speculative/tree.py):
 
     links     a line per node at a depth, those with children first: node, place among the ids, nodes it sees
 
-A node lies in the slot that has its number after the text, is rotated by its depth, and sees the text and its
-ancestors, as the step that verifies it will have it (execution/trees.py).
+A node has the slot at its number after the text, is rotated by its depth, and sees the text and its
+ancestors, as in the step that verifies it (execution/trees.py).
 
 Shapes:  S rows, M tokens of a turn, W best ids of each, C nodes at a depth, R rows of state, B blocks of the
 longest table, N drafts.
@@ -83,10 +83,10 @@ def next_nodes(
     tables_RB: torch.Tensor, inputs: StepInputs, tree_2M: torch.Tensor, drafts_NS: torch.Tensor, *,
     block_size: int, depth: int,
 ) -> None:  # fmt: skip
-    """Keep the nodes at a depth as drafts, and let the next turn compute the nodes that it has inputs for.
+    """Store the nodes at a depth as drafts, and set the inputs of the next turn for as many as it computes.
 
-    `best_WM` are the ids drawn next to the tokens of the turn before, best first; `position_R` the positions
-    at which trees begin. A row that has no next token drafts token 0.
+    `best_WM` are the best next ids for the tokens of the previous turn, best first; `position_R` the
+    positions at which trees begin. A row without a next token drafts token 0.
     """
     if not use_triton(rows_S):
         next_nodes_reference(

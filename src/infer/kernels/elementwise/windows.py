@@ -1,18 +1,18 @@
-"""Windows of drafts on the device: how turns follow each other, and how a window becomes a step.
+"""Windows of drafts on the device: the transition from turn to turn, and from a window to a step.
 
     turns       gather_step ─► model ─► ids ─ next_turn ─► the inputs of the next turn, and a line of drafts
     windows     lines of the host, drafts ─ unpack_window ─► the inputs of a step that verifies
-    its ids     tokens of the windows, ids ─ judge_windows ─► where the next turns begin, and what is moved
+    its ids     tokens of the windows, ids ─ judge_windows ─► the start of the next turns, and the moves
 
-Nothing is read back between turns, nor between the last turn and the step that verifies what they drafted:
-the host writes a code where a draft is to be, which says where the draft lies. Nor does anything wait between
-that step and the next turns: the device judges for itself what is kept.
+Nothing is read back between turns, nor between the last turn and the step that verifies the drafts: in place
+of a draft, the host writes a code with its index. Nothing waits between that step and the next turns either:
+the device itself judges which drafts are accepted.
 
     lines of a window     row, length, row sampled as, row that goes on, token, position, slot of each table,
-                          and whether the row goes on from here: 1 and 0 as decided before, -1 as judged
+                          and a flag if the row goes on from here: 1 and 0: already decided, -1: to be judged
     token                 -1: padding, which is -1 in all lines; below: draft number -2 - token
-    position              below -1: -2 - position tokens after the row's last, if only the device knows that
-                          one; then it finds the length and the slots as well, and the last token
+    position              below -1: -2 - position tokens after the row's last token, if only the device knows
+                          its position; then it also computes the length, the slots and the last token
 
 Shapes:  S rows or tokens, R rows of state, B blocks of the longest table, X lines: 2 and one per block table,
 Y lines: 5 more, D drafts.
@@ -75,10 +75,10 @@ def next_turn(
     rows_S: torch.Tensor, ids_S: torch.Tensor, tables_RB: torch.Tensor, inputs: StepInputs,
     drafts_S: torch.Tensor, *, block_size: int,
 ) -> None:  # fmt: skip
-    """Let rows that draft go on from the ids they have drawn, which are also kept as their drafts.
+    """Advance drafting rows to the ids they have drawn, which are also stored as their drafts.
 
-    A row that has no next token drafts token 0. After the last turn nothing reads the inputs any more, and
-    the table of a row need not have room for them.
+    A row without a next token drafts token 0. After the last turn, nothing reads the inputs anymore, and the
+    table of a row need not have room for them.
     """
     if not use_triton(rows_S):
         next_turn_reference(rows_S, ids_S, tables_RB, inputs, drafts_S, block_size=block_size)
@@ -90,7 +90,7 @@ def next_turn(
 
 
 class DraftedRows(NamedTuple):
-    """The state of rows that are drafted for."""
+    """The state of the rows that drafts belong to."""
 
     last_token_R: torch.Tensor
     position_R: torch.Tensor  # position of the last token
@@ -153,7 +153,7 @@ def unpack_window(
     lines_YS: torch.Tensor, drafts_D: torch.Tensor, state: DraftedRows, rows_S: torch.Tensor,
     lens_S: torch.Tensor, table_XS: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Put the lines of a window where a step reads them: rows, lengths, tokens, positions and slots."""
+    """Convert the lines of a window to the inputs of a step: rows, lengths, tokens, positions and slots."""
     if not use_triton(rows_S):
         unpack_window_reference(lines_YS, drafts_D, state, rows_S, lens_S, table_XS)
         return
@@ -238,12 +238,12 @@ def judge_windows(
     decided_S: torch.Tensor, tree_2S: torch.Tensor, slots_S: torch.Tensor, last_token_R: torch.Tensor,
     previous_R: torch.Tensor, position_R: torch.Tensor, sources_S: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Let the rows of a step that verifies go on from the last token that each keeps, and the id drawn there.
+    """Advance the rows of a verifying step to the last token that each accepts, and the id drawn there.
 
-    The tokens of a row stand side by side, `MAX_DRAFTS` after the first at most. From that one on, the walk
-    goes to the first child that is the id drawn before: in a chain to the next token, in a tree (`tree_2S`)
-    to one that sees what the token before sees, and itself. `sources_S` begins as the slots of all tokens;
-    a row's first entries get the slots of the tokens that it keeps.
+    The tokens of a row are adjacent, at most `MAX_DRAFTS` after the first. From the first token, the walk
+    moves to the first child that equals the drawn id: in a chain the next token, in a tree (`tree_2S`) a
+    token that sees everything the current token sees, and itself. `sources_S` starts as the slots of all
+    tokens; a row's first entries get the slots of the tokens that it accepts.
     """
     tensors = (
         rows_S, tokens_S, positions_S, ids_S, decided_S, tree_2S, slots_S, last_token_R, previous_R,

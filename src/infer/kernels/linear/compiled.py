@@ -1,24 +1,24 @@
-"""The CUDA C++ linears of one model on one GPU: made by the binder, used by the model's projections.
+"""The CUDA C++ linears of one model on one GPU: created by the binder, used by the model's projections.
 
 These kernels load weights while the previous kernel still runs (PDL). A Triton kernel between two of them
-hides nothing, and the mix is slower than either kind alone. So each of the first three kernels is loaded for
-all matrices that projections request (`want`), or for none: if one matrix does not fit, or there is no
-compiler, all of them stay with Triton. With coded weights Triton is several times slower, so each matrix with
-a cut gets its kernel, whatever the others have.
+breaks this overlap, and the mix is slower than either kind alone. So each of the first three kernels is
+loaded for all matrices that projections request (`want`), or for none: if one matrix does not fit, or there
+is no compiler, all of them stay with Triton. With coded weights, Triton is several times slower, so each
+matrix with a configuration gets its kernel, independent of the others.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py
-    2 to 64 tokens      all matrices of the layers, and the head if it can be cut               wgmma.py
-    65 to 128 tokens    gates, and what writes into the residual stream                         wgmma.py
+    2 to 64 tokens      all matrices of the layers, and the head if it fits                     wgmma.py
+    65 to 128 tokens    gates, and matrices that write into the residual stream                 wgmma.py
     up to 16 tokens     coded weights, matrices of small models (of 2,048: to 8)                pdl.py
     1 to 512 tokens     coded weights, all other matrices (fp8: to 1,024)                       wgmma.py
-    up to 8 tokens      experts, where `use` has been given kernels for them                    moe/few.py
+    up to 8 tokens      experts, if their kernels were registered by `use`                      moe/few.py
     1 to 128 tokens     matrices of the layers in a step with LoRA adapters              wgmma.py, shrink.py
 
     linears = CompiledLinears(device)
-    linears.want(matrix) ...            projections, while they are prepared
-    linears.compiler()()                in a thread: compilers run, the GPU is left alone; meanwhile steps
-                                        are gone through to compile their other kernels (compile_ahead.py)
-    linears.load()                      before the first step that runs
+    linears.want(matrix) ...            by projections, while they are prepared
+    linears.compiler()()                in a thread: compilers run without using the GPU; meanwhile, steps
+                                        are traced to compile their other kernels (compile_ahead.py)
+    linears.load()                      before the first step runs
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ LinearWay = Way[LinearProblem, CudaConfig]
 
 
 class CompiledLinears:
-    """The products of one model that run in CUDA C++, and how their matrices are cut."""
+    """The products of one model that run in CUDA C++, with the configurations of their kernels."""
 
     def __init__(self, device: torch.device, *, gpu: Gpu | None = None) -> None:
-        """`gpu`: choose for this one instead of the device's own."""
+        """`gpu`: the GPU to choose for, instead of the device's own."""
         self.device, self.gpu = device, gpu or gpu_of(device)
         self._enabled = is_for(self.gpu)
         profile = self.gpu.profile.linear
@@ -80,19 +80,19 @@ class CompiledLinears:
         self._others: list[OtherKernel] = []
 
     def use(self, kernel: OtherKernel) -> None:
-        """Compile and load these kernels, too, where there is a GPU for them."""
+        """Compile and load these kernels, too, if the GPU supports them."""
         if self._enabled:
             self._others.append(kernel)
 
     def want(self, matrix: Matrix, *, is_head: bool = False) -> None:
-        """Note a matrix of the model: of its layers, or its head, which the layers do not wait for."""
+        """Register a matrix of the layers, or the head; the layers get kernels even if the head does not."""
         if self._enabled and matrix.form is not None:
             self._coded[matrix] = None
         elif self._enabled:
             (self._heads if is_head else self._layers)[matrix] = None
 
     def want_low_rank(self, matrix: Matrix, stack: LowRankStack) -> None:
-        """Note a matrix whose tokens may have adapters."""
+        """Register a matrix whose tokens may have adapters."""
         if self._enabled and takes(stack):
             self._low_rank[matrix] = None
             if self._shrink not in self._others:
@@ -101,22 +101,22 @@ class CompiledLinears:
 
     @property
     def is_wanted(self) -> bool:
-        """True if a layer has a matrix to compile for."""
+        """True if there is anything to compile."""
         return bool(self._layers or self._coded or self._others)
 
     def compiler(self) -> Callable[[], None]:
-        """A function to call in a thread: compiles all that `load` will load, and touches no GPU."""
+        """Return a function for a thread that compiles everything `load` will load, without using the GPU."""
         wanted = [variant for kernel, matrices in self._uses() for variant in kernel.expect(matrices)]
         wanted += [variant for kernel in self._others for variant in kernel.expect()]
 
         def run() -> None:
-            with suppress(BuildError):  # `load` will say so
+            with suppress(BuildError):  # `load` will report it
                 compile_variants(wanted)
 
         return run
 
     def load(self) -> bool:
-        """Compile and load all that was wanted; until then no step may run. False: not what was expected."""
+        """Compile and load all registered kernels, before any step runs. False: fewer than expected."""
         expected = self.num_ready
         for kernel, matrices in self._uses():
             kernel.load(matrices, self.device)
@@ -131,7 +131,7 @@ class CompiledLinears:
 
     @property
     def num_ready(self) -> tuple[int, ...]:
-        """The number of kinds of products that each kernel is compiled for, or expected to be."""
+        """The number of variants that each kernel is compiled for, or expected to be."""
         return (
             *(len(kernel.ready) for kernel in (*self._kernels, self.low_rank)),
             *(other.num_ready for other in self._others),
@@ -153,7 +153,7 @@ class CompiledLinears:
     def find_low_rank(
         self, x_MX: torch.Tensor, w: torch.Tensor, N: int, K: int, stack: LowRankStack, *, gated: bool
     ) -> WgmmaConfig | None:
-        """The cut of a product of tokens with adapters; None: they add their products to the finished one."""
+        """The configuration of a product with adapters in it; None: adapters add to the finished product."""
         if not self._shrink.num_ready or not takes(stack):
             return None
         problem = LinearProblem(len(x_MX), N, K, gated, x_MX.dtype, self.gpu, is_aligned=are_pieces(x_MX, w))

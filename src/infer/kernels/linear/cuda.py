@@ -1,7 +1,7 @@
-"""Shared parts of the linears in CUDA C++: how variants are compiled, and which arguments they take.
+"""Shared parts of the linears in CUDA C++: the compilation of variants, and their arguments.
 
-A variant is a source file with the constants of one cut, one bias, one prologue and one epilogue. All that a
-model's matrices can ask for is compiled, side by side, before its first step (compiled.py).
+A variant is a source file with the constants of one configuration, bias, prologue and epilogue. All variants
+that a model's matrices can need are compiled in parallel before its first step (compiled.py).
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs.
 """
@@ -31,7 +31,7 @@ from infer.kernels.runtime.tensor_map import TensorMap, encoder
 
 logger = logging.getLogger(__name__)
 
-ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # the numbers that linear/linear.cuh gives them
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}  # values of ACTIVATION in linear/linear.cuh
 
 Defines = tuple[tuple[str, int], ...]
 Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, gated, form of weights
@@ -40,18 +40,18 @@ Config = TypeVar("Config")
 _MAX_COMPILERS = 16
 _NO_CUT = Declined("sizes that no cut fits, or more tokens than are faster here")
 _NOT_ALIGNED = Declined("rows are not bfloat16, or do not start at multiples of 16 bytes")
-_LONG_SECONDS = 1.0  # compile time worth a log line; what was kept on disk takes less
+_LONG_SECONDS = 1.0  # compile time worth a log line; cubins from disk take less
 
 
 class Matrix(NamedTuple):
-    """A matrix of a model, and what may be asked of it besides the plain product."""
+    """A matrix of a model, and the operations that may be fused into its product."""
 
     N: int
     K: int
     activation: str = ""  # activation of a gated matrix; N then counts the gate's rows
     bias: bool = False
-    reads: bool = False  # it reads a `ResidualSum` in its prologue
-    writes: bool = False  # it writes a `ResidualSum` in its epilogue
+    reads: bool = False  # True: reads a `ResidualSum` in its prologue
+    writes: bool = False  # True: writes a `ResidualSum` in its epilogue
     form: CodedForm | None = None  # form of coded weights
 
 
@@ -59,9 +59,9 @@ class Variant(NamedTuple):
     """A kernel to compile and to load."""
 
     source: Path
-    arch: str  # the GPU
+    arch: str  # GPU architecture
     defines: Defines
-    name: str  # the function in the source
+    name: str  # function in the source
     num_threads: int
     types: tuple[Any, ...]  # types of its arguments
     shared_bytes: int = 0
@@ -73,13 +73,13 @@ class CudaLinear(Generic[Config]):
 
     source: Path
     tokens: range
-    bucket: Callable[[int], int]  # numbers of tokens in the same one share a kernel
-    choose: Callable[[int, Matrix], Config | Declined | None]  # the cut of a matrix for that many tokens
+    bucket: Callable[[int], int]  # token counts in the same bucket share a kernel
+    choose: Callable[[int, Matrix], Config | Declined | None]  # configuration for a token count and a matrix
     variant: Callable[[Config, Matrix, int, bool, bool], Variant]  # arguments: bucket, adding, reading parts
     is_for_each: bool = False  # True: a matrix without a cut does not keep the others from this kernel
     ready: dict[Shape, Config] = field(default_factory=dict)
-    declined: dict[Shape, Declined] = field(default_factory=dict)  # matrices without a cut of their own
-    why_not: Declined = Declined("nothing was compiled for it")  # reason of all others
+    declined: dict[Shape, Declined] = field(default_factory=dict)  # matrices without a configuration
+    why_not: Declined = Declined("nothing was compiled for it")  # reason for all other matrices
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class CudaLinear(Generic[Config]):
         return f"CUDA C++, {self.source.name}"
 
     def covers(self, problem: LinearProblem) -> Config | Declined:
-        """The cut of a matrix that was loaded."""
+        """The configuration of the loaded kernel for a matrix."""
         if problem.num_tokens not in self.tokens:
             return Declined(f"for {self.tokens[0]} to {self.tokens[-1]} tokens")
         shape = (self.bucket(problem.num_tokens), problem.N, problem.K, problem.gated, problem.form)
@@ -97,13 +97,13 @@ class CudaLinear(Generic[Config]):
         return config if problem.is_aligned else _NOT_ALIGNED
 
     def expect(self, matrices: Sequence[Matrix]) -> list[Variant]:
-        """The variants to compile for these matrices; until `load`, `covers` takes them to be ready."""
+        """The variants to compile for these matrices; until `load`, `covers` assumes that they are ready."""
         chosen, variants = self._cut(matrices) or ({}, [])
         self.ready.update(chosen)
         return variants
 
     def load(self, matrices: Sequence[Matrix], device: torch.device) -> bool:
-        """Compile and load all that these matrices can ask for; False if that fails (the log says why)."""
+        """Compile and load all variants for these matrices; False if that fails (the log has the reason)."""
         cuts = self._cut(matrices)
         if cuts is None:
             return False
@@ -133,7 +133,7 @@ class CudaLinear(Generic[Config]):
         return True
 
     def _cut(self, matrices: Sequence[Matrix]) -> tuple[dict[Shape, Config], list[Variant]] | None:
-        """The cuts of these matrices and the variants they need, each once; None: not for this kernel."""
+        """The configurations of these matrices and their variants, without duplicates; None: not covered."""
         chosen: dict[Shape, Config] = {}
         variants: dict[Variant, None] = {}
         for bucket in dict.fromkeys(self.bucket(M) for M in self.tokens):
@@ -167,7 +167,7 @@ class OtherKernel:
     num_ready = 0  # variants that can be launched, or are expected to be until `load`
 
     def variants(self) -> list[Variant]:
-        """All variants to compile; none where a matrix cannot be cut."""
+        """All variants to compile; none if a matrix is not supported."""
         raise NotImplementedError
 
     def expect(self) -> list[Variant]:
@@ -177,7 +177,7 @@ class OtherKernel:
         return found
 
     def load(self, device: torch.device) -> None:
-        """Compile and load all variants; BuildError where that fails."""
+        """Compile and load all variants; raises BuildError if that fails."""
         self.num_ready, found = 0, self.variants()
         compile_variants(found)
         for variant in found:
@@ -186,7 +186,7 @@ class OtherKernel:
 
 
 def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
-    """Return True if every row is bfloat16, without gaps, and starts at a multiple of 16 bytes."""
+    """Return True if every row is contiguous bfloat16 and starts at a multiple of 16 bytes."""
     stored = w.cells if isinstance(w, CodedWeights) else w
     return (
         x_MX.dtype is torch.bfloat16
@@ -197,7 +197,7 @@ def are_pieces(x_MX: torch.Tensor, w: torch.Tensor | CodedWeights) -> bool:
 
 
 def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defines:
-    """The constants of a product's bias, gate, prologue and epilogue, as linear.cuh reads them."""
+    """The defines for a product's bias, gate, prologue and epilogue, as linear.cuh reads them."""
     return (
         ("BIAS", int(bias)),
         ("ACTIVATION", ACTIVATIONS[activation]),
@@ -206,11 +206,11 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
     )
 
 
-CODES = ("", "fp8", "int8", "int4", "e5m2", "lut4", "nf4", "fp4")  # the numbers that codes.cuh gives them
+CODES = ("", "fp8", "int8", "int4", "e5m2", "lut4", "nf4", "fp4")  # in the order of `Weights` in codes.cuh
 
 
 def form_defines(form: CodedForm | None) -> Defines:
-    """The constants of coded weights, as codes.cuh reads them; none for weights of the tokens' type."""
+    """The defines for coded weights, as codes.cuh reads them; none for weights of the tokens' type."""
     if form is None:
         return ()
     return (
@@ -233,7 +233,7 @@ class OuterArguments(NamedTuple):
 def outer_arguments(
     x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> OuterArguments:
-    """Check that the kernels can read these tensors; any address stands in for a missing tensor."""
+    """Check that the kernels can read these tensors; missing tensors get an arbitrary address."""
     stored = w.cells if isinstance(w, CodedWeights) else w
     assert w.shape[1] == x_MK.shape[1] and stored.is_contiguous(), f"{w.shape} and {x_MK.shape}"
     assert isinstance(w, CodedWeights) or x_MK.dtype == w.dtype, (x_MK.dtype, stored.dtype)
@@ -252,12 +252,12 @@ def outer_arguments(
 
 
 def is_for(gpu: Gpu) -> bool:
-    """Return True if this is a whole Hopper: clusters, PDL, TMA, and the SMs that the cuts are made for."""
+    """Return True for a full Hopper GPU: clusters, PDL, TMA, and as many SMs as the configurations need."""
     return gpu.capability == (9, 0) and gpu.num_sms >= gpu.profile.linear.num_sms
 
 
 def compile_variants(variants: Sequence[Variant]) -> None:
-    """Compile many variants in parallel; BuildError if one fails."""
+    """Compile many variants in parallel; raises BuildError if one fails."""
     with ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda variant: cubin(*variant[:3]), variants))
 
@@ -272,7 +272,7 @@ def cubin(source: Path, arch: str, defines: Defines) -> bytes:
 def load_variant(variant: Variant, device: int, with_pdl: bool) -> build.PreparedLaunch:
     """Compile and load one variant, once."""
     if TensorMap in variant.types:
-        encoder()  # it cannot be launched without one
+        encoder()  # raises if the driver has no tensor maps, without which no launch works
     with torch.cuda.device(device):
         kernels = build.LoadedKernels(cubin(variant.source, variant.arch, variant.defines))
         return kernels.prepare(

@@ -1,22 +1,22 @@
-/* The experts of many rows: Hopper's TMA and wgmma, block by block of rows that chose the same expert.
+/* Expert products of many rows: Hopper's TMA and wgmma, over blocks of rows that chose the same expert.
 
        y[r, n] = sum over k of x[r, k] * w[e, n, k]        e is the expert of row r
 
-   The rows are in order by expert, padded to blocks of 128 (moe/grouped.py). A tile is one block of rows by 256 rows of
-   its expert's matrix; in a gated layer 128 of the gate and the same 128 of `up`. As many blocks of threads run as the
-   GPU has SMs, and take tiles in turn. A block of threads is
+   The rows are sorted by expert, padded to blocks of 128 (moe/grouped.py). A tile is one block of rows by 256 rows of
+   its expert's matrix; in a gated layer, 128 of the gate and the same 128 of `up`. One thread block runs per SM, and
+   the thread blocks take tiles in turn. A thread block consists of
 
-       two *warpgroups*   each of which multiplies 64 rows of x (left) with all 256 of W (right)
-       four warps         that bring both into STAGES stages of shared memory, of the next tile already while the
+       two *warpgroups*   each of which multiplies 64 rows of x (left) by all 256 of W (right)
+       four warps         that load both into STAGES stages of shared memory, and start with the next tile while the
                           results of this one are stored
 
-   Tiles are large because the way from L2 is narrow: a stage of 64 columns is 32 KiB of W and 16 KiB of x,
-   and what it takes to multiply it grows with their product. 192 rows were not faster (docs/log.md).
+   Tiles are large because the bandwidth of L2 is the limit: a stage of 64 columns is 32 KiB of W and 16 KiB of x, and
+   its arithmetic grows with the product of the two. 192 rows were not faster (docs/log.md).
 
-       GATHER   gate and up: row r of x is its token's row, row_order[r] / rows_per_input. TMA cannot collect rows, so
-                each loading thread copies pieces of 16 bytes (cp.async), in the pattern that the matrix unit reads.
-                Results are stored in order, gated, for TMA to read
-       else     down: x is in order; results go to the row that row_order says, times its weight
+       GATHER   gate and up: row r of x is its token's row, row_order[r] / rows_per_input. TMA cannot gather rows, so
+                each loading thread copies pieces of 16 bytes (cp.async), in the layout that the tensor cores read.
+                Results are stored in sorted order, gated, for TMA to read
+       else     down: x is in sorted order; results are multiplied by their weights and go to rows row_order[r]
 
    Warpgroups whose rows are all padding multiply nothing. Compiled with GATHER, ACTIVATION, STAGES and IS_BFLOAT16;
    K is a multiple of 64, N one of 8. */
@@ -36,7 +36,7 @@ constexpr int TALL = 256, OUTPUTS = GATED ? TALL / 2 : TALL;  // rows of W in a 
 constexpr int CHUNK = 64, X_BYTES = ROWS * CHUNK * 2, W_BYTES = TALL * CHUNK * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int LOADER_REGISTERS = 40, REGISTERS = 232;
 
-constexpr u32 NOWHERE = 0xffffffffu;  // place of padding, which is not copied: no row depends on another one
+constexpr u32 NOWHERE = 0xffffffffu;  // place of padding, which is not copied: rows do not affect each other
 
 #ifndef EMULATED
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 template <int COUNT>
 __device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
-// 16 bytes to shared memory, and an arrival at a barrier when all that this thread asked for so far has come.
+// Copy 16 bytes to shared memory; and arrive at a barrier once all copies that this thread has issued are complete.
 __device__ __forceinline__ void copy_piece(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void arrive_with_pieces(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// What the previous kernel wrote; asked for here, waited for where it is used.
+// Load data that the previous kernel wrote; requested here, waited for at the first use.
 __device__ __forceinline__ int load_int(const int* at) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -68,7 +68,7 @@ __device__ __forceinline__ float load_float(const float* at) {
     return value;
 }
 
-// What threads copied, not TMA, becomes visible to the matrix unit.
+// Make data that threads (not TMA) copied visible to the tensor cores.
 __device__ __forceinline__ void show_to_matrix_unit() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void store_piece(char* to, const Piece& piece) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void hold(float* sums) {  // no use of the sums moves
 #define SUMS_12 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define SUMS_14 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// 64 rows of x times 256 rows of W over 16 columns.
+// Multiply 64 rows of x by 256 rows of W over 16 columns.
 __device__ __forceinline__ void add_tall_product(float* s, u64 x, u64 w) {
     asm volatile("{ wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
                  SUMS_0 SUMS_1 SUMS_2 SUMS_3 SUMS_4 SUMS_6 SUMS_8 SUMS_10 SUMS_12 SUMS_14 "}, %128, %129, " PLUS
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
     const __grid_constant__ TensorMap x_map,  // [blocks * ROWS, K], boxes of ROWS; not with GATHER
     const char* x,                            // [inputs, K]
     const int* row_order,                     // [blocks * ROWS]: `num_rows` for padding
-    const int* block_experts,                 // [blocks]: -1 for blocks that are not needed, which are the last
+    const int* block_experts,                 // [blocks]: -1 for unused blocks, which come last
     const float* weights,                     // [num_rows]
     char* y,                                  // [blocks * ROWS, N] with GATHER, else [num_rows, N]
     long long x_row_bytes, int num_rows, int rows_per_input, int N, int K, int num_blocks
@@ -136,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
     if (warp >= 4 * GROUPS) {  // -- load
         leave_registers<LOADER_REGISTERS>();
         const int loader = threadIdx.x - 128 * GROUPS;
-        const int piece = loader % 8, first = loader / 8;  // of a row; row of the block, then each sixteenth
+        const int piece = loader % 8, first = loader / 8;  // piece of a row; first row, then every sixteenth
         if (GATHER || loader == 0) {
             for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
                 const int block = tile / num_cuts, output = tile % num_cuts * OUTPUTS;
                 const int expert = load_int(block_experts + block);
                 if (expert < 0) break;
                 const int w_row = expert * (GATED ? 2 * N : N) + output;
-                u32 places[GATHER ? ROWS / 16 : 1];  // of pieces in x, counted in pieces
+                u32 places[GATHER ? ROWS / 16 : 1];  // places of the pieces in x, in units of pieces
                 if (GATHER) {
 #pragma unroll
                     for (int i = 0; i < ROWS / 16; ++i) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
         if (loader == 0) let_next_kernel_start();
     } else {  // -- multiply
         take_registers<REGISTERS>();
-        const int group = warp / 4, own = warp % 4 * 16 + lane / 4;  // own: and the eighth row after it
+        const int group = warp / 4, own = warp % 4 * 16 + lane / 4;  // own: this row, and own + 8
         float sums[TALL / 2];
         int expert = -1, first_row = 0, rows[2], next_expert = -1, next_first_row = 0, next_rows[2];
         float row_weights[2], next_weights[2] = {1.0f, 1.0f};
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_wgmma(
 #pragma unroll
             for (int half = 0; half < 2; ++half) rows[half] = next_rows[half], row_weights[half] = next_weights[half];
             if (expert < 0) break;
-            ask_for_rows(tile + gridDim.x);  // they come while this tile is multiplied
+            ask_for_rows(tile + gridDim.x);  // they arrive while this tile is multiplied
             const int block = tile / num_cuts, output = tile % num_cuts * OUTPUTS;
             if (first_row >= num_rows) {  // padding
                 for (int chunk = 0; chunk < num_chunks; ++chunk) {

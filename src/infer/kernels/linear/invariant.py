@@ -1,20 +1,20 @@
-"""Linear layers whose rows have the same bits whatever else is in the batch.
+"""Batch-invariant linear layers: a row has the same bits whatever else is in the batch.
 
-A sum of floats depends on the order of its additions, and the fastest order depends on how many rows there
-are: libraries and our own kernels (small.py) choose by that number. So a token may come out a last
-digit different when a neighbour joins, when its prompt is cut elsewhere, or when part of it was cached. That
-is the price of speed and nearly always harmless; `deterministic` refuses to pay it:
+A sum of floats depends on the order of its additions, and the fastest order depends on the number of rows:
+libraries and our own kernels (small.py) choose by that number. So the last digit of a token's result may
+change when another request joins the batch, when its prompt is chunked differently, or when part of it was
+cached. This is nearly always harmless; `deterministic` avoids it at the cost of speed:
 
-    GPU     the one kernel for few tokens, with the way K is cut into pieces fixed by the matrix alone; for
-            more than 128 a kernel of large tiles that adds the same pieces in the same order
-    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. No library promises
-            that a row's place among them does not matter: `places_are_alike` tries it out
+    GPU     the one kernel for few tokens, with splits of K that depend on the matrix alone; for more than
+            128 tokens, a kernel with large tiles that adds the same pieces in the same order
+    CPU     the library, always with 16 rows in fresh memory; missing rows are 0. No library guarantees
+            that a row's place among them does not matter: `places_are_alike` tests it
 
-The two kernels of the GPU agree because a matrix instruction adds 16 products at a time to a sum, in the
-order of the columns and whatever the tile around it: a piece of K is one such sum, and the pieces are added
-in their order.
+The two GPU kernels agree because a matrix instruction adds 16 products at a time to a sum, in the order of
+the columns, independent of the tile: a piece of K is one of these sums, and the pieces are added in their
+order.
 
-    few tokens     a program per piece, side by side; the last one to finish adds  ((0 + p0) + p1) + ...
+    few tokens     a program per piece, in parallel; the last one to finish adds   ((0 + p0) + p1) + ...
     many tokens    a program takes one piece after the other and adds              ((0 + p0) + p1) + ...
 
 Shapes:  M tokens, N outputs, K inputs.
@@ -32,7 +32,7 @@ from infer.kernels.runtime.profiles import gpu_of
 
 _CPU_ROWS = 16
 _BLOCK_N, _BLOCK_M, _BLOCK_K = 128, 128, 64  # tile of the kernel for many rows: two warp groups, four stages
-_GROUP = 8  # tiles of tokens that neighbouring programs take with one tile of W, so that both stay in L2
+_GROUP = 8  # tiles of tokens that adjacent programs process with one tile of W, so that both stay in L2
 
 
 @jit_for_any("M")
@@ -71,7 +71,7 @@ def _multiply_many(
     config: SkinnyConfig, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None,
     y_MN: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Many tokens, K in the pieces that `config` cuts it into for few."""
+    """Multiply many tokens, with K in the same pieces as `config` has for few tokens."""
     (M, K), N = x_MK.shape, len(w_NK)
     assert x_MK.stride(1) == w_NK.stride(1) == 1, (
         f"columns must be contiguous: {x_MK.stride()}, {w_NK.stride()}"
@@ -86,14 +86,14 @@ def _multiply_many(
 
 
 def places_are_alike(w_NK: torch.Tensor) -> bool:
-    """Return True if this machine's library gives a row the same bits in all of the 16 places."""
+    """Return True if this machine's library gives a row the same bits in all 16 places."""
     row_K = torch.linspace(-1.7, 1.3, w_NK.shape[1], dtype=torch.float32).to(w_NK.dtype)
     y_16N = F.linear(row_K.repeat(_CPU_ROWS, 1), w_NK).nan_to_num()
     return torch.equal(y_16N, y_16N[:1].expand_as(y_16N))
 
 
 def linear_invariant(x: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The product of every row of `x` with every row of `w_NK`, each row as if it were alone."""
+    """The product of every row of `x` with every row of `w_NK`, each computed as if it were alone."""
     x_MK, (N, K) = x.reshape(-1, x.shape[-1]), w_NK.shape
     y_MN = x_MK.new_empty((len(x_MK), N))
     if use_triton(x_MK) and len(x_MK) > MAX_SMALL_M and x.dtype != torch.float32:  # it has no matrix units

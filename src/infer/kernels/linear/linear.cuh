@@ -1,9 +1,9 @@
-/* The pieces of linear/pdl.cu: instructions that C++ has no name for, the gate, the layout of numbers.
+/* Building blocks of the CUDA C++ linears: instructions that C++ has no name for, the gate, the layout of numbers.
 
-   A load here is `asm volatile`, which stays where it stands. The compiler may move an ordinary one, or one through
-   the read-only path (ld.global.nc), to where its result is needed: below the wait, which would
-   defeat the purpose of the kernel. Loads of the previous kernel's results also declare memory as changed, so that
-   they stay below the wait. */
+   Loads are `asm volatile`, which the compiler does not move. It may move an ordinary load, or one through the
+   read-only path (ld.global.nc), to the place where its result is needed: below the wait, which would defeat the
+   purpose of the kernel. Loads of the previous kernel's results also declare memory as clobbered, so that they stay
+   below the wait. */
 
 // ---- instructions -------------------------------------------------------------------------------
 
@@ -18,9 +18,9 @@ struct No {
     static constexpr bool value = false;
 };
 
-#ifndef EMULATED  // a test that runs this file on a CPU has its own functions for these
+#ifndef EMULATED  // a test that runs this file on a CPU defines its own versions
 
-// Weights: no other block reads them and they do not change, so they need not stay in the first-level cache.
+// Weights: no other block reads them and they do not change, so they bypass the L1 cache.
 template <bool IS_ALWAYS>
 __device__ __forceinline__ void load_weights(Piece& piece, const char* at, bool is_wanted) {
     if constexpr (IS_ALWAYS) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_activations(Piece& piece, const char* at, b
     }
 }
 
-// A word of weights, or of their scales; one of activations.
+// Load a word of weights, or of their scales; below, a word of activations.
 template <bool IS_ALWAYS>
 __device__ __forceinline__ void load_word(u32& word, const char* at, bool is_wanted) {
     if constexpr (IS_ALWAYS) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Data read from other blocks has arrived by then: it was used for what is stored, and no store moves below this.
+// Data read from other blocks has arrived by now: stored results depend on it, and no store moves below this.
 __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -134,7 +134,7 @@ __device__ __forceinline__ float2 unpack(u32 pair) {
 
 // ---- lanes in fours --------------------------------------------------------------------------------
 
-// Lane t of four, each with four words, receives word t of each: columns 8t .. 8t + 7 become 2t, 2t + 1 of every eight.
+// Transpose the words of four lanes: lane t gets word t of each. Columns 8t .. 8t + 7 become 2t, 2t + 1 of every 8.
 __device__ __forceinline__ void exchange_in_fours(Piece& piece, int t) {
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ float activate(float x) {
     return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
 }
 
-// An addition of doubles takes long: adding in pairs makes the chain short.
+// Additions of doubles have a high latency: adding in pairs shortens the chain.
 template <int COUNT, typename F>
 __device__ __forceinline__ double sum_in_pairs(F element) {
     double values[COUNT];
@@ -181,8 +181,8 @@ struct Choice {
     float weight;
 };
 
-// The expert of a token's `choice` (best first; among equals the first) and its weight; all lanes of a warp take part.
-// A number of 16 bits and its place make a key of 32 that can be compared as an integer: the best is the largest key.
+// The expert of a token's `choice` (best first; ties go to the first) and its weight; all lanes of a warp take part. A
+// 16-bit number and its place form a 32-bit key that compares as an integer: the best expert has the largest key.
 __device__ __forceinline__ Choice choose_experts(const char* logits, int choice) {
     constexpr int PAIRS_OF_LANE = (NUM_EXPERTS / 2 + 31) / 32;
     const int lane = threadIdx.x % 32;

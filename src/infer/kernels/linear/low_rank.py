@@ -2,22 +2,22 @@
 
     y[t] += B[s] (A[s] x[t])          s: slot of row t; slot 0 has no adapter, and nothing is added
 
-The adapters of one matrix are stacked, one *slot* each. A matrix of several parts (q, k, v) has an A for each
-part: their rows lie one after the other, R for each, and columns n of y belong to one part.
+The adapters of one matrix are stacked, one *slot* each. A matrix of several parts (q, k, v) has one A per
+part: their rows are concatenated, R per part, and each column n of y belongs to one part.
 
     A   [slots, P R, K]      rank padded to R with zeros
     B   [N, slots R]         times the adapter's scale; column r of a slot goes with rank r of the row's part
 
-Two kernels, *shrink* (h = A x, in splits of K that expand adds up) and *expand* (y += B h). A program has a
-tile of consecutive rows and one slot, and ends at once if no row of the tile has it: rows need no sorting,
-and the grid depends on the number of rows alone, so that a CUDA graph can hold it. A row has one slot, so no
-two programs write the same number. `ranks` says how much of R a slot uses; 0: the matrix is not adapted.
+There are two kernels, *shrink* (h = A x, in splits of K that expand adds up) and *expand* (y += B h). A
+program handles a tile of consecutive rows and one slot, and exits early if no row of the tile has this slot:
+rows need no sorting, and the grid depends only on the number of rows, so a CUDA graph can capture it. A row
+has one slot, so no two programs write the same number. `ranks`: the part of R that a slot uses; 0: none.
 
-Few rows of bfloat16 on Hopper need one launch, a faster shrink (shrink.py): there B h is computed by the
-kernel of the matrix itself, as further columns of it (wgmma.py). Rows with the same slot are put into *tiles*
-for it, once in a step.
+Few rows of bfloat16 on Hopper need only one launch, a faster shrink (shrink.py): the kernel of the matrix
+itself computes B h as additional columns (wgmma.py). For this, rows with the same slot are grouped into
+*tiles*, once per step.
 
-Shapes:  T rows, K columns of x, N of y, S slots, P parts, R ranks kept for each.
+Shapes:  T rows, K columns of x, N columns of y, S slots, P parts, R ranks reserved per part.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import torch
 from infer.kernels.runtime.dispatch import INTERPRETED, jit_for_any, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-RANK_BLOCK = 16  # ranks of one product of tiles: the least that tensor cores take
-MANY_ROWS = 512  # rows from which on tiles are large: prompts
-COLUMNS = 128  # columns of y that a program of the second kernel computes
+RANK_BLOCK = 16  # ranks per tile product, the minimum of the tensor cores
+MANY_ROWS = 512  # number of rows from which tiles are large: prompts
+COLUMNS = 128  # columns of y per program of the second kernel
 SPLITS = 8  # splits of K: few rows alone would leave most of a GPU idle
 
-MAX_TILED = 128  # rows that are put into tiles, at most
+MAX_TILED = 128  # most rows that are grouped into tiles
 TILE_ROWS = 8
-CHUNK = 64  # columns of B that a kernel takes at a time
-MAX_CHUNKS = 32  # chunks of a matrix: one bit of a word for each
+CHUNK = 64  # columns of B that a kernel processes at a time
+MAX_CHUNKS = 32  # most chunks of a matrix: one bit of a word per chunk
 MAX_PARTS = 3
 _TABLE_COLUMNS = 16
 
@@ -52,36 +52,36 @@ class RowSlots:
 
     @cached_property
     def groups(self) -> list[tuple[int, torch.Tensor]]:
-        """Each slot that a row has, but for 0, and the places of its rows."""
+        """Each slot in use, except 0, with the places of its rows."""
         found = [slot for slot in self.slots_T.unique().tolist() if slot]
         return [(slot, (self.slots_T == slot).nonzero()[:, 0]) for slot in found]
 
     def tiles(self, num_slots: int, rank: int) -> RowTiles:
-        """Tiles of rows with the same slot, and room for h; the same for all matrices of a step."""
+        """Tiles of rows with the same slot, and memory for h, shared by all matrices of a step."""
         if self._tiles is None:
             self._tiles = make_tiles(self.slots_T, num_slots, rank)
         return self._tiles
 
     def select(self, indices: torch.Tensor) -> RowSlots:
-        """The slots of some rows."""
+        """The slots of selected rows."""
         return RowSlots(self.slots_T.index_select(0, indices))
 
 
 class RowTiles(NamedTuple):
-    """The rows of a step in tiles with one slot each, and the memory in which kernels leave h."""
+    """The rows of a step in tiles with one slot each, and the memory where kernels store h."""
 
     table: torch.Tensor  # [1 + tiles, 16], as shrink.cu reads it
-    h_TC: torch.Tensor  # ranks of all slots, part by part; zero in slots that are not a row's own
-    columns: int  # columns of h that a part has: a multiple of `CHUNK`
+    h_TC: torch.Tensor  # ranks of all slots, part by part; zero in the slots of other rows
+    columns: int  # columns of h per part, a multiple of `CHUNK`
 
     @property
     def num_tiles(self) -> int:
-        """The most tiles that there can be."""
+        """The largest possible number of tiles."""
         return len(self.table) - 1
 
 
 def make_tiles(slots_T: torch.Tensor, num_slots: int, rank: int) -> RowTiles:
-    """Put rows into tiles; all of it is memory of this step."""
+    """Group rows into tiles, in memory of this step."""
     T, device = len(slots_T), slots_T.device
     assert T <= MAX_TILED and num_slots * rank <= CHUNK * MAX_CHUNKS, (T, num_slots, rank)
     num_tiles, columns = min(T, num_slots + T // TILE_ROWS), -(-num_slots * rank // CHUNK) * CHUNK
@@ -110,7 +110,7 @@ def _tiles_kernel(
     starts = (other > 0) & (place_of_other % TILE == 0)  # the first row of a tile
     is_first = is_alike & starts[None, :] & (place_of_other[None, :] // TILE == (place // TILE)[:, None])
     first = tl.sum(tl.where(is_first, row[None, :], 0), axis=1)
-    # a row's tile: as many begin before its first row
+    # a row's tile: the number of tiles that begin before its first row
     tile = tl.sum((starts[None, :] & (row[None, :] < first[:, None])).to(tl.int32), axis=1)
     at = table_ptr + (1 + tile) * COLUMNS
     tl.store(at + 1 + place % TILE, row + 1, mask=slot > 0)
@@ -130,14 +130,14 @@ class LowRankStack:
         self, parts: list[int], size: int, *, num_slots: int, rank: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """`parts`: the rows of each part of the matrix; `size`: its columns; `rank`: the largest."""
+        """`parts`: the rows of each part of the matrix; `size`: its columns; `rank`: the largest rank."""
         assert rank % RANK_BLOCK == 0, rank
         self.parts, self.rank = parts, rank
         self.a = torch.empty((num_slots, len(parts) * rank, size), dtype=dtype, device=device).zero_()
         self.b = torch.empty((sum(parts), num_slots * rank), dtype=dtype, device=device).zero_()
         self.used = torch.zeros(1, dtype=torch.int32, device=device)  # bits of chunks with weights
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self._used = [0] * num_slots  # the same, for the host
+        self._used = [0] * num_slots  # a copy of `ranks` for the host
         tiles = [
             (part, first, end)
             for part, end in enumerate(torch.tensor(parts).cumsum(0).tolist())
@@ -146,20 +146,20 @@ class LowRankStack:
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
 
     def clear(self, slot: int) -> None:
-        """Let a slot adapt nothing."""
+        """Reset a slot to no adapter."""
         self.a[slot - 1].zero_()
         self._b_of(slot).zero_()
         self._use(slot, 0)
 
     def fill(self, slot: int, part: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> None:
-        """Put the matrices of one part, of any rank up to the largest, into a slot that was cleared."""
+        """Store the matrices of one part, of any rank up to the largest, in a slot that was cleared."""
         rank, start = a_RK.shape[0], sum(self.parts[:part])
         self.a[slot - 1, part * self.rank : part * self.rank + rank].copy_(a_RK)
         self._b_of(slot)[start : start + self.parts[part], :rank].copy_(b_NR)
         self._use(slot, max(self._used[slot - 1], rank))
 
     def _b_of(self, slot: int) -> torch.Tensor:
-        """The columns of a slot."""
+        """The columns of B that belong to a slot."""
         return self.b[:, (slot - 1) * self.rank : slot * self.rank]
 
     def _use(self, slot: int, rank: int) -> None:
@@ -173,12 +173,12 @@ class LowRankStack:
 
     @property
     def num_slots(self) -> int:
-        """The number of adapters that there is room for."""
+        """The capacity in adapters."""
         return len(self._used)
 
     @property
     def has_few_chunks(self) -> bool:
-        """True if the kernels for few rows can take its columns."""
+        """True if the columns of B fit the kernels for few rows."""
         return self.num_slots * self.rank <= CHUNK * MAX_CHUNKS and len(self.parts) <= MAX_PARTS
 
     def b_parts(self, slot: int) -> tuple[torch.Tensor, ...]:

@@ -1,12 +1,12 @@
-"""A few elements of a coded matrix that have numbers added to them (SqueezeLLM): a sparse matrix by its rows.
+"""Outliers of a coded matrix (SqueezeLLM): a sparse matrix of numbers added to single elements, by rows.
 
-    y = x Wᵀ + x Sᵀ      few tokens: the product with codes, then programs for a few rows of S each add theirs
+    y = x Wᵀ + x Sᵀ      few tokens: the product with codes, then programs that each add a few rows of S
     W + S                many tokens: W is unpacked for the library's product, and S is added to it there
 
-Rows are filled in any order: `begins` and `ends` say where each one lies in `columns` and `values`. Tokens
-are transposed first, so that a column of all of them is read at once.
+Rows are filled in any order: `begins` and `ends` locate each row in `columns` and `values`. Tokens are
+transposed first, so that a column of all tokens is read at once.
 
-Shapes:  M tokens, N rows (outputs), K columns (inputs), C numbers that are added.
+Shapes:  M tokens, N rows (outputs), K columns (inputs), C outliers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infer.kernels.runtime.launch import launch_triton
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """S, [N, K], with room for C numbers."""
+    """S, [N, K], with capacity for C numbers."""
 
     begins: torch.Tensor  # int32, [N]
     ends: torch.Tensor  # int32, [N]
@@ -37,7 +37,7 @@ class SparseRows:
 
     def fill(self, first_row: int, num_rows: int, rows: torch.Tensor, columns: torch.Tensor,
              values: torch.Tensor, size: int) -> None:  # fmt: skip
-        """Append the numbers of some rows; numbers for the same element are added up."""
+        """Append the numbers of some rows; numbers for the same element are summed."""
         device = self.begins.device
         places, which = (rows.to(device) * size + columns.to(device)).unique(return_inverse=True)
         merged = torch.zeros(len(places), device=device).index_add_(0, which, values.to(device))
@@ -51,7 +51,7 @@ class SparseRows:
         self.columns[inside], self.values[inside] = columns.int(), merged
 
     def add_to_matrix(self, w_NK: torch.Tensor) -> torch.Tensor:
-        """Add S to a matrix in its place."""
+        """Add S to a matrix in place."""
         N, K = w_NK.shape
         if use_triton(w_NK):
             parts = (self.begins, self.ends, self.columns, self.values, w_NK)
@@ -65,7 +65,7 @@ class SparseRows:
         return w_NK
 
     def add_to_product(self, x_MK: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
-        """Add x Sᵀ to a product of few tokens in its place."""
+        """Add x Sᵀ to a product of few tokens in place."""
         (M, N), block_m = y_MN.shape, 1 if len(x_MK) == 1 else 16
         x_KM = x_MK.t().contiguous()
         assert y_MN.is_contiguous(), y_MN.stride()

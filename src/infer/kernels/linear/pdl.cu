@@ -1,80 +1,80 @@
-/* A linear layer of few tokens that loads its weights while the previous kernel still runs (PDL).
+/* A linear layer for few tokens that loads its weights while the previous kernel still runs (PDL).
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
-   Decoding runs a chain of small matrices, each of which waits for the one before. What it waits for is x, a
-   few kilobytes; its weights, a hundred times as many bytes, have been in memory all along. So every warp asks
-   for its share of W first, into registers, and waits afterwards (*programmatic dependent launch*: a kernel
-   may start when all blocks of the one before have started, and learns at `griddepcontrol.wait` that it ended):
+   Decoding runs a chain of small matrices, each of which waits for the previous one. It waits for x, a few
+   kilobytes; its weights, a hundred times as many bytes, have been in memory all along. So every warp first
+   loads its share of W into registers and waits afterwards (*programmatic dependent launch*: a kernel may
+   start when all blocks of the previous one have started, and `griddepcontrol.wait` waits for its end):
 
        kernel n       ..load W........| wait | x, mma, sums, store |
        kernel n + 1              ....load W..................| wait | x, mma, sums, store |
 
-   A load is under way as soon as it is issued; only an instruction that uses its register waits for it. So a warp
-   issues all the loads that its registers can take, DEPTH chunks of its share, and goes on to the wait. After that
-   the registers are a ring: a chunk is multiplied, its registers ask for the chunk DEPTH turns later. For matrices
-   much larger than all registers this is a pipeline like any other, and nothing is gained by it.
+   A load is in flight as soon as it is issued; only an instruction that uses its register waits for it. So a warp
+   issues all the loads that its registers can take, DEPTH chunks of its share, and goes on to the wait. After that,
+   the registers are a ring: once a chunk is multiplied, its registers are reloaded with the chunk DEPTH turns later.
+   For matrices much larger than all registers, this is an ordinary pipeline without any gain.
 
-   Who does what. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, in a gated layer the same rows of the
-   gate and of `up`. Its warps take the columns in *chunks* of 64 in turn, warp v in its turn i the chunk
-   i * WARPS + v: no two read the same weights, and none waits for another until the sums meet, once, at the end.
+   Division of work. A *block* of WARPS warps owns ROWS = 16 * RT rows of W, in a gated layer the same rows of the
+   gate and of `up`. Its warps take the columns in *chunks* of 64 in turn; in turn i, warp v takes chunk
+   i * WARPS + v. No two warps read the same weights, and none waits for another until the sums are added at the end.
 
-   The matrix instruction multiplies 16 rows of W (left) with 8 tokens (right) over 16 columns. It wants from
-   each lane, with g = lane / 4 and t = lane % 4, the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g, g + 8 and of the
-   token g: pieces of 4 bytes. But a dot product does not care in which order k is counted, if both sides count
-   alike. So a lane loads 16 bytes in a row and calls the first half of them columns of instruction 0 and the
-   second half columns of instruction 1:
+   The matrix instruction multiplies 16 rows of W (left) by 8 tokens (right) over 16 columns. With g = lane / 4 and
+   t = lane % 4, each lane must provide the columns 2t, 2t+1, 2t+8, 2t+9 of the rows g, g + 8 and of the token g, in
+   pieces of 4 bytes. But a dot product may add its terms in any order, as long as both sides agree. So a lane
+   loads 16 contiguous bytes and uses the first half as columns of instruction 0 and the second half as columns of
+   instruction 1:
 
        lane t of a row           8t   8t+1   8t+2   8t+3   8t+4   8t+5   8t+6   8t+7       of 32 columns
        instruction, its column   0:2t 0:2t+1 0:2t+8 0:2t+9 1:2t   1:2t+1 1:2t+8 1:2t+9
 
    and neither operand passes through shared memory.
 
-   The sums. Each warp leaves a partial tile [token, row] in shared memory; after one barrier each thread adds
-   up two neighbouring rows of a token, in the order of the warps. The same input gives the same bits.
+   The sums. Each warp stores a partial tile [token, row] in shared memory; after one barrier, each thread adds
+   up two adjacent rows of a token, in the order of the warps. The same input gives the same bits.
 
    The work after the product is chosen by defines, and rounds where `skinny_kernel` of linear/triton_kernels.py does:
 
        BIAS         a bias per output
        ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
-       ADDS         r = y + residual is stored, and r * gain, and per block and token the sum of r^2
-       PARTS        x is an r * gain of this kind: the result is divided by the root mean square of r
+       ADDS         stores r = y + residual, r * gain and, per block and token, the sum of r^2
+       PARTS        x is the r * gain of a kernel with ADDS: the result is divided by the root mean square of r
 
-   Compiled once for each matrix, with those and
+   Compiled once per matrix, with these defines and
        IS_BFLOAT16            1: bfloat16; 0: float16
        N, K                   outputs (of the gate half when gated; a multiple of 8), inputs (a multiple of 64)
        MT                     tiles of 8 tokens; the number of tokens M is an argument, at most 8 * MT
        RT, WARPS              as above
        DEPTH                  chunks that a warp holds in registers before it waits
-   The only headers are those next to this file: NVRTC has no others, and compiles in a second without them.
+   The only headers are those next to this file: NVRTC has no others, and without them it compiles in a second.
 
-   With WEIGHTS, W comes in codes of 8 or 4 bits: a chunk of a tile is two pieces of 16 bytes for each lane, or one, and
-   is held as it is. It is unpacked (codes.cuh) while x is on its way, and has the columns of the matrix instruction in
-   their own order. A lane still reads x in pieces of 16 bytes, and the four of a row then exchange words: reading
-   words of 4 bytes would take four times as many requests, one for each token and 16 columns. One token is read in
-   words. The sums of a group of columns are multiplied with its scale and added up:
+   With WEIGHTS, W has codes of 8 or 4 bits: a chunk of a tile is two pieces of 16 bytes per lane, or one, and is held
+   in this form. It is unpacked (codes.cuh) when it is multiplied, with the columns in the native order of the matrix
+   instruction. A lane still reads x in pieces of 16 bytes, and the four lanes of a row then exchange words: reading
+   words of 4 bytes would take four times as many requests, one for each token and 16 columns. A single token is read
+   in words. The sums of a group of columns are multiplied by its scale and added up:
 
        BY_WORDS               1: x is read in words
-       GROUP                  columns that share a scale; 0: a row has one, applied to a warp's sums
+       GROUP                  columns that share a scale; 0: one scale per row, applied to a warp's sums
        SCALE_ROWS             rows that share a scale, 1 or 128
 
-   With EXPERTS, w is the first of a stack of matrices, and a block takes the ones that its token chose. Every warp
-   finds them from the token's router logits (`choose_experts`), which costs less than a launch that does it once:
+   With EXPERTS, w is the first of a stack of matrices, and a block uses the matrices that its token chose. Every warp
+   finds them from the token's router logits (`choose_experts`), which costs less than a separate launch for it:
 
-       1    gate and up: a block has one choice of one token, and multiplies its result with the choice's weight
-       2    down: a block has one token, a warp one of its choices, and the sums of the warps are the token's sum:
+       1    gate and up: a block has one choice of one token, and multiplies its result by the choice's weight
+       2    down: a block has one token, a warp one of its choices, and the sum over the warps is the token's sum:
 
             token ──► expert 5: columns 0 .. K of x ──► warps 0, 8    ┐
                       expert 2: columns K .. 2K     ──► warps 1, 9    ├──► y of the token
                       ...                                             ┘
 
-   The first can load nothing before its wait, because the previous kernel computes the logits. It lets the
-   second start after that wait: by then the logits are complete, and the second one may choose from them and load its
-   weights while the first still runs. Blocks of one tile of rows and all tokens follow each other, so that an
+   The first kernel can load nothing before its wait, because the previous kernel computes the logits. It lets the
+   second one start after that wait: by then the logits are complete, and the second kernel may choose from them and
+   load its weights while the first still runs. The blocks of all tokens for one tile of rows are adjacent, so an
    expert of two tokens is read from memory once.
 
-       3    rows that were put into order by expert (moe/grouped.py): a block multiplies TOKENS rows of one expert, finds
-            them by `row_order`, and writes them to their places; with WEIGHTED it multiplies with their weights
+       3    rows that were sorted by expert (moe/grouped.py): a block multiplies TOKENS rows of one expert, finds them
+            by `row_order`, and writes them to their places; with WEIGHTED, it multiplies by their weights
 
        CHOICES, NUM_EXPERTS   experts of a token, and of the layer
        NORMALIZED             the weights of a token's experts add up to 1
@@ -102,7 +102,7 @@ typedef unsigned int u32;
 #if WEIGHTS
 #include "codes.cuh"
 constexpr int SPANS = GROUP && GROUP < 64 ? 64 / GROUP : 1;  // parts of a chunk: columns under one scale
-constexpr int OF_TILE = 4 * PIECES + (GROUP ? 2 * SPANS : 0);  // registers of a tile's chunk
+constexpr int OF_TILE = 4 * PIECES + (GROUP ? 2 * SPANS : 0);  // registers per chunk of a tile
 static_assert(RT <= 2 && !MINIMA, "no more rows than a band has: those past the end are zeros");
 static_assert(WEIGHTS < LUT4, "tables leave no registers for weights");
 #else
@@ -110,7 +110,7 @@ constexpr int PIECES = 4, OF_TILE = 16;
 #endif
 
 constexpr bool GATED = ACTIVATION != 0;
-constexpr int TILES = GATED ? 2 * RT : RT;  // tiles of 16 rows of W, for each block
+constexpr int TILES = GATED ? 2 * RT : RT;  // tiles of 16 rows of W per block
 constexpr int ROWS = 16 * RT;               // outputs of a block
 constexpr int TOKENS = 8 * MT;
 constexpr int THREADS = 32 * WARPS;
@@ -125,21 +125,21 @@ constexpr int HELD = DEPTH < TURNS ? DEPTH : TURNS;  // chunks of W in registers
 constexpr int WANTED_X = MT == 1 ? 4 : MT < 8 ? 2 : 1;
 constexpr int HELD_X = WANTED_X < TURNS ? WANTED_X : TURNS;  // chunks of x
 
-// The turns of a loop that is unrolled until both rings are where they began: then a slot is a fixed register.
+// Turns per unrolled iteration, after which both rings are where they began: so a slot is a fixed register.
 constexpr int ROUND = HELD % HELD_X == 0 ? HELD : HELD_X % HELD == 0 ? HELD_X : HELD * HELD_X;
 
-// Sums of a tile that are kept apart: an instruction waits for the one before that adds to the same registers.
+// Separate sums per tile: an instruction waits for the previous one that adds to the same registers.
 constexpr int CHAINS = TILES * MT == 1 ? 4 : TILES * MT < 4 ? 2 : 1;
 
 constexpr int PAIRS = ROWS / 2;  // a thread finishes two rows of one token
 constexpr int UNITS = TOKENS * PAIRS;
 constexpr int UNITS_PER_THREAD = (UNITS + THREADS - 1) / THREADS;
-constexpr int PITCH = TILES * 16 + 4;     // 4: lanes of a fragment meet 32 different banks
-constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares under way during the product
+constexpr int PITCH = TILES * 16 + 4;     // 4: lanes of a fragment access 32 different banks
+constexpr int SQUARES = MT == 1 ? 8 : 4;  // loads of sums of squares in flight during the product
 constexpr int TOKENS_OF_WARP = TOKENS < 32 ? TOKENS : 32;
 constexpr int SUM_SLOTS = THREADS / TOKENS > WARPS ? WARPS : THREADS / TOKENS;
 
-// The number of blocks that an SM should hold, from the registers that the arrays below need, and some more.
+// The number of blocks that an SM should hold, from the registers of the arrays below and some spare ones.
 constexpr int OF_SUMS = 4 * TILES * MT * CHAINS, OF_SQUARES = PARTS ? 2 * SQUARES : 0;
 constexpr int REGISTERS = OF_TILE * TILES * HELD + (WEIGHTS ? 24 : 0) + OF_SUMS + 8 * MT * HELD_X + OF_SQUARES + 40;
 constexpr int ROUNDED = (REGISTERS + 7) / 8 * 8;
@@ -155,7 +155,7 @@ static_assert(EXPERTS != 3 || !ADDS && !PARTS, "rows of several tokens are not t
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-// The part of a chunk of W that a warp holds.
+// A lane's part of a chunk of W.
 struct Chunk {
     Piece pieces[TILES][PIECES];  // not coded: [..][half of the tile's rows, then of the chunk]
 #if WEIGHTS
@@ -176,14 +176,14 @@ __shared__ Shared shared;
 
 // grid: a block for each tile of ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
-    const char* __restrict__ x,         // [M, K]; its rows lie `x_stride` bytes apart
+    const char* __restrict__ x,         // [M, K]; its rows are `x_stride` bytes apart
     const char* __restrict__ w,         // [N, K]; [2N, K] when gated; or cells [N / 32][K / 128] of codes
 #if WEIGHTS
     const char* __restrict__ scales,    // scales, if not in cells: [N / 32][32], or [N / 32][groups]
 #endif
     const char* __restrict__ bias,      // [N]
     char* __restrict__ y,               // [M, N]; with ADDS, r * gain
-    const char* __restrict__ residual,  // [M, N]; its rows lie `residual_stride` bytes apart
+    const char* __restrict__ residual,  // [M, N]; its rows are `residual_stride` bytes apart
     const char* __restrict__ gain,      // [N]
     char* __restrict__ sum,             // [M, N]: r
     double* __restrict__ squares,       // [parts, M]: written with ADDS, read with PARTS
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     Chunk held[HELD];
 #if WEIGHTS
     auto band_of = [&](int i) { return (long long)(first_row / 16 + i % RT) / 2 + (i < RT ? 0 : N / BAND_ROWS); };
-    auto in_band = [&](int i) { return (first_row / 16 + i % RT) % 2; };  // the first 16 rows, or the others
+    auto in_band = [&](int i) { return (first_row / 16 + i % RT) % 2; };  // 0: the first 16 rows, 1: the others
     auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
         const int chunk = turn * SHARERS + place;
         const bool is_wanted = is_turn && (!IS_RAGGED || chunk < CHUNKS);
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
             }
         }
     };
-    u32 of_rows[TILES][2];  // scales, where a row has one
+    u32 of_rows[TILES][2];  // scales per row
 #pragma unroll
     for (int i = 0; i < (GROUP ? 0 : TILES); ++i)
 #pragma unroll
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
         return (IS_CUT ? min(first_row + row + g, N - 1) + up : row + up) * (long long)(K * 2);
     };
     auto load_chunk = [&](auto always, Chunk& slot, int turn, bool is_turn) {
-        // Past the end of K both operands are zero: whatever a register held could be infinite.
+        // Past the end of K both operands are zeroed: a register could hold anything, even infinity.
         const bool is_wanted = is_turn && (!IS_RAGGED || turn * SHARERS + place < CHUNKS);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
 #pragma unroll
     for (int s = 0; s < HELD; ++s) load_chunk(Yes{}, held[s], s, true);
 
-    // The outputs that this thread will finish, and their inputs that are older than the previous kernel.
+    // The outputs that this thread will finish, and inputs of them that are older than the previous kernel.
     int token_of[UNITS_PER_THREAD], out_row[UNITS_PER_THREAD];
     bool is_mine[UNITS_PER_THREAD];
     float2 gains[UNITS_PER_THREAD], biases[UNITS_PER_THREAD];
@@ -474,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_pdl(
     }
     __syncthreads();
 
-    auto sum_of_warps = [&](int token, int row) {  // rows from ROWS on belong to `up`
+    auto sum_of_warps = [&](int token, int row) {  // rows >= ROWS belong to `up`
         float2 total = *(const float2*)&shared.partial[0][token][row];
 #pragma unroll
         for (int v = 1; v < WARPS; ++v) {

@@ -1,4 +1,4 @@
-"""The product that a kernel of this package is asked for: numbers alone, so that it can be asked anywhere."""
+"""The description of a product, in numbers alone, so that a kernel can be chosen on any machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class LinearProblem(NamedTuple):
     """A product of some tokens with a matrix on a GPU."""
 
     num_tokens: int
-    N: int  # outputs; of the gate half when gated
+    N: int  # outputs, of the gate half when gated
     K: int
     gated: bool
     dtype: torch.dtype  # type of the tokens
     gpu: Gpu
     form: CodedForm | None = None  # form of coded weights
-    adds: bool = False  # the next norm adds the result to the residual stream, and may get it in parts
-    int8_tokens: bool = False  # coded weights: the file means tokens to be rounded to 8 bits, too
-    is_aligned: bool = True  # rows are bfloat16 and start at multiples of 16 bytes
+    adds: bool = False  # True: the next norm adds the result to the stream, and may take it in parts
+    int8_tokens: bool = False  # True: the file of coded weights asks for 8-bit tokens, too
+    is_aligned: bool = True  # True: rows are bfloat16 and start at multiples of 16 bytes
 
     @property
     def num_rows(self) -> int:

@@ -1,10 +1,10 @@
-"""The data between two kernels when one matrix adds to the residual stream and the next one reads it.
+"""The data passed between two kernels when one matrix adds to the residual stream and the next reads it.
 
     linear_add  ──►  ResidualSum: the sum, the sum times the norm's gain, its squares  ──►  linear_of_sum
 
 Any kernel may write a `ResidualSum` and any other may read it: its contents do not depend on the writer.
 
-Shapes:  M tokens, N hidden size, P parts: each tile of the writing kernel sums up the squares of its outputs.
+Shapes:  M tokens, N hidden size, P parts: one per tile of the writing kernel, which sums its squares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ResidualSum(NamedTuple):
 
     sum_MN: torch.Tensor
     scaled_MN: torch.Tensor  # sum * (weight + offset)
-    squares_PM: torch.Tensor  # squares of the sum, in float64: one part per tile of the kernel that added
+    squares_PM: torch.Tensor  # sums of squares of `sum_MN`, float64; one part per tile of the writer
 
 
 class ResidualInput(NamedTuple):
@@ -31,22 +31,22 @@ class ResidualInput(NamedTuple):
 
 
 class LowRankTerm(NamedTuple):
-    """The products of LoRA adapters that a kernel adds to its own (low_rank.py)."""
+    """The products of LoRA adapters that a kernel adds to its own product (low_rank.py)."""
 
     b_NC: torch.Tensor  # columns of all slots
     parts: list[int]  # rows of each part of the matrix
-    used: torch.Tensor  # bits of the chunks of columns that some adapter has weights in
-    h_TC: torch.Tensor  # part by part
-    columns: int  # columns of h that a part has
-    active: torch.Tensor  # bits of the chunks that rows of the step have their adapters in
+    used: torch.Tensor  # bits of the chunks of columns in which some adapter has weights
+    h_TC: torch.Tensor  # products with A, part by part
+    columns: int  # columns of h per part
+    active: torch.Tensor  # bits of the chunks with the adapters of this step's rows
 
 
 class Epilogue(NamedTuple):
-    """The work of a kernel besides its product: bias, gate, and its two ends of the residual stream."""
+    """The work of a kernel besides its product: bias, gate, and reads and writes of the residual stream."""
 
     bias_N: torch.Tensor | None = None
     activation: str = ""  # activation of a gated matrix
-    add: tuple[ResidualInput, ResidualSum] | None = None  # what the result is added to; where the sum goes
-    prologue: ResidualSum | None = None  # the sum whose `scaled_MN` is x: its norm is to be finished
+    add: tuple[ResidualInput, ResidualSum] | None = None  # the stream to add to; memory of the sum
+    prologue: ResidualSum | None = None  # the sum whose `scaled_MN` is x, with its norm to be finished
     eps: float = 0.0  # epsilon of that norm
-    low_rank: LowRankTerm | None = None  # what adapters add to the product
+    low_rank: LowRankTerm | None = None  # products of adapters to be added

@@ -1,23 +1,23 @@
 /* The first product of LoRA adapters, h = A x, for up to 128 tokens: each token with the A of its own adapter.
 
-   Between two matrices of a layer this is all that adapters add: the second product, B h, is columns of the matrix
-   itself (linear/wgmma.cu). It has few bytes to read and is waited for, so only its latency counts. As in linear/pdl.cu
-   every warp asks for its share of A, all of it, before it waits for the kernel that makes x (PDL), and the matrix
-   instruction takes 16 rows of A on the left and 8 tokens on the right.
+   This is the only launch that adapters add between two matrices of a layer: the second product, B h, is computed as
+   additional columns of the matrix itself (linear/wgmma.cu). It reads few bytes and is on the critical path, so only
+   its latency counts. As in linear/pdl.cu, every warp requests its whole share of A before it waits for the kernel that
+   computes x (PDL), and the matrix instruction takes 16 rows of A on the left and 8 tokens on the right.
 
-   Tokens are put into *tiles* of up to 8 with the same adapter, once in a step (linear/low_rank.py):
+   Tokens are grouped into *tiles* of up to 8 with the same adapter, once per step (linear/low_rank.py):
 
-       table    row 0: a bit for each chunk of 64 columns of h that some token has an adapter in
-                row 1 + i: slot of tile i, or 0; the numbers of its 8 tokens plus 1, or 0
+       table    row 0: a bit for each chunk of 64 columns of h in which some token has an adapter
+                row 1 + i: slot of tile i, or 0; the indices of its 8 tokens plus 1, or 0
 
-   A *cluster* of SPLIT blocks computes 16 ranks of a tile. Its warps take chunks of 64 columns in turn; the sums meet in
-   the shared memory of each block, then in the first one. h has room for all slots side by side, and zeros in the slots
-   that are not a token's own: they were there before, and are never written.
+   A *cluster* of SPLIT blocks computes 16 ranks of a tile. Its warps take chunks of 64 columns in turn; the sums are
+   added in the shared memory of each block, then in the first block. h has columns for all slots, and zeros in the
+   slots of other tokens: it was zeroed before, and these columns are never written.
 
    Compiled with
        IS_BFLOAT16          1: bfloat16; 0: float16
        K                    columns of A, a multiple of 64
-       PARTS, RANK          parts of the matrix, and the ranks that each has room for, a multiple of 16
+       PARTS, RANK          parts of the matrix, and the ranks reserved per part, a multiple of 16
        WARPS, SPLIT         as above */
 
 #ifndef __cluster_dims__
@@ -34,8 +34,8 @@ constexpr int TOKENS = 8, CHUNK = 64, CHUNKS = K / CHUNK, SHARERS = SPLIT * WARP
 constexpr int TURNS = (CHUNKS + SHARERS - 1) / SHARERS;
 constexpr bool IS_RAGGED = CHUNKS % SHARERS != 0;
 constexpr int BLOCKS_OF_RANKS = PARTS * RANK / 16;
-constexpr int ROW_BYTES = 64;  // of the table
-constexpr int PITCH = 20;      // 4 more than ranks: lanes of a fragment meet 32 different banks
+constexpr int ROW_BYTES = 64;  // bytes of a row of the table
+constexpr int PITCH = 20;      // 4 more than ranks: lanes of a fragment access 32 different banks
 
 static_assert(K % CHUNK == 0 && RANK % 16 == 0, "whole chunks of columns, and whole blocks of ranks");
 static_assert(32 * WARPS >= TOKENS * 8, "a thread for every two ranks of a token");
@@ -50,11 +50,11 @@ __shared__ Shared shared;
 
 // grid: for each tile, each block of 16 ranks and each split, in this order.
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS) shrink(
-    const char* __restrict__ x,      // [M, K]; its rows lie `x_stride` bytes apart
+    const char* __restrict__ x,      // [M, K]; its rows are `x_stride` bytes apart
     const char* __restrict__ a,      // [slots, PARTS * RANK, K]
     const char* __restrict__ table,
-    const char* __restrict__ used,   // bits of the chunks of h that some adapter has weights for; 0: none has
-    char* __restrict__ h,            // [M, ..]; its rows lie `h_stride` bytes apart
+    const char* __restrict__ used,   // bits of the chunks of h for which some adapter has weights; 0: none
+    char* __restrict__ h,            // [M, ..]; its rows are `h_stride` bytes apart
     long long x_stride, long long h_stride, int h_columns) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int split = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT % BLOCKS_OF_RANKS;
@@ -62,7 +62,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     let_next_kernel_start();
     const int slot = (int)load_pair(row);
     if (slot == 0 || load_pair(used) == 0) {
-        wait_for_kernel_before();  // the next kernel builds on it that this one has waited
+        wait_for_kernel_before();  // the next kernel relies on this wait
         return;
     }
     const int token = (int)load_pair(row + 4 + g * 4) - 1;
@@ -137,7 +137,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
         const int to = rank / RANK * h_columns + (slot - 1) * RANK + rank % RANK;
         if (place >= 0) *(u32*)(h + place * h_stride + to * 2) = pack(total);
     }
-    if (SPLIT > 1) {  // a block's shared memory stays until the first one has read it
+    if (SPLIT > 1) {  // a block's shared memory must stay valid until the first block has read it
         __syncwarp();
         arrive_in_cluster();
         wait_for_cluster();

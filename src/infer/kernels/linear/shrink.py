@@ -1,8 +1,8 @@
-"""The first product of LoRA adapters for few rows, in CUDA C++ (shrink.cu): h = A x, one launch for a matrix.
+"""The first product of LoRA adapters for few rows, in CUDA C++ (shrink.cu): h = A x, one launch per matrix.
 
-A cluster of blocks has a tile of 8 rows with one adapter, and 16 ranks. Every warp holds its share of A in
-registers before it waits for x, so K decides how many blocks there are: `_TURNS` chunks for each warp. Blocks
-of more warps would stand in the way of the next kernel's. The matrix's own kernel adds B h (wgmma.py).
+A cluster of blocks computes 16 ranks of a tile of 8 rows with one adapter. Every warp holds its share of A in
+registers before it waits for x, so K decides the number of blocks: `_TURNS` chunks per warp. Blocks of more
+warps would leave no room for the next kernel's blocks. The matrix's own kernel adds B h (wgmma.py).
 
 Shapes:  T rows, K columns of x, C columns of h.
 """
@@ -26,20 +26,20 @@ ARCH = "sm_90a"
 WARPS = 4
 
 _CHUNK = 64  # columns
-_TURNS = 4  # chunks of a warp
-_MAX_TURNS = 8  # more would not fit into registers
-_MAX_SPLIT = 8  # blocks of a cluster
+_TURNS = 4  # chunks per warp
+_MAX_TURNS = 8  # most chunks that fit the registers of a warp
+_MAX_SPLIT = 8  # most blocks of a cluster
 _TYPES = (*(ctypes.c_void_p,) * 5, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_int)
 
 
 def split_of(K: int) -> int | None:
-    """The blocks of a cluster, which share the columns of A; None: this kernel is not for it."""
+    """The number of blocks that split the columns of A, a cluster; None: K is not supported."""
     split = min(_MAX_SPLIT, -(-K // _CHUNK // (WARPS * _TURNS)))
     return split if K % _CHUNK == 0 and _CHUNK * WARPS * split * _MAX_TURNS >= K else None
 
 
 def variant_of(stack: LowRankStack) -> Variant:
-    """The kernel of a matrix."""
+    """The variant for a matrix."""
     K, split = stack.a.shape[-1], split_of(stack.a.shape[-1])
     assert split is not None, f"rows of {K}"
     is_bfloat16 = int(stack.a.dtype is torch.bfloat16)
@@ -50,29 +50,29 @@ def variant_of(stack: LowRankStack) -> Variant:
 
 
 def takes(stack: LowRankStack) -> bool:
-    """Return True if this kernel can multiply with the A of a matrix, and the matrix's own with B."""
+    """Return True if this kernel supports the A of a matrix, and the matrix's own kernel its B."""
     return (
         stack.a.dtype is torch.bfloat16 and stack.has_few_chunks and split_of(stack.a.shape[-1]) is not None
     )
 
 
 class Shrink(OtherKernel):
-    """The kernels of a model's matrices."""
+    """The shrink kernels for the matrices of a model."""
 
     def __init__(self) -> None:
         self._wanted: dict[Variant, None] = {}
 
     def want(self, stack: LowRankStack) -> None:
-        """Note a matrix of the model."""
+        """Register a matrix of the model."""
         self._wanted[variant_of(stack)] = None
 
     def variants(self) -> list[Variant]:
-        """The variants of all matrices; many share one."""
+        """The variants for all matrices; many matrices share one."""
         return list(self._wanted)
 
 
 def shrink(x_TK: torch.Tensor, rows: RowSlots, stack: LowRankStack) -> LowRankTerm:
-    """Compute h, and say where a kernel finds all that it needs to add B h."""
+    """Compute h, and return everything that a kernel needs to add B h."""
     tiles = rows.tiles(stack.num_slots, stack.rank)
     term = LowRankTerm(stack.b, stack.parts, stack.used, tiles.h_TC, tiles.columns, tiles.table)
     if compiles_only():

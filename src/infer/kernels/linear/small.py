@@ -4,37 +4,37 @@
     norm_linear      r = x + residual;  y = linear(rms_norm(r));  both are returned
     split_linear     y in parts, for the norm that reads it                      linear/split.py
     linear_add       r = linear(x) + residual, prepared for the norm that reads it: a `ResidualSum`
-    linear_of_sum    the linear of a sum that was prepared this way, once it is normalised
+    linear_of_sum    the linear of the normalised sum, for a sum that was prepared this way
 
-A step that decodes M sequences reads every weight once and uses it M times. For small M the time of a layer
-is the time to read its weights, so the target is the bandwidth of a read. A general matrix product is built
+A step that decodes M sequences reads every weight once and uses it M times. For small M, the time of a layer
+is the time to read its weights, so the target is the bandwidth of memory. A general matrix product is built
 for large M and reaches a third of this bandwidth on small models.
 
-    Hopper      CUDA C++, for matrices that were compiled for it   compiled.py
+    Hopper      CUDA C++, for matrices with a compiled kernel      compiled.py
     M = 1       dot products, the norm folded in                   triton_kernels.gemv_kernel
-    M <= 4      the same without the norm where that is faster, or
+    M <= 4      the same without the norm if that is faster, or
     M <= 128    tensor cores, W on the left, K split in order      triton_kernels.skinny_kernel
     above       cuBLAS (F.linear), then `gated_activation`
 
-A table by number of tokens and shape of W chooses among Triton's kernels (triton_configs.py). From two tokens
-on, a norm in every program costs more than one launch for all of them. The norm is cheapest where the sum is
-made: the epilogue of a matrix that writes into the residual stream (`linear_add`) adds and multiplies with
-the norm's gain before it stores. The matrix that reads the stream next applies the remaining factor, one
-number per token. Both must run on the tensor cores for this; a layer then takes two launches less:
+A table by number of tokens and shape of W selects among the Triton kernels (triton_configs.py). From two
+tokens on, a norm in every program costs more than a separate launch for it. The norm is cheapest where the
+sum is made: the epilogue of a matrix that writes into the residual stream (`linear_add`) adds and multiplies
+by the norm's gain before it stores. The matrix that reads the stream next applies the remaining factor, one
+number per token. Both must run on the tensor cores for this; a layer then takes two launches fewer:
 
     o ─► norm ─► gate_up ─► down ─► norm ─► qkv         o ─► gate_up ─► down ─► qkv
 
 Fused or not, sums are taken in float32. The fused forms round less often: gate, up and their product stay in
-float32 until y, and the norm's scale is applied to the finished sum. r alone is rounded to the type of x
-before it is used, because the next layer adds to what is stored. Before its division, r * gain may exceed the
-largest float16, 65,504, so in that type the norm stays a separate launch.
+float32 until y, and the norm's scale is applied to the finished sum. Only r is rounded to the type of x
+before it is used, because the next layer adds to the stored value. Before the division, r * gain may exceed
+the largest float16, 65,504, so with float16 the norm stays a separate launch.
 
-With one tile shape a row's bits do not depend on M; they may differ between buckets of M and between kernels,
-cuBLAS included. The kernel of pdl.py has one bucket: with 1 to 8 tokens a row has the same bits.
+With one tile shape, a row's bits do not depend on M; they may differ between buckets of M and between
+kernels, cuBLAS included. The kernel of pdl.py has one bucket: a row has the same bits with 1 to 8 tokens.
 
 `linear` may be captured into a CUDA graph once it has been called with the same shapes outside of one.
-Calls on one device are expected to follow each other on one stream: programs that split K among them
-meet at counters that belong to the device (a ring of them, so that neighbouring calls do not share).
+Calls on one device must be on one stream: programs that split K synchronize through counters that belong
+to the device (a ring of them, so that consecutive calls do not share any).
 
 Shapes:  M tokens, N outputs, F outputs of a gated layer (W has 2F rows), K inputs, P tiles of N.
 """
@@ -71,9 +71,9 @@ from infer.kernels.runtime.choice import Declined, Way, choose
 from infer.kernels.runtime.dispatch import INTERPRETED, is_gpu, launch_options, use_triton
 from infer.kernels.runtime.profiles import device_profile, gpu_of
 
-MAX_SQUARES = 4096  # parts times tokens: more would not fit the registers of the program that reads them
+MAX_SQUARES = 4096  # most parts times tokens that fit the registers of the program that reads them
 
-_MAX_TILES = 1024  # tiles of a layer whose K is split: with more there is no need to
+_MAX_TILES = 1024  # most tiles of a layer whose K is split; with more, splitting is not needed
 _NUM_COUNTER_SLOTS = 64
 _next_call = count()
 
@@ -82,9 +82,9 @@ Plan = GemvConfig | TilePlan | problems.SplitConfig
 
 
 def linear_reference(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    """The specification: what the kernels must equal, and what runs on the CPU and for many tokens.
+    """The specification of the kernels, which also runs on the CPU and for many tokens.
 
-    The other forms compute it between the steps of `rms_norm.py` and `gated_activation.py`.
+    The fused forms combine it with the functions of `rms_norm.py` and `gated_activation.py`.
     """
     return F.linear(x_MK, w_NK, bias_N)
 
@@ -93,10 +93,10 @@ def linear(
     x_MK: torch.Tensor, w: torch.Tensor, bias_N: torch.Tensor | None = None, *, activation: str = "",
     compiled: CompiledLinears | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product of every row of `x_MK` with every row of `w`; with an activation, of gate and up, gated."""
+    """The product of every row of `x_MK` with every row of `w`; with an activation, of gate and up rows."""
     if activation:
         check_gate(activation)
-        if bias_N is not None:  # no kernel has both
+        if bias_N is not None:  # no kernel supports both
             return gated_activation(linear(x_MK, w, bias_N, compiled=compiled), activation=activation)
     plan = _plan(x_MK, w, gated=bool(activation), compiled=compiled)
     if plan is not None:
@@ -110,7 +110,7 @@ def norm_linear(
     offset: float, w: torch.Tensor, bias_N: torch.Tensor | None = None, *, activation: str = "",
     compiled: CompiledLinears | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`linear` of the normalised sum of `x_MK` and the residual stream; and the sum, or `x_MK` itself."""
+    """`linear` of the normalised sum of `x_MK` and the stream; also returns the sum, or `x_MK` itself."""
     if activation:
         check_gate(activation)
     gated = bool(activation) and bias_N is None
@@ -128,7 +128,7 @@ def norm_linear(
 def writes_parts(
     x_MK: torch.Tensor, w_NK: torch.Tensor, *, compiled: CompiledLinears | None = None
 ) -> int | None:
-    """The parts of the `ResidualSum` that `linear_add` would write; None: no kernel adds for this product."""
+    """The number of parts in the `ResidualSum` of `linear_add`; None: no kernel can add this product."""
     if x_MK.dim() != 2 or x_MK.shape[0] > MAX_SMALL_M or x_MK.dtype == torch.float16:
         return None
     plan = _plan(x_MK, w_NK, gated=False, compiled=compiled)
@@ -142,7 +142,7 @@ def reads_parts(
     """Return True if `linear_of_sum` can read a sum in `num_parts` parts, for the tokens of `x_MK`."""
     plan = _plan(x_MK, w, gated=gated, compiled=compiled)
     if not isinstance(plan, SkinnyConfig):
-        return isinstance(plan, TilePlan)  # those in CUDA C++ read any number of parts
+        return isinstance(plan, TilePlan)  # CUDA C++ kernels read any number of parts
     return block_of_parts(num_parts) * max(bucket(len(x_MK)), 16) <= MAX_SQUARES
 
 
@@ -191,14 +191,14 @@ _WAYS: tuple[Way[problems.LinearProblem, Plan | None], ...] = (
 
 
 def dense_ways(compiled: CompiledLinears | None) -> tuple[Way[problems.LinearProblem, Plan | None], ...]:
-    """The ways to multiply with plain weights, the fastest first."""
+    """The ways to multiply with plain weights, fastest first."""
     return _WAYS if compiled is None else (*compiled.dense_ways, *_WAYS)
 
 
 def split_linear(
     x_MK: torch.Tensor, w_NK: torch.Tensor, *, compiled: CompiledLinears | None = None
 ) -> torch.Tensor | None:
-    """`linear` in parts, [P, M, N], where that is faster than cuBLAS in one; else None."""
+    """`linear` in parts, [P, M, N], if that is faster than cuBLAS on the whole product; else None."""
     if x_MK.dim() != 2:
         return None
     plan = _plan(x_MK, w_NK, gated=False, compiled=compiled, adds=True)
@@ -209,7 +209,7 @@ def linear_add(
     stream: ResidualInput, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *,
     compiled: CompiledLinears | None = None,
 ) -> ResidualSum:  # fmt: skip
-    """Add `linear` to the residual stream and begin the norm of the sum, where `writes_parts` says so."""
+    """Add `linear` to the residual stream and start the norm of the sum; `writes_parts` must allow it."""
     plan = _plan(x_MK, w_NK, gated=False, compiled=compiled)
     assert isinstance(plan, TilePlan), plan
     return launch_add(plan, stream, x_MK, w_NK, bias_N)
@@ -219,7 +219,7 @@ def linear_of_sum(
     total: ResidualSum, eps: float, w: torch.Tensor, bias_N: torch.Tensor | None = None, *,
     activation: str = "", compiled: CompiledLinears | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`linear` of the norm that `linear_add` began."""
+    """`linear` of the norm that `linear_add` started."""
     if activation:
         check_gate(activation)
         if bias_N is not None:
@@ -231,7 +231,7 @@ def linear_of_sum(
 
 
 class _Norm:
-    """The norm that a launch folds in, and the memory for the sum that it leaves."""
+    """The norm that a launch folds in, and the memory for its sum."""
 
     def __init__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
@@ -253,7 +253,7 @@ def _norm(
     x_MK: torch.Tensor, residual_MK: torch.Tensor | None, norm_weight_K: torch.Tensor, eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The norm as a launch of its own."""
+    """The norm as a separate launch."""
     if residual_MK is None:
         return rms_norm(x_MK, norm_weight_K, eps=eps, offset=offset), x_MK
     return add_rms_norm(x_MK, residual_MK, norm_weight_K, eps=eps, offset=offset)
@@ -274,9 +274,9 @@ def _plan(
     x_MX: torch.Tensor, w: torch.Tensor, *, gated: bool, compiled: CompiledLinears | None = None,
     adds: bool = False,
 ) -> Plan | None:  # fmt: skip
-    """The kernel and cut that multiply as many tokens as `x_MX` has with `w`; None: cuBLAS does."""
+    """The kernel and tiling for the tokens of `x_MX` and `w`; None: cuBLAS multiplies."""
     M = x_MX.shape[0]
-    if M > MAX_SMALL_M and not adds:  # asked in every layer of a prompt, and always the library's
+    if M > MAX_SMALL_M and not adds:  # a shortcut, since prompts in every layer always use the library
         return None
     if not M or not use_triton(x_MX) or x_MX.dtype != w.dtype:
         return None
@@ -293,7 +293,7 @@ def launch(
     activation: str = "", norm: _Norm | None = None, out: torch.Tensor | None = None,
     low_rank: LowRankTerm | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run the kernel that `plan` is for; a norm can be folded into dot products only."""
+    """Run the kernel of `plan`; a norm can only be folded into dot products."""
     N = w.shape[0] // 2 if activation else w.shape[0]
     y_MN = torch.empty((len(x_MK), N), dtype=x_MK.dtype, device=x_MK.device) if out is None else out
     assert not isinstance(plan, problems.SplitConfig), "parts are added by the norm that reads them"
@@ -349,7 +349,7 @@ def launch_of_sum(
 def _launch_tiles(
     plan: TilePlan, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor, epilogue: Epilogue
 ) -> None:
-    """Launch a linear as planned: Triton's kernel or one of those in CUDA C++."""
+    """Launch the planned kernel, in Triton or CUDA C++."""
     if isinstance(plan, WgmmaConfig):
         wgmma.launch(plan, x_MK, w, y_MN, epilogue)
         return
@@ -361,7 +361,7 @@ def _launch_tiles(
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = add or (ResidualInput(x_MK, x_MK, 0.0), prologue or ResidualSum(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
-    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # more would have nothing to do
+    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # without idle splits
     num_parts = 0 if prologue is None else len(prologue.squares_PM)
     block_m = max(bucket(M), 16)
     partial, counters = _workspace(
@@ -381,7 +381,7 @@ def _launch_tiles(
 
 
 def block_of_parts(num_parts: int) -> int:
-    """16, 64 or 256: each of them is compiled once more."""
+    """The block size for this many parts: 16, 64 or 256, each of which is compiled separately."""
     block = 16
     while block < num_parts:
         block *= 4
@@ -398,8 +398,8 @@ def _check_product(x_MK: torch.Tensor, w: torch.Tensor) -> tuple[int, int]:
 def _workspace(
     device: torch.device, num_tiles: int, num_splits: int, tile_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the partial sums of one call, and the counters at which its programs meet."""
-    counters = _counters(device)  # made by the first call, split or not: before any graph is captured
+    """Memory for the partial sums of one call, and the counters that synchronize its programs."""
+    counters = _counters(device)  # allocated by the first call, split or not, before any graph is captured
     if num_splits == 1:
         return counters, counters
     assert num_tiles <= _MAX_TILES, f"K is split although there are {num_tiles} tiles"
@@ -409,7 +409,7 @@ def _workspace(
 
 @lru_cache(maxsize=16)
 def _counters(device: torch.device) -> torch.Tensor:
-    """One zero per tile; each call finds them zero and leaves them zero."""
+    """Counters, one per tile, that are zero before and after each call."""
     if is_gpu(device) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("call the linear once before it is captured into a graph")
     return torch.zeros((_NUM_COUNTER_SLOTS, _MAX_TILES), dtype=torch.int32, device=device)

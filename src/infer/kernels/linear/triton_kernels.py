@@ -1,27 +1,27 @@
-"""The two Triton kernels behind `small.py`: one for at most four tokens, one for up to 128.
+"""The two Triton kernels of `small.py`: one for at most four tokens, one for up to 128.
 
-Both compute the same thing. Prologue and epilogue are chosen at compile time:
+Both compute the same function. Prologue and epilogue are chosen at compile time:
 
     BIAS         a bias per output
     ACTIVATION   "" or the name of the gate: W stacks the rows of the gate on the rows of `up`
 
     NORM         (gemv)    the input is (x + residual), normalised; the sum is written out once
-    RESIDUAL     (gemv)    there is a residual to add (only with NORM)
+    RESIDUAL     (gemv)    a residual is added (only with NORM)
     ADDS         (skinny)  the output is added to the residual stream, and prepared for the norm that follows
     PARTS        (skinny)  the input was prepared this way, in this many tiles or fewer; 0: it was not
 
 **gemv_kernel**, for a handful of tokens, is a plain dot product. A program takes a few rows of W and
-walks along K; every thread keeps 16-byte pieces of those rows in flight and one partial sum per row,
-and the sums of all threads meet once, at the end. The next tile of W is loaded before the current one is
-used: by hand, because Triton pipelines the operands of `tl.dot` only.
+loops over K; every thread keeps 16-byte pieces of these rows in flight and one partial sum per row,
+and the sums of all threads are added once, at the end. The next tile of W is loaded before the current one
+is used: by hand, because Triton pipelines only the operands of `tl.dot`.
 
-**skinny_kernel** uses the tensor cores, with the operands swapped: it computes yT = W xT. The matrix unit
-of Hopper takes 64 rows on its left side and 8 to 256 columns on its right. Tokens are few and rows of W
-are many, so W goes left and no row is wasted on padding. Where N gives too few programs to occupy the
-GPU, K is split among several; each leaves its partial tile in a workspace, and the one that arrives last
-adds the tiles up, in the order of the splits and not of arrival, so that the same input gives the same bits.
+**skinny_kernel** uses the tensor cores, with the operands swapped: it computes yT = W xT. Hopper's tensor
+cores take 64 rows on the left side and 8 to 256 columns on the right. Tokens are few and rows of W are
+many, so W goes left and no row is wasted on padding. If N gives too few programs to fill the GPU, K is
+split among several; each writes its partial tile to a workspace, and the one that arrives last adds the
+tiles up, in the order of the splits and not of arrival, so that the same input gives the same bits.
 
-    counter[tile]   0 -> 1 -> ... -> num_splits - 1: I am the last; add, store y, set it back to 0
+    counter[tile]   0 -> 1 -> ... -> num_splits - 1: the last program adds, stores y, resets it to 0
 
 With one tile shape, the bits of a row of y do not depend on the number of other tokens: M chooses how many
 columns are computed, never in which pieces K is cut or in which order they are added.
@@ -30,17 +30,17 @@ Folding the norm works because it scales whole rows: with r = x + residual and g
 
     rms_norm(r) WT = ((r * g) WT) / rms(r)
 
-For one token, one walk along K collects both the dot products and the sum of squares, and the division comes
-last (NORM). With more tokens every program would have to normalise all of them again. Instead the projection
-that made x does it: r is at hand there when a tile is stored, and each element of it only once.
+For one token, one pass over K computes both the dot products and the sum of squares, and the division comes
+last (NORM). With more tokens, every program would have to normalise all of them again. Instead, the
+projection that computed x does it: it has r when it stores a tile, and each element of it only once.
 
     o, down        r = y + residual;   stores r,  r * g,  and its tile's sum of r^2 for each token       ADDS
     gate_up, qkv   y = (r * g) WT;     adds up the tiles' sums, divides by rms(r)                        PARTS
 
-The squares are added in float64. They come in tiles of any height, in any order of threads, and yet the sum
-is the same: what the order changes lies 29 bits below what is left when it is rounded to float32.
+The squares are added in float64. Tile heights and the order of threads vary, and yet the sum is the same:
+the order only affects bits that are 29 places below the last one that remains after rounding to float32.
 
-Rows past the end are clamped to the last row instead of masked: the values are thrown away, and a load
+Rows past the end are clamped to the last row instead of masked: their values are discarded, and a load
 without a mask is cheaper. Only the store is masked.
 
 With programmatic dependent launch (`dispatch.py`), the first tile of W is read while the previous kernel
@@ -55,17 +55,17 @@ from infer.kernels.elementwise.gated_activation import activated
 from infer.kernels.runtime.dispatch import jit, jit_for_any, tl
 from infer.kernels.runtime.ptx import prefetch_l2
 
-# The batch size changes from step to step: a size of 1, or a multiple of 16, must not compile anew.
+# The batch size changes from step to step: 1, or a multiple of 16, must not trigger a compilation.
 _jit_any_m = jit_for_any("M", "num_splits", "num_parts")
 
 
 @jit
 def _input_tile(
     x_ptr, residual_ptr, new_residual_ptr, x_offsets, residual_offsets, new_residual_offsets, in_tile,
-    kept,  # the part of the tile whose sum this program writes
+    kept,  # part of the tile whose sum this program writes
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """x, or x + residual rounded to the type of x; one program keeps the sum."""
+    """x, or x + residual rounded to the type of x; one program stores the sum."""
     x = tl.load(x_ptr + x_offsets, mask=in_tile, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + residual_offsets, mask=in_tile, other=0.0)
@@ -78,13 +78,13 @@ def _input_tile(
 def _store_outputs(
     total,  # [rows, tokens]
     up_total,
-    squares,  # [1, tokens]: the sum of r^2 over all of K
+    squares,  # [1, tokens]: sum of r^2 over all of K
     bias_ptr, y_ptr,
     rows,  # [rows, 1]
     tokens,  # [1, tokens]
     M, N, K, eps, NORM: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Everything after the dot products: the scale of the norm, the bias, the gate; rounded once."""
+    """Apply the scale of the norm, the bias and the gate to the dot products, and round once."""
     if NORM:
         inv_rms = tl.rsqrt(squares / K + eps)
         total = total * inv_rms
@@ -100,7 +100,7 @@ def _store_outputs(
 
 @jit
 def _sum_in_thread(products, VECTOR: tl.constexpr):
-    """Add up neighbours that one thread holds: [rows, cols] -> [rows, cols / VECTOR]."""
+    """Add up adjacent columns that one thread holds: [rows, cols] -> [rows, cols / VECTOR]."""
     return tl.sum(tl.reshape(products, [products.shape[0], products.shape[1] // VECTOR, VECTOR]), axis=2)
 
 
@@ -127,7 +127,7 @@ def gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    # A partial sum per thread, row and token; adding across threads waits until the end.
+    # A partial sum per thread, row and token; sums across threads are added at the end.
     sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * BLOCK_M
     up_sums = (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),) * BLOCK_M
     squares = (tl.zeros([1, BLOCK_K // VECTOR], tl.float32),) * BLOCK_M
@@ -185,7 +185,7 @@ def _store_tile(
     sum_ptr, squares_ptr, rows, tokens, tile, M, N, K, eps, ADDS: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The outputs; or their sum with the stream, and all of the norm that follows but its division."""
+    """Store the outputs, or their sum with the stream and all of the next norm except its division."""
     if not ADDS:
         _store_outputs(
             total, up_total, squares, bias_ptr, y_ptr, rows, tokens, M, N, K, eps, PARTS > 0, BIAS, ACTIVATION
@@ -206,7 +206,7 @@ def _store_tile(
 @_jit_any_m
 def skinny_kernel(
     x_ptr,
-    residual_ptr,  # read with ADDS only, as the next two
+    residual_ptr,  # read only with ADDS, like the next two
     norm_weight_ptr, sum_ptr,
     squares_ptr,  # [part, token], float64: written with ADDS, read with PARTS
     w_ptr, bias_ptr, y_ptr,
@@ -268,14 +268,14 @@ def skinny_kernel(
 
     if SPLIT:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # numbers that one program leaves
+        PARTIAL: tl.constexpr = TILE * (2 if GATED else 1)  # numbers that one program writes
         in_partial = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens
         first_ptr = partial_ptr + tile.to(tl.int64) * num_splits * PARTIAL
         own_ptr = first_ptr + split * PARTIAL
         tl.store(own_ptr + in_partial, total)
         if GATED:
             tl.store(own_ptr + TILE + in_partial, up_total)
-        tl.debug_barrier()  # every thread has stored before one of them says so
+        tl.debug_barrier()  # every thread has stored before one of them increments the counter
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == num_splits - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             up_total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -1,70 +1,70 @@
-/* A linear layer of 2 to 128 tokens: Hopper's TMA and wgmma, and the weights loaded before the wait (PDL).
+/* A linear layer for 2 to 128 tokens: Hopper's TMA and wgmma, with weights loaded before the wait (PDL).
 
        y[m, n] = sum over k of x[m, k] * w[n, k]
 
-   linear/pdl.cu holds its weights in registers and every warp reads x for itself, which with more than eight
-   tokens becomes the larger part of the reading. Here both operands pass through shared memory. A block is
+   linear/pdl.cu holds its weights in registers, and every warp reads x by itself, which with more than eight
+   tokens becomes the larger part of the reads. Here both operands pass through shared memory. A block consists of
 
-       one warp        that tells TMA what to bring: boxes of 64 columns, STAGES of them under way
-       ROWS / 64       *warpgroups*, each of which multiplies 64 rows of W (left) with all tokens (right)
-       three warps     that add up squares for the norm meanwhile (PARTS)
+       one warp        that issues the TMA copies: boxes of 64 columns, STAGES of them in flight
+       ROWS / 64       *warpgroups*, each of which multiplies 64 rows of W (left) by all tokens (right)
+       three warps     that add up squares for the norm in the meantime (PARTS)
 
-   and a stage of shared memory passes from hand to hand with two barriers: `full` opens when its bytes have come,
-   `empty` when all warpgroups have multiplied them.
+   and a stage of shared memory is handed over by two barriers: `full` opens when its bytes have arrived, `empty` when
+   all warpgroups have multiplied them.
 
        W ──box──►┐ stage 0 │ stage 1 │ ...     ┌► sums, in registers: ROWS x tokens
        x ──box──►┘  full?  ──► multiply ───────┘──► empty!  ──► next box
 
    The boxes of W for all stages are requested while the previous kernel still runs (`griddepcontrol.wait`), the
-   boxes of x, which that kernel makes, after it. The next kernel is let in when the last box is under way
+   boxes of x, which that kernel computes, after it. The next kernel may start when the last box is in flight
    (`lets_in`): its own requests are read while this one multiplies and stores.
 
-   A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT neighbouring blocks, a *cluster*,
-   then share a tile and split its columns: each leaves its sums in its shared memory, and block s adds up the sums of
+   A matrix of a few megabytes has too few tiles of ROWS rows to fill the GPU. SPLIT adjacent blocks, a *cluster*,
+   then share a tile and split its columns: each stores its sums in its shared memory, and block s adds up the sums of
    tokens s, s + SPLIT, ... in the order of the blocks. The same input gives the same bits.
 
    The work after the product is chosen by the defines of linear/pdl.cu, and rounds as there:
 
        BIAS         a bias per output
        ACTIVATION   0 none, 1 silu, 2 gelu_tanh, 3 gelu: W stacks N rows of the gate on N rows of `up`
-       ADDS         r = y + residual is stored, and r * gain, and per tile and token the sum of r^2
-       PARTS        x is an r * gain of this kind: the result is divided by the root mean square of r
+       ADDS         stores r = y + residual, r * gain and, per tile and token, the sum of r^2
+       PARTS        x is the r * gain of a kernel with ADDS: the result is divided by the root mean square of r
 
-   Compiled with those and
+   Compiled with these defines and
        IS_BFLOAT16            1: bfloat16; 0: float16
-       TOKENS                 tokens that a block multiplies; the number of tokens M is an argument, at most that
-       ROWS                   rows of W, in a gated layer half of them the gate's and half `up`'s
+       TOKENS                 tokens that a block multiplies; the number of tokens M is an argument, at most TOKENS
+       ROWS                   rows of W; in a gated layer, half of them belong to the gate and half to `up`
        STAGES, SPLIT          as above
-       BLOCKS                 blocks to an SM
-   N and K are arguments: one kernel serves all matrices that are cut alike.
+       BLOCKS                 blocks per SM
+   N and K are arguments: one kernel serves all matrices with the same tiling.
 
-   With LOW_RANK, tokens have LoRA adapters (linear/low_rank.py), which add B h: further columns of W and of x. The h of
-   all adapters stand side by side, and a token has zeros where the adapter is not its own:
+   With LOW_RANK, tokens have LoRA adapters (linear/low_rank.py), which add B h as additional columns of W and of x. The
+   h of all adapters are side by side, and a token has zeros at the adapters of other tokens:
 
        [ W | B1 B2 B3 .. ] [ x | 0 h2 0 .. ]'        chunks of B and h are stages like any other
 
-   Every part of a matrix (q, k, v) has an h; B of a part has zeros in the rows of the others, which TMA makes, past the
-   ends of that part. Chunks that no token has an adapter in (`active`), or none with this matrix (`used`), are left out.
-   The kernel before this one computes h (linear/shrink.cu).
+   Every part of a matrix (q, k, v) has its own h; B of a part has zeros in the rows of other parts, which TMA fills in
+   past the ends of the part. Chunks without an adapter of any token (`active`), or without weights for this matrix
+   (`used`), are skipped. The previous kernel computes h (linear/shrink.cu).
 
-   With WEIGHTS, W comes in codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp bring 32
-   rows each. A lane of a warp that multiplies unpacks its own codes (coded.cuh), and W is on the left from registers:
-   of warps, which read x for themselves, with few tokens, else of warpgroups. The sums of a group of columns
-   are multiplied with its scale in float32, and added up:
+   With WEIGHTS, W has codes of 8 or 4 bits (linear/coded.py has the layout), and lanes of the loading warp load 32 rows
+   each. A lane of a multiplying warp unpacks its own codes (coded.cuh), and W is the left operand, from registers: of
+   single warps, which read x by themselves, for few tokens, otherwise of warpgroups. The sums of a group of columns are
+   multiplied by its scale in float32, and added up:
 
        COLUMNS                columns of a stage, 128 or 256
-       TEAMS                  teams of ROWS / 16 warps, which take the stages in turn. With few stages unpacking is most
+       TEAMS                  teams of ROWS / 16 warps, which take the stages in turn. With few stages, unpacking is most
                               of the time; each of several teams unpacks its first one while the previous kernel runs
-       BY_WARPS               1: warps multiply by themselves
-       GROUP                  columns that share a scale; 0: a row has one, applied at the end
-       MINIMA                 sums += minimum * sum of x, which is a product with ones
+       BY_WARPS               1: warps multiply individually
+       GROUP                  columns that share a scale; 0: one scale per row, applied at the end
+       MINIMA                 sums += minimum * sum of x, computed as a product with ones
        SCALE_ROWS             rows that share a scale, 1 or 128
-       ROUNDS                 1: W itself is scaled and rounded, as in a dense matrix: with many tokens the
+       ROUNDS                 1: W itself is scaled and rounded, as in a dense matrix: with many tokens, the
                               sums of groups would take more registers and time than the weights
-       MANY                   1: there are more tokens than TOKENS: each tile has a block for every TOKENS of them
-       FP8_TOKENS             1: x is in FP8 as well, each token with a scale, and the matrix unit multiplies
-                              codes with codes. A piece of a lane is all it needs of 32 columns; these lie in the
-                              order of the layout of W, and so does x (`quantize_rows`) */
+       MANY                   1: there are more tokens than TOKENS: each tile has one block per TOKENS tokens
+       FP8_TOKENS             1: x is in FP8 as well, with one scale per token, and the tensor cores multiply codes by
+                              codes. A lane's piece is all it needs of 32 columns; these are in the order of the
+                              layout of W, and so is x (`quantize_rows`) */
 
 #ifndef __cluster_dims__
 #define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
@@ -112,10 +112,10 @@ constexpr int BAND_BYTES = CHUNK / CELL * CELL_BYTES, W_BYTES = BANDS * BAND_BYT
 constexpr int STAGE_BYTES = (W_BYTES + X_BYTES + 1023) / 1024 * 1024;
 constexpr int SHARED = GROUP ? GROUP : CHUNK;  // columns that share a scale of 128 rows
 constexpr int NUM_SUMS = TOKENS / 2;
-constexpr bool SCALES_SUMS = GROUP && !ROUNDS;  // scales the sums of each group; else sums at the end, or W itself
-constexpr int KEPT = !BY_WARPS && SCALES_SUMS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups' sums that are kept apart
+constexpr bool SCALES_SUMS = GROUP && !ROUNDS;  // scale the sums of each group; else sums at the end, or W itself
+constexpr int KEPT = !BY_WARPS && SCALES_SUMS && SPANS * NUM_SUMS * (1 + MINIMA) <= 64 ? SPANS : 1;  // groups with separate sums
 constexpr bool ADDS_ONES = MINIMA && !ROUNDS;
-constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // sums of a group that do not wait for each other
+constexpr int CHAINS = BY_WARPS && TOKENS == 8 ? 2 : 1;  // independent sums of a group
 static_assert(SCALE_ROWS == 1 || SPANS == 1, "one scale for each stage of a band");
 static_assert(!ROUNDS || GROUP && !BY_WARPS, "what is not grouped is scaled at the end");
 static_assert(TEAMS <= STAGES, "a stage to begin with for each");
@@ -128,7 +128,7 @@ constexpr int OWN = (TOKENS + SPLIT - 1) / SPLIT;  // tokens that this block fin
 constexpr int OWN_OF_WARP = (OWN + WARPS - 1) / WARPS;
 constexpr int PAIRS = OUT_ROWS / 2;                // a lane finishes two rows of a token,
 constexpr int TURNS = (PAIRS + 31) / 32;           // in this many turns
-constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp meet 32 different banks
+constexpr int PITCH = ROWS + 4;                    // 4: the sums of a warp access 32 different banks
 constexpr int LANES = OWN <= 2 ? 2 : OWN <= 4 ? 4 : OWN <= 8 ? 8 : OWN <= 16 ? 16 : 32;  // lanes with different tokens
 constexpr bool HOLDS_RESIDUAL = ADDS && OWN_OF_WARP * TURNS <= 16;
 
@@ -142,10 +142,10 @@ struct Shared {
         alignas(1024) char stages[STAGES][STAGE_BYTES];
         float sums[TEAMS][TOKENS][PITCH];
     };
-    u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: for the first stages, whose W comes earlier
+    u64 full[STAGES], empty[STAGES], has_x[EARLY ? STAGES : 1];  // has_x: for the first stages, whose W arrives earlier
     double squares[3][OWN];
 #if WEIGHTS
-    u32 pairs[ONE_TABLE ? 256 * COPIES : 1];  // of neighbouring columns, by their byte of codes
+    u32 pairs[ONE_TABLE ? 256 * COPIES : 1];  // pairs of adjacent columns, by their byte of codes
 #endif
 };
 
@@ -154,7 +154,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #if WEIGHTS
     const char* __restrict__ cells,           // [N / 32][K / 128][bytes of a cell]; when gated, of 2N rows
     const float* __restrict__ scales,         // [N / 32][32], or [N / 32][groups]
-    const float* __restrict__ minima,         // [N / 32][32]; the tables of LUT4, [N / 32][32][16], or the one, [16]
+    const float* __restrict__ minima,         // [N / 32][32]; or tables: of LUT4 [N / 32][32][16], else [16]
     const float* token_scales,                // [M]: with FP8_TOKENS
 #else
     const __grid_constant__ TensorMap w_map,  // [N, K] or [2N, K], boxes of OUT_ROWS
@@ -162,7 +162,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     const __grid_constant__ TensorMap x_map,  // [M, K], boxes of TOKENS
     const char* __restrict__ bias,            // [N]
     char* __restrict__ y,                     // [M, N]; with ADDS, r * gain
-    const char* __restrict__ residual,        // [M, N]; its rows lie `residual_stride` bytes apart
+    const char* __restrict__ residual,        // [M, N]; its rows are `residual_stride` bytes apart
     const char* __restrict__ gain,            // [N]
     char* __restrict__ sum,                   // [M, N]: r
     double* __restrict__ squares,             // [parts, M]: written with ADDS, read with PARTS
@@ -171,13 +171,13 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     , const __grid_constant__ TensorMap b_map_0, const __grid_constant__ TensorMap b_map_1,
     const __grid_constant__ TensorMap b_map_2,    // [rows of a part, ranks of all adapters], boxes of OUT_ROWS
     const __grid_constant__ TensorMap h_map,      // [M, parts * h_columns], boxes of TOKENS
-    const char* active, const char* used,         // a bit for each chunk
+    const char* active, const char* used,         // one bit per chunk
     int end_0, int end_1, int end_2, int h_columns  // ends of parts, 0 for missing parts; columns of a part
 #endif
 ) {
     extern __shared__ char memory[];
     Shared& shared = *(Shared*)(((u64)memory + 1023) / 1024 * 1024);
-    const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // blocks of tokens: neighbours read the same W
+    const int num_blocks = MANY ? (M + TOKENS - 1) / TOKENS : 1;  // blocks of tokens: adjacent ones read the same W
     const int tile = blockIdx.x / SPLIT / num_blocks, split = blockIdx.x % SPLIT;
     const int first_token = MANY ? blockIdx.x / SPLIT % num_blocks * TOKENS : 0;
     const int num_tokens = MANY ? min(M - first_token, TOKENS) : M;
@@ -234,7 +234,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 
 #if LOW_RANK
     const int ends[4] = {0, end_0, end_1, end_2};
-    auto has_part = [&](int part) {  // rows of it are in this tile
+    auto has_part = [&](int part) {  // true: rows of the part are in this tile
         return GATED ? part < 2 : tile * ROWS < ends[part + 1] && (tile + 1) * ROWS > ends[part];
     };
     auto load_chunk_of_adapters = [&](int i, int part, int chunk) {
@@ -292,7 +292,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         }
     }
 
-    if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // else they wait when the first weights are unpacked
+    if (!EARLY || warp >= WARPS) wait_for_kernel_before();  // others wait once their first weights are unpacked
 
     int total = count;  // chunks of this block
 #if LOW_RANK
@@ -471,7 +471,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
                     const bool is_first = SCALES_SUMS && column % SPAN == 0;
                     add_product<TOKENS>(products[kept][0], w[box * 4 + step], x + step * 2, is_first);
                     if (ADDS_ONES) add_product<TOKENS>(ones[kept], all_one, x + step * 2, is_first);
-                    if (SCALES_SUMS && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one at a time
+                    if (SCALES_SUMS && KEPT < SPANS && (column + 16) % SPAN == 0) {  // one group at a time
                         end_products();
                         wait_for_products<0>();
                         take_up(span, 0);
@@ -500,7 +500,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             slot += TEAMS;
             if (slot >= STAGES) slot -= STAGES, parity ^= 1;
         }
-        if (EARLY && team >= count) {  // nothing to do
+        if (EARLY && team >= count) {  // no stage for this team
             wait_for_kernel_before();
             ask_for_residuals();
         }
@@ -526,9 +526,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         wait_for_products<0>();
 #endif
 
-        // -- the sums, to where any thread can read them
+        // -- the sums, to shared memory
 
-        meet(1, 32 * WARPS);  // no warp reads stages any more
+        meet(1, 32 * WARPS);  // no warp reads stages anymore
         const int row = of_team * 16 + lane / 4, t = lane % 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) {
@@ -561,7 +561,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     } else if (PARTS && warp > WARPS) {
         const int helper = warp - WARPS - 1;
         constexpr int STEP = 3 * (32 / LANES);  // threads for each token
-        for (int round = 0; round < OWN; round += 32) {  // all lanes come to the shuffle
+        for (int round = 0; round < OWN; round += 32) {  // all lanes take part in the shuffle
             const int own = round + lane % LANES, token = split + SPLIT * own;
             double total = 0.0;
 #pragma unroll 1
@@ -656,7 +656,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
             }
         }
     }
-    if (SPLIT > 1) {  // a block's shared memory and barriers stay until all have read and arrived
+    if (SPLIT > 1) {  // a block's shared memory and barriers must stay valid until all blocks have read and arrived
         __syncwarp();
         arrive_in_cluster();
         wait_for_cluster();

@@ -1,13 +1,13 @@
-/* The pieces of linear/wgmma.cu: the instructions of Hopper's TMA, barriers and wgmma.
+/* Building blocks of linear/wgmma.cu: the instructions of Hopper's TMA, barriers and wgmma.
 
    A *warpgroup* is four warps that multiply together: W from shared memory times x from shared memory, sums in
-   registers. Both lie there as TMA leaves them with its pattern of 128 bytes: rows of 64 elements, the
-   16-byte pieces of row r in the order of their number xor (r % 8), so that eight rows of one piece meet all banks. */
+   registers. Both operands have TMA's 128-byte swizzle: rows of 64 elements, with the 16-byte pieces of row r in the
+   order of their number xor (r % 8), so that the same piece of eight rows covers all banks. */
 
 typedef unsigned long long u64;
 
 struct alignas(64) TensorMap {
-    char bytes[128];  // place of a matrix and the boxes in which it is copied, as the driver encodes them
+    char bytes[128];  // address of a matrix and the boxes in which it is copied, encoded by the driver
 };
 
 #ifndef EMULATED
@@ -62,7 +62,7 @@ __device__ __forceinline__ float2 load_from(const float* at, int rank) {  // the
 
 constexpr u64 READ_ONCE = 0x12F0000000000000, READ_AGAIN = 0x14F0000000000000;  // evicted from L2 first, or last
 
-// The box at (row, column) of a matrix; past its ends there are zeros, which count as bytes as well.
+// Copy the box at (row, column) of a matrix; past its ends it is filled with zeros, which also count as bytes.
 __device__ __forceinline__ void copy_box(
     char* to, const TensorMap& map, int row, int column, u64* barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -75,7 +75,7 @@ __device__ __forceinline__ void fetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// ---- the matrix unit --------------------------------------------------------------------------------
+// ---- tensor cores -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void wait_for_products() {
 #define OF_32(s) OF_16(s), OF_16((s) + 16)
 #define OPERANDS "l"(w), "l"(x)
 
-// 64 rows of W times all tokens over 16 columns, added to the warpgroup's sums.
+// Multiply 64 rows of W by all tokens over 16 columns, and add to the warpgroup's sums.
 template <int NUM_TOKENS>
 __device__ __forceinline__ void add_product(float* s, u64 w, u64 x) {
     if constexpr (NUM_TOKENS == 16) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void add_product(float* s, u64 w, u64 x) {
 
 #endif
 
-// The descriptor of an operand: its address, 1024 bytes from eight rows to the next eight, the pattern of 128 bytes.
+// The descriptor of an operand: its address, 1024 bytes from eight rows to the next eight, the 128-byte swizzle.
 __device__ __forceinline__ u64 operand(const char* at) {
     return ((shared_address(at) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }

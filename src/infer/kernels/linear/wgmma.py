@@ -1,36 +1,36 @@
 """Linears of 2 to 128 tokens on Hopper, in CUDA C++ (wgmma.cu): TMA and wgmma.
 
-`small.py` allocates its outputs and chooses its prologue and epilogue, as for its own kernels. It is for
-bfloat16 and matrices of any size: up to 8 tokens pdl.py holds the weights of small models in registers.
-Above 64 tokens cuBLAS is as fast where attention reads the result; gates, whose activation it leaves to
+`small.py` allocates its outputs and chooses its prologue and epilogue, as for its own kernels. It supports
+bfloat16 and matrices of any size; up to 8 tokens, pdl.py holds the weights of small models in registers.
+Above 64 tokens, cuBLAS is as fast if attention reads the result; gates, whose activation cuBLAS leaves to
 another kernel, and matrices that write into the residual stream are still multiplied here.
 
-A block keeps as much of W under way as the shared memory of an SM holds: that keeps the memory busy. The
+A block keeps as much of W in flight as the shared memory of an SM holds, which keeps the memory busy. The
 number of blocks:
 
     a layer's matrices    about three quarters of the SMs have one: the next kernel loads its first weights on
                           the others
-    long rows             (of `down` in a large model) take their time; all SMs help
-    many rows             (of gate and up) enough to a block that one for each SM suffices: a second round
-                          for a few of them would take as long as the first
-    more than that        (a head) small blocks, two or three to an SM, round after round
+    long rows             (of `down` in a large model) take long, so all SMs are used
+    many rows             (of gate and up) enough rows per block that one block per SM suffices: a second wave
+                          with a few blocks would take as long as the first
+    more than that        (a head) small blocks, two or three per SM, in several waves
 
-Clusters of more than two blocks do not find room everywhere: only 30 clusters of four run at once.
+Clusters of more than two blocks do not fit everywhere: only 30 clusters of four run at once.
 
-Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. There are fewer bytes
-to wait for and more to do with each, so several blocks share an SM. With more than 32 tokens x is the larger
-part of what is read: taller tiles, or one block to an SM. A matrix of a small model has few stages, and
-unpacking the first ones is most of its time: there teams of warps share the stages of a block. With more than
-64 tokens the cut with the shortest rounds of blocks is chosen; each 96 or 128 tokens have their own blocks,
-neighbours that read the same W from L2, and weights of groups are scaled before the product, since the sums
-of groups would take as many registers again. With more than 128 tokens arithmetic takes longer than reading
-W: tokens of FP8 weights with a scale for each row are then rounded to FP8, too.
+Weights of 8 or 4 bits (coded.py) are multiplied by the same kernel from one token on. They have fewer bytes
+to wait for and more arithmetic per byte, so several blocks share an SM. With more than 32 tokens, x is the
+larger part of the reads: taller tiles, or one block per SM. A matrix of a small model has few stages, and
+unpacking the first ones is most of its time, so teams of warps share the stages of a block. With more than
+64 tokens, the tiling with the shortest waves of blocks is chosen; each 96 or 128 tokens have their own
+blocks, adjacent ones that read the same W from L2, and weights of groups are scaled before the product,
+since the sums of groups would double the registers. With more than 128 tokens, arithmetic takes longer than
+reading W: tokens of FP8 weights with one scale per row are then rounded to FP8, too.
 
-The next kernel is let in early, except attention of more than 32 rows after a projection whose blocks are on
+The next kernel may start early, except attention of more than 32 rows after a projection whose blocks are on
 most SMs. An SM divides one memory into shared memory and L1, and can change the division only while it is
-empty: that attention, which reads through L1, would be left with the L1 that the block did not take.
+empty: attention, which reads through L1, would have only the L1 that the block left over.
 
-docs/log.md has what was tried and measured.
+docs/log.md has the experiments and measurements.
 
 Shapes:  M tokens, N outputs (of the gate half when gated), K inputs.
 """
@@ -72,28 +72,28 @@ from infer.kernels.runtime.tensor_map import BOX_BYTES, BOX_COLUMNS, Boxes, Tens
 
 MAX_TOKENS = 128
 
-_WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens of a block: each of them is compiled once more
+_WIDTHS = (16, 32, 48, 64, 96, 128)  # tokens per block, each compiled separately
 _CHUNK = 64  # columns of a stage
-_KV_HEADS = 8  # kv heads of the models that `_lets_attention_in` was measured with
-_LONG = 128  # chunks of a row
-_MIN_CHUNKS = 4  # chunks for each block of a cluster
+_KV_HEADS = 8  # kv heads of the models with which `_lets_attention_in` was measured
+_LONG = 128  # chunks of a long row
+_MIN_CHUNKS = 4  # fewest chunks per block of a cluster
 _MIN_TILES = 16
-_MAX_NARROW = 64  # tokens; with more, x has the bytes of 128 rows of W, and larger tiles read it less often
+_MAX_NARROW = 64  # tokens; with more, x is as large as 128 rows of W, and larger tiles read it less often
 _SHARED_BYTES = 227 << 10  # shared memory of an SM, for all its blocks
-_RESERVED_BYTES = 1 << 10  # shared memory that the system takes from each block
+_RESERVED_BYTES = 1 << 10  # shared memory that the system reserves per block
 
-# a table for all rows: 16 copies of the pairs of its numbers
+# codes with one table for all rows: 16 copies of the pairs of its numbers
 ONE_TABLE, TABLE_BYTES = ("nf4", "fp4"), 16 << 10
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-ARCH = "sm_90a"  # a: features that Hopper has and its successors lack, such as wgmma
-_MANY = (192, 256, 384, 512, 768, 1024)  # tokens that are cut alike
+ARCH = "sm_90a"  # a: features that only Hopper has, such as wgmma
+_MANY = (192, 256, 384, 512, 768, 1024)  # buckets of tokens with the same tiling
 _ROWS_COST = {64: 0.62, 128: 1.0, 192: 1.35}  # block rows -> time per cell: two warpgroups fill gaps
-_MAX_STAGES = 8  # stages with many tokens: as many as fit, so that matrices of any length share a kernel
+_MAX_STAGES = 8  # stages with many tokens, independent of K, so that matrices of any length share a kernel
 _BLOCK_COST = 4.0  # cost of a block, in cells: its start, and the work after the product
-_FEW_TOKENS = 16  # tokens that warps read from shared memory for themselves
-_LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of rows
-_FEW_CELLS = 24  # cells of a row
+_FEW_TOKENS = 16  # most tokens that single warps read from shared memory
+_LONG_CODED, _SHORT_CODED = 4096, 2048  # columns of long and short rows
+_FEW_CELLS = 24  # most cells of a row of a small matrix
 _OUTER_TYPES = (
     TensorMap,
     *(ctypes.c_void_p,) * 6,
@@ -109,32 +109,32 @@ _LOW_RANK_TYPES = (*(TensorMap,) * 4, *(ctypes.c_void_p,) * 2, *(ctypes.c_int,) 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaConfig:
-    """The cut of a matrix into blocks, for this many tokens."""
+    """The tiling of a matrix, for a range of token counts."""
 
-    width: int  # tokens, at most
-    rows: int  # rows of W per block; in a gated layer half of them are the gate's
+    width: int  # most tokens per block
+    rows: int  # rows of W per block; in a gated layer, half of them belong to the gate
     stages: int
     split: int = 1  # blocks that split K
     blocks: int = 1  # blocks that an SM holds
     form: CodedForm | None = None  # form of coded weights
     columns: int = _CHUNK  # columns of a stage; 128 or 256 with coded weights
-    by_warps: bool = False  # coded weights: no warpgroups, whose instructions take long for few tokens
-    rounds: bool = False  # coded weights: scaled and rounded before the product, not their sums after it
-    many: bool = False  # coded weights: more than `width` tokens, with a block for each `width` of them
+    by_warps: bool = False  # coded weights: no warpgroups, whose instructions are slow for few tokens
+    rounds: bool = False  # coded weights: scale and round weights before the product, not sums after it
+    many: bool = False  # coded weights: more than `width` tokens, with one block per `width` tokens
     teams: int = 1  # coded weights: teams of warps, which take the stages of a block in turn
-    fp8_tokens: bool = False  # coded weights: tokens are rounded to FP8, and codes are multiplied with codes
+    fp8_tokens: bool = False  # coded weights: tokens are rounded to FP8, and codes are multiplied by codes
     low_rank: bool = False  # tokens have adapters, which add their own products
 
     def num_tiles(self, N: int, *, gated: bool) -> int:
-        """The number of tiles that the N outputs of a matrix are cut into."""
+        """The number of tiles for the N outputs of a matrix."""
         return -(-N // self.box_rows(gated=gated))
 
     def num_parts(self, N: int) -> int:
-        """The number of partial sums of squares that a matrix with N outputs leaves: one for each tile."""
+        """The number of partial sums of squares for N outputs, one per tile."""
         return self.num_tiles(N, gated=False)
 
     def box_rows(self, *, gated: bool) -> int:
-        """The rows of W that are copied at once: in a gated layer, first rows of `gate`, then of `up`."""
+        """The rows of W per copy: in a gated layer, first rows of `gate`, then of `up`."""
         return self.rows // 2 if gated else self.rows
 
     def num_blocks(self, M: int, N: int, *, gated: bool) -> int:
@@ -148,12 +148,12 @@ class WgmmaConfig:
 
     @property
     def num_threads(self) -> int:
-        """Four warps for each 64 rows and team, one that loads, three that add up squares."""
+        """Threads per block: four warps per 64 rows and team, one that loads, three that add up squares."""
         return 2 * self.rows * self.teams + 128
 
     @property
     def shared_bytes(self) -> int:
-        """The shared memory of a block, with what it takes to begin at a multiple of 1,024."""
+        """The shared memory of a block, including the alignment to a multiple of 1,024."""
         stages = self.stages * stage_bytes(self)
         sums = self.teams * self.width * (self.rows + 4) * 4
         table = TABLE_BYTES if self.form is not None and self.form.codes in ONE_TABLE else 0
@@ -178,7 +178,7 @@ def token_width(num_tokens: int) -> int:
 
 
 def coded_width(num_tokens: int) -> int:
-    """The largest token count that has the same cut as `num_tokens`, with coded weights."""
+    """The largest token count that has the same tiling as `num_tokens`, with coded weights."""
     if num_tokens > MAX_TOKENS:
         return next(most for most in _MANY if num_tokens <= most)
     return 8 if num_tokens <= 8 else token_width(num_tokens)
@@ -187,14 +187,14 @@ def coded_width(num_tokens: int) -> int:
 def choose_config(
     M: int, N: int, K: int, *, gated: bool, profile: LinearProfile = H200.linear
 ) -> WgmmaConfig | None:
-    """The cut that the rule gives for a matrix; None: this kernel is not for it."""
+    """The tiling by the rule; None: the matrix is not supported."""
     if not 0 < M <= MAX_TOKENS or N % 8 or K % 8:
         return None
     width, num_chunks, num_sms = token_width(M), -(-K // _CHUNK), profile.num_sms
     num_tiles = {rows: -(-N // (rows // 2 if gated else rows)) for rows in (64, 128, 192)}
 
     def split_of(rows: int, most: int) -> int:
-        """The number of splits of K that leaves no more than `most` blocks."""
+        """The largest number of splits of K with at most `most` blocks."""
         fitting = [
             split
             for split, resident in profile.resident.items()
@@ -222,12 +222,12 @@ def choose_config(
 
 
 def has_fp8_tokens(M: int, K: int, form: CodedForm) -> bool:
-    """Return True if M tokens are rounded to FP8: with few, reading W takes the time anyway."""
+    """Return True if M tokens are rounded to FP8: for few tokens, reading W dominates anyway."""
     return M > MAX_TOKENS and form == CodedForm("fp8") and K % CELL_COLUMNS == 0
 
 
 def max_coded(K: int, form: CodedForm, profile: LinearProfile = H200.linear) -> int:
-    """The most tokens that are multiplied with codes; FP8 has matrix units of its own for more."""
+    """The most tokens for codes of this form; above, the library multiplies, FP8 on its own tensor cores."""
     if form.codes != "fp8":
         return profile.coded_tokens
     most = profile.fp8_tokens
@@ -237,7 +237,7 @@ def max_coded(K: int, form: CodedForm, profile: LinearProfile = H200.linear) -> 
 def choose_coded(
     M: int, N: int, K: int, form: CodedForm, *, gated: bool, profile: LinearProfile = H200.linear
 ) -> WgmmaConfig | None:
-    """The cut of a matrix of coded weights; None: this kernel is not for it."""
+    """The tiling of a matrix of coded weights; None: the matrix is not supported."""
     if form.codes not in CODES or not 0 < M <= max_coded(K, form, profile):
         return None
     if N % (BAND if gated else 8) or K % BOX_COLUMNS:
@@ -259,7 +259,7 @@ def choose_coded(
         )
 
     rows, teams, is_short = 64, 1, gated and num_cells * CELL_COLUMNS <= _SHORT_CODED
-    keeps_sums = form.group > 0 and width > 32  # sums of groups, in registers that further teams would need
+    keeps_sums = form.group > 0 and width > 32  # sums of groups take the registers of additional teams
     is_small = num_cells <= _FEW_CELLS and num_tiles[64] <= profile.most_sms and not (gated and keeps_sums)
     if is_small and not by_warps and not form.has_minima:
         split, blocks = split_of(64, profile.most_sms), 1
@@ -268,7 +268,7 @@ def choose_coded(
         teams = 4 if split == 1 and not keeps_sums else 2
     elif width <= 32:
         split = split_of(64, 2 * num_sms)
-        has_tables = form.codes == "lut4" and not by_warps  # they take registers of three blocks
+        has_tables = form.codes == "lut4" and not by_warps  # three blocks would not have the registers
         blocks = 2 if split == 2 or has_tables else 3
         if is_short and num_tiles[128] * 4 <= 2 * num_sms:
             rows, split, blocks = 128, split_of(128, 2 * num_sms, 2), 2
@@ -277,14 +277,14 @@ def choose_coded(
     else:
         split = max(split_of(64, num_sms), min(2, split_of(64, 2 * num_sms)))
         if is_short or num_tiles[128] > num_sms:
-            fits = form.group != 64  # groups of 64 keep two sums: more registers than 192 rows leave
+            fits = form.group != 64  # groups of 64 need two sums, more registers than 192 rows leave
             rows = 192 if fits and num_tiles[128] > num_sms >= num_tiles[192] else 128
             split = split_of(rows, num_sms)
         is_alone = form.group or num_tiles[rows] * split <= num_sms
         blocks = 1 if is_alone and (rows > 64 or num_tiles[rows] * split <= num_sms) else 2
         if rows == 64 and blocks == 1:
             blocks, teams = (2, 1) if split == 4 else (1, 2 if form.group else 1)
-    if form.has_minima and not by_warps:  # minima need sums of x, which take registers
+    if form.has_minima and not by_warps:  # minima need sums of x, which take more registers
         rows, blocks, teams = 64, 2 if width <= 32 else 1, 1
     stages, teams = -(-K // columns // split), max(1, min(teams, num_cells // split))
     return _with_stages(WgmmaConfig(width, rows, stages, split, blocks, form, columns, by_warps, teams=teams))
@@ -293,7 +293,7 @@ def choose_coded(
 def _choose_wide(
     M: int, N: int, K: int, form: CodedForm, resident: Mapping[int, int], *, gated: bool
 ) -> WgmmaConfig:
-    """The cut with the shortest rounds of blocks, where x is the larger part of what is read."""
+    """The tiling with the shortest waves of blocks, for which x is the larger part of the reads."""
     width = 96 if M <= 96 or MAX_TOKENS < M <= 192 else MAX_TOKENS
     rounds, num_cells = form.group > 0, -(-K // CELL_COLUMNS)
     costs: dict[WgmmaConfig, float] = {}
@@ -310,7 +310,7 @@ def _choose_wide(
 
 
 def _with_stages(config: WgmmaConfig) -> WgmmaConfig:
-    """The cut with as many stages as there is room for."""
+    """The tiling with as many stages as fit."""
     room = _SHARED_BYTES // config.blocks - _RESERVED_BYTES
     config = replace(config, stages=max(min(config.stages, room // stage_bytes(config)), 1))
     while config.stages > 1 and config.shared_bytes > room:
@@ -322,7 +322,7 @@ def defines_of(
     config: WgmmaConfig, dtype: torch.dtype = torch.bfloat16, activation: str = "", bias: bool = False,
     adds: bool = False, parts: bool = False,
 ) -> Defines:  # fmt: skip
-    """The constants a kernel is compiled with."""
+    """The defines of a kernel."""
     coded = (
         ()
         if config.form is None
@@ -353,12 +353,12 @@ def launch(
     config: WgmmaConfig, x_MK: torch.Tensor, w: torch.Tensor | CodedWeights, y_MN: torch.Tensor,
     epilogue: Epilogue,
 ) -> None:  # fmt: skip
-    """Fill `y_MN` and the sum of `epilogue.add`, all of it allocated by `small.py`."""
+    """Compute `y_MN` and the sum of `epilogue.add`, which `small.py` has allocated."""
     (M, K), N, gated = x_MK.shape, y_MN.shape[1], bool(epilogue.activation)
     assert config.width >= M or config.many, f"{M} tokens with {config}"
     outer = outer_arguments(x_MK, w, y_MN, epilogue)
     tokens, token_scales = quantize_rows(x_MK, as_cells=True) if config.fp8_tokens else (x_MK, x_MK)
-    if compiles_only():  # compilers are at work on it already
+    if compiles_only():  # the kernel is already being compiled
         return
     kernel = _kernel(
         x_MK.get_device(), dispatch.PDL, config, x_MK.dtype, epilogue.activation,
@@ -391,7 +391,7 @@ def launch(
 def _low_rank_arguments(
     config: WgmmaConfig, term: LowRankTerm | None, *, gated: bool
 ) -> tuple[Boxes | int, ...]:
-    """The arguments of a product with adapters: boxes of each part's B and of h, and which chunks to take."""
+    """The arguments of a product with adapters: boxes of each part's B and of h, and bits of chunks."""
     assert config.low_rank == (term is not None), config
     if term is None:
         return ()
@@ -409,19 +409,19 @@ def _low_rank_arguments(
 
 
 def _lets_attention_in(config: WgmmaConfig, num_blocks: int, num_rows: int, profile: DeviceProfile) -> bool:
-    """Return True if attention may start early: its kernel does not read through L1, or it has room."""
+    """Return True if attention may start early: it does not read through L1, or enough L1 is left."""
     reads_l1 = num_rows * _KV_HEADS > profile.attention.projected_heads
     return not (reads_l1 and config.leaves_little(num_blocks, profile.linear))
 
 
 @functools.cache
 def _kernel(device: int, with_pdl: bool, *variant: Any) -> build.PreparedLaunch:
-    """The kernel of some constants, found fast by numbers; one not prepared is compiled on its first call."""
+    """The kernel for some constants, with a fast lookup; compiled on its first call if not prepared."""
     return cuda.load_variant(variant_of(*variant), device, with_pdl)
 
 
 def variant_of(config: WgmmaConfig, *outer: Any) -> Variant:
-    """The kernel of a cut; `outer` as for `defines_of`."""
+    """The variant for a tiling; `outer` as for `defines_of`."""
     types = _TYPES if config.form is None else _CODED_TYPES
     types = (*types, *_LOW_RANK_TYPES) if config.low_rank else types
     defines = defines_of(config, *outer)
@@ -439,7 +439,7 @@ def _choose(num_tokens: int, matrix: Matrix, profile: LinearProfile) -> WgmmaCon
 
 
 def variant_for(config: WgmmaConfig, matrix: Matrix, width: int, adds: bool, parts: bool) -> Variant:
-    """The kernel of a matrix of a model."""
+    """The variant for a matrix of a model."""
     return variant_of(config, torch.bfloat16, matrix.activation, matrix.bias, adds, parts)
 
 
@@ -451,7 +451,7 @@ def _choose_with_adapters(num_tokens: int, matrix: Matrix, profile: LinearProfil
 def make_kernel(
     profile: LinearProfile, tokens: range, *, coded: bool = False, low_rank: bool = False
 ) -> CudaLinear[WgmmaConfig]:
-    """The kernel for these numbers of tokens, compiled for no matrix yet."""
+    """Make the kernel for these token counts, not compiled for any matrix yet."""
     width = coded_width if coded else token_width
     choose = functools.partial(_choose_with_adapters if low_rank else _choose, profile=profile)
     return CudaLinear(SOURCE, tokens, width, choose, variant_for, is_for_each=coded)

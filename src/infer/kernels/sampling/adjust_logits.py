@@ -1,10 +1,10 @@
-"""Changes that a request makes to its own logits before they are sampled: bias, bans, a mask, penalties.
+"""Adjustments of a request's logits before they are sampled: bias, bans, a mask, penalties.
 
     logit + bias ── -inf where banned or masked ── repetition ── presence and frequency
 
-in float32 and in this order, number for number as sampling/sampler.py does it. The sampler's first kernel
-calls `adjust_tile` on the way: a row that asks for nothing costs nothing, and one that does has its adjusted
-logits written next to the model's own, where the other kernels find them.
+in float32 and in this order, with the same results as sampling/sampler.py. The sampler's first kernel calls
+`adjust_tile`: rows without adjustments cost nothing, and for the others, the adjusted logits are written to a
+separate buffer, where the other kernels find them.
 
 Shapes:  V vocabulary, E ids of a bias, W words of a mask.
 """
@@ -33,14 +33,14 @@ libdevice: Any = None if triton is None else importlib.import_module("triton.lan
 
 _HAS_USES, _BAN_END, _NUM_BIASED = field("has_uses"), field("ban_end"), field("num_biased")
 _REPETITION, _PRESENCE, _FREQUENCY = field("repetition"), field("presence"), field("frequency")
-_STRETCH = constant(512)  # ids that are looked at together
+_STRETCH = constant(512)  # ids that are processed together
 _MAX_BIASED, _IN_PROMPT, _COUNT = constant(MAX_BIASED), constant(IN_PROMPT), constant(MAX_COUNT)
 
 
 def adjust_row_reference(
     logits_V: torch.Tensor, state: SampleState, line: SampleLine, position: int
 ) -> torch.Tensor:
-    """The specification: a row's logits in float32 as its line asks for them, at a position."""
+    """The specification: a row's logits in float32, adjusted by its line, at a position."""
     x_V = logits_V.float().clone()
     if line.num_biased:
         ids_E, amounts_E = state.biases_R2E[line.row, :, : line.num_biased].unbind()
@@ -60,12 +60,12 @@ def adjust_row_reference(
 
 
 def forbidden_by(mask_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The ids that a mask on the host forbids: a bool for each id."""
+    """The ids that a mask on the host forbids, as one bool per id."""
     bits_V = np.unpackbits((~mask_W.numpy()).view(np.uint8), count=vocab_size, bitorder="little")
     return torch.from_numpy(bits_V.view(np.bool_))
 
 
-if INTERPRETED or is_amd():  # neither has `mul_rn`
+if INTERPRETED or is_amd():  # `mul_rn` is missing in both
 
     @jit
     def _times(x, y):
@@ -74,18 +74,18 @@ else:
 
     @jit
     def _times(x, y):
-        return libdevice.mul_rn(x, y)  # never part of a multiply-add, which would not round between
+        return libdevice.mul_rn(x, y)  # never fused into a multiply-add, which would round only once
 
 
 @jit
 def float_field(line_ptr, FIELD: tl.constexpr):
-    """A fraction of a line, in float64."""
+    """Load a fractional field of a line, in float64."""
     return tl.load(line_ptr + FIELD).to(tl.float64, bitcast=True)
 
 
 @jit
 def is_adjusted(line_ptr, mask_row):
-    """Return True if a row asks for something that changes its logits."""
+    """Return True if the settings of a row change its logits."""
     return ((tl.load(line_ptr + _HAS_USES) | tl.load(line_ptr + _NUM_BIASED)) > 0) | (mask_row >= 0)
 
 
@@ -111,11 +111,11 @@ def adjust_tile(
     x_ptr, first, end, V, line_ptr, mask_row, position, uses_ptr, biases_ptr, masks_ptr, words_ptr, out_ptr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of a row from id `first` to `end` to `out_ptr`, as the row's line asks for them.
+    """Write the logits of a row from id `first` to `end` to `out_ptr`, adjusted by the row's line.
 
-    `uses_ptr` and `biases_ptr` are the row's own; `masks_ptr` has all rows' masks, on the host. The words
-    of the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done a stretch at a time:
-    rows that ask for nothing must not pay for the registers that this needs.
+    `uses_ptr` and `biases_ptr` belong to the row; `masks_ptr` has the masks of all rows, on the host. The
+    words of the tile, `WORDS` at most, are fetched to `words_ptr` at once. The rest is done in stretches, so
+    that rows without adjustments do not pay for the registers.
     """
     num_biased = tl.load(line_ptr + _NUM_BIASED).to(tl.int32)
     has_uses = tl.load(line_ptr + _HAS_USES) > 0

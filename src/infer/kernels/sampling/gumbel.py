@@ -5,15 +5,15 @@ Drawing token i with probability softmax(logits)_i is the same as
     argmax_i ( logits_i + g_i ),    g_i = -log(-log(1 - w_i)),    w_i uniform in (0, 1)
 
 (Gumbel 1954; Maddison et al. 2014). The noise here is a *hash* of (seed, position, token id), not a
-stream: nothing is consumed, so a request's draw at a position does not depend on its neighbours in
-the batch, on chunking, on preemption or on which tokens a filter has already removed. Two 32-bit
-keys made from (seed, position) enter an integer mixer together with the token id:
+stream: nothing is consumed, so a request's draw at a position does not depend on the rest of the
+batch, on chunking, on preemption or on the tokens that a filter has removed. Two 32-bit keys
+derived from (seed, position) enter an integer mixer together with the token id:
 
     x = id * odd + key0;  x ^= x >> 16;  x *= a;  x ^= x >> 15;  x += key1;  x *= b;  x ^= x >> 16
 
-and 31 bits of it become w. Large noise comes from small w, where floats are dense: among 10^5 equally
-likely tokens the best two practically never tie. g lies between -2.9 and 22.2, always finite.
-tests/unit/kernels/test_sample.py checks the law by counting.
+and 31 bits of x become w. Large noise comes from small w, where floats are dense: among 10^5 equally
+likely tokens, the best two practically never tie. g is between -2.9 and 22.2, always finite.
+tests/unit/kernels/test_sample.py checks the distribution by counting.
 
 Shapes:  S sampled rows, V vocabulary, K candidates of a row.
 """
@@ -30,7 +30,7 @@ from infer.kernels.cpu.library import library
 from infer.kernels.runtime.dispatch import on_cpu
 
 _MASK_64 = (1 << 64) - 1
-_GROUP_LEN = 16  # columns of the groups in which topk_rows looks
+_GROUP_LEN = 16  # columns per group in topk_rows
 _BLOCK_ELEMENTS = 1 << 19  # numbers in a temporary of one block of rows: 2 MiB, about a core's cache
 
 
@@ -60,7 +60,7 @@ def noise_keys(seed: int, position: int) -> tuple[int, int]:
 def gumbel_noise(keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
     """Gumbel noise for the token ids of each row (ids may be [1, V] and broadcast); float32 [S, K]."""
     key0, key1 = keys_S2[:, 0:1], keys_S2[:, 1:2]
-    x = ids_SK.to(torch.int32) * _ODD + key0  # int32 wraps around, which is what a mixer wants
+    x = ids_SK.to(torch.int32) * _ODD + key0  # int32 wraps around, as the mixer needs
     x ^= (x >> 16).bitwise_and_(0xFFFF)  # torch shifts arithmetically: mask the sign bits away
     x *= _A
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -74,10 +74,10 @@ def gumbel_noise(keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
 def draw_rows(
     logits_SV: torch.Tensor, best_S: torch.Tensor, temperature_S: torch.Tensor, keys_S2: torch.Tensor
 ) -> torch.Tensor:
-    """The id drawn in each row at its temperature, given each row's likeliest; int64 [S].
+    """Draw an id in each row at its temperature, given the row's likeliest id; int64 [S].
 
-    On a CPU, hashing every id and two logarithms of each take longer than all else that a small batch
-    needs, so C picks the few that can win (csrc/sampling.c), and only these get noise.
+    On a CPU, hashing every id and taking two logarithms of each takes longer than the rest of a small batch,
+    so C picks the few ids that can win (csrc/sampling.c), and only these get noise.
     """
     peak_S1 = logits_SV.gather(1, best_S.unsqueeze(1))
     found = None
@@ -92,7 +92,7 @@ def draw_rows(
 
 
 def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -> torch.Tensor:
-    """The column drawn in each row with probability softmax(logits); -inf is never drawn. int64 [S].
+    """Draw a column in each row with probability softmax(logits); -inf is never drawn. int64 [S].
 
     `ids_SK` are the token ids of the columns, or [1, K] if every row has the same.
     """
@@ -106,7 +106,7 @@ def draw(logits_SK: torch.Tensor, keys_S2: torch.Tensor, ids_SK: torch.Tensor) -
 def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
     """The column of each row's largest value, the first of several; NaN counts as the largest. int64 [S].
 
-    `torch.argmax` compares one element at a time on the CPU, NumPy's a vector of them.
+    On the CPU, `torch.argmax` compares one element at a time, and NumPy's argmax a vector of them.
     """
     if on_cpu(x_SK) and x_SK.dtype is torch.float32:
         return torch.from_numpy(x_SK.numpy().argmax(axis=1))
@@ -114,10 +114,10 @@ def argmax_rows(x_SK: torch.Tensor) -> torch.Tensor:
 
 
 def where_finite(x_SK: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, other: int) -> list[int]:
-    """The id of each row whose largest value, at `best_S`, is finite; `other` for those in which it is not.
+    """The id of each row if its largest value, at `best_S`, is finite; otherwise `other`.
 
-    The largest is NaN if any is. From a device one copy brings both; for a few rows on the CPU, NumPy takes a
-    quarter of the time that PyTorch's operations need to begin.
+    The largest value is NaN if any is. From a device, one copy fetches the result; for a few rows on the CPU,
+    NumPy takes a quarter of the time that PyTorch needs to dispatch its operations.
     """
     if on_cpu(x_SK):
         peak_S = x_SK.numpy()[np.arange(len(ids_S)), best_S.numpy()]
@@ -131,9 +131,9 @@ def where_finite(x_SK: torch.Tensor, best_S: torch.Tensor, ids_S: torch.Tensor, 
 def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest values of each row in order, and their columns; of equal values, any.
 
-    `torch.topk` walks the whole row one element at a time on the CPU. Here columns are dealt into groups,
+    `torch.topk` scans the whole row one element at a time on the CPU. Here columns are dealt into groups,
     a vectorised pass finds each group's maximum, and only the k groups with the largest maxima are
-    searched: each of the k largest values is in one of them, or has k others at least as large there.
+    searched: each of the k largest values is in one of them, or they have k values at least as large.
     """
     num_columns = x_SK.shape[1]
     num_groups = num_columns // _GROUP_LEN
@@ -152,9 +152,9 @@ def topk_rows(x_SK: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_blocks(x_SK: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows so small that what one pass computed still lies in the CPU's cache for the next.
+    """Slices of rows small enough that the results of one pass are still in the CPU's cache for the next.
 
-    Elsewhere all rows are one slice: a GPU would rather have few large passes.
+    On other devices, all rows are one slice: a GPU is faster with few large passes.
     """
     num_rows, row_len = x_SK.shape
     height = max(1, _BLOCK_ELEMENTS // max(1, row_len)) if on_cpu(x_SK) else max(1, num_rows)
