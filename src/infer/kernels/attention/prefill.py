@@ -1,7 +1,7 @@
 """Attention of chunks of prompts over the paged cache.
 
 A *chunk* is a run of consecutive tokens of one row, anywhere in the step's T tokens. Its keys and values
-follow those of earlier positions in the cache, so a fresh prompt (start 0), the next chunk of a long prompt
+come after earlier positions in the cache, so a fresh prompt (start 0), the next chunk of a long prompt
 and a prompt whose beginning is a prefix cache hit are the same case:
 
     PrefillChunk(first=5, num=3, row=2, start=40)     tokens 5, 6, 7 of the step are positions 40, 41, 42 of

@@ -3,12 +3,12 @@
     ~/.cache/infer/kernels/<key>.so        key: hash of sources, flags, compiler and processor
 
 A different source, compiler or processor has a different key, so nothing is ever stale and a cache
-that several machines share is safe. The compiler writes next to the final name and the result is
-renamed into place: two processes that start together both compile, and either result is whole. Its checksum
-is its last 32 bytes, which loaders ignore. A library that was cut short, by a full disk or a machine that
-went down, would end the process that maps it (SIGBUS); one that does not match its checksum is made again.
+that several machines share is safe. The compiler writes to a temporary file, which is renamed into
+place: two processes that start together both compile, and either result is complete. The last 32 bytes are a
+checksum, which loaders ignore. A library truncated by a full disk or a crash would kill the process that maps
+it (SIGBUS), so a library that does not match its checksum is compiled again.
 
-`cc` is whatever the system calls its C compiler. A build takes a few seconds, once.
+`cc` is the system's C compiler. A build takes a few seconds, once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _COMPILERS = ("cc", "gcc", "clang")
 
 
 class CBuildError(Exception):
-    """The C library could not be built; the reason is one line."""
+    """The C library could not be built; the message is one line."""
 
 
 def build_library(*, extra_flags: tuple[str, ...] = (), directory: Path | None = None) -> Path:
-    """The path of the compiled library, compiling it if this machine has not done so yet."""
+    """The path of the compiled library, which is compiled now if it is not cached."""
     compiler = find_compiler()
     if compiler is None:
         raise CBuildError("there is no C compiler (cc, gcc or clang)")
@@ -81,7 +81,7 @@ def cache_directory() -> Path:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Features of the processor as the system lists them; empty where it does not."""
+    """Features of the processor as listed by the system; empty if the system has no list."""
     try:
         with open(cpuinfo) as lines:
             wanted = ("flags", "Features", "model name", "CPU part")
@@ -91,7 +91,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_name() -> str:
-    """The processor as the system calls it, or its architecture where it has no other name."""
+    """The model name of the processor, or its architecture if it has no other name."""
     lines = [line for line in cpu_flags().splitlines() if line.startswith("model name")]
     return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()
 
@@ -110,14 +110,14 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """The exit code of a command and what it said; one that takes too long is ended with its children."""
+    """Run a command; returns its exit code and errors. After a timeout, it is killed with its children."""
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             _, said = process.communicate(timeout=TIMEOUT)
         finally:
-            if process.poll() is None:  # `cc` alone would leave the compiler that it calls at work
+            if process.poll() is None:  # killing only `cc` would leave its subprocesses running
                 os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, said
 

@@ -1,8 +1,7 @@
-"""Ranks on one machine that exchange numbers through memory that they share (csrc/collectives.c).
+"""Ranks on one machine that exchange numbers through shared memory (csrc/collectives.c).
 
-A model in float32 exchanges its numbers as they are, and the exchanges of a step can be recorded with the
-rest of it (program.py). Numbers of 16 bits are exchanged as float32 and rounded once, when they are added
-up.
+A float32 model exchanges its numbers unchanged, and the exchanges of a step can be recorded with the rest of
+it (program.py). 16-bit numbers are exchanged as float32 and rounded once, when they are added up.
 """
 
 from __future__ import annotations
@@ -21,39 +20,39 @@ from infer.kernels.cpu.library import Library
 from infer.kernels.cpu.program import empty, recorder, run_or_record
 from infer.kernels.runtime.communicator import Communicator, RankLine
 
-HEADER_BYTES = 8192  # words that ranks wait for, as csrc/collectives.c has them
+HEADER_BYTES = 8192  # words that ranks wait for, as in csrc/collectives.c
 WORD_BYTES = 64
 MAX_RANKS = 64
-CAPACITY = 1 << 19  # floats that a rank exchanges at once
-PIPE_SLOTS = 8  # pieces of that size that a stage may be ahead of the next one
-OUTSIDE = -(2**63)  # row of an id that another rank has
+CAPACITY = 1 << 19  # most floats that a rank exchanges at once
+PIPE_SLOTS = 8  # pieces of CAPACITY floats by which a stage may be ahead of the next one
+OUTSIDE = -(2**63)  # row of an id that belongs to another rank
 _EXCHANGE = struct.Struct("qqqqqqqqqqqq")
 _PASS = struct.Struct("qqqqqqq")
 _OWN_IDS = struct.Struct("qqqqq")
-_LINE = struct.Struct("<IIIIQQQ")  # a rank's line of the header, as csrc/collectives.c has it
-LINE_STATE = slice(8, _LINE.size)  # the part of a line on which no rank waits
+_LINE = struct.Struct("<IIIIQQQ")  # a rank's line of the header, as in csrc/collectives.c
+LINE_STATE = slice(8, _LINE.size)  # part of a line on which no rank waits
 _PIPE_BYTES = 2 * WORD_BYTES + PIPE_SLOTS * CAPACITY * 4
 
 
 def region_bytes(size: int) -> int:
-    """The memory that this many ranks share for their exchanges; untouched parts of it take no room."""
+    """The bytes that this many ranks share for their exchanges; untouched pages take no memory."""
     return HEADER_BYTES + 2 * size * CAPACITY * 4 + size * _PIPE_BYTES
 
 
 class MirroredWord(NamedTuple):
-    """A word that ranks on other machines wait for, and the places of the data that its numbers stand for."""
+    """A word that ranks on other machines wait for, and the location of the data that it announces."""
 
     offset: int
-    writer: int  # its one rank that writes it
+    writer: int  # rank that writes it
     readers: frozenset[int]
     first_slot: int = 0  # offset of the data of number 0
-    num_slots: int = 0  # numbers whose data is kept; 0: a word alone
+    num_slots: int = 0  # slots of data; 0: only the word
     slot_bytes: int = 0
-    counts: int | None = None  # offset of the floats in each slot; None: a slot says itself how long it is
+    counts: int | None = None  # offset of the float count of each slot; None: a slot holds its own length
 
 
 def mirrored_words(size: int, num_stages: int, *, meets_all: bool = False) -> list[MirroredWord]:
-    """The words of exchanges and pipes; `meets_all`: `everyone` exchanges too."""
+    """The words of exchanges and pipes; `meets_all`: `everyone` exchanges as well."""
     group, floats = size // num_stages, CAPACITY * 4
     words, pipes = [], HEADER_BYTES + 2 * size * floats
     for rank in range(size):
@@ -70,7 +69,7 @@ def mirrored_words(size: int, num_stages: int, *, meets_all: bool = False) -> li
 
 
 def read_line(memory: mmap.mmap, rank: int) -> RankLine:
-    """The state that a rank has written down."""
+    """Read the state that a rank has published."""
     arrived, _, ticks, waiting, *times = _LINE.unpack_from(memory, WORD_BYTES * (1 + rank))
     return RankLine(arrived + ticks, waiting, *(time * 1e-9 for time in times))
 
@@ -81,9 +80,9 @@ def address_of(memory: mmap.mmap, offset: int = 0) -> int:
 
 
 class SharedCommunicator(Communicator):
-    """One rank that talks to the others through memory that all ranks have mapped.
+    """One rank that exchanges through memory that all ranks have mapped.
 
-    Where layers are in stages, it adds up with the ranks of its own stage, which have numbers in a row.
+    If layers are split into stages, it exchanges with the ranks of its own stage, numbered consecutively.
     """
 
     def __init__(
@@ -93,17 +92,17 @@ class SharedCommunicator(Communicator):
         self.size = size // num_stages  # ranks of the stage
         self.rank = rank % self.size
         self._number, self._first, self._total = rank, rank - self.rank, size
-        self.on_abort: list[Callable[[], None]] = []  # ends of waits elsewhere than in this memory
+        self.on_abort: list[Callable[[], None]] = []  # callbacks that end waits outside this memory
         self._library, self._memory, self.address = library, memory, address_of(memory)
 
     def everyone(self) -> SharedCommunicator:
-        """Return a communicator of the ranks of all stages; a call is made by all ranks or by none."""
+        """Return a communicator of the ranks of all stages; all ranks must make each call."""
         found = copy(self)
         found.rank, found.size, found._first = self._number, self._total, 0
         return found
 
     def abort(self) -> None:
-        """End every wait of every rank, now and later: a rank is gone, and no result can be used."""
+        """End every wait of every rank, now and later: a rank is lost, and results are invalid."""
         self._library.word_set(self.address, 1)
         for end in self.on_abort:
             end()
@@ -122,7 +121,7 @@ class SharedCommunicator(Communicator):
         return shares if shares is x else shares.to(x.dtype).view(x.shape)
 
     def all_gather(self, x_MN: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """The columns of all ranks side by side; all but the last ranks have the same number."""
+        """The columns of all ranks side by side; all except the last ranks have the same number."""
         if x_MN.dtype is not torch.float32:
             return self.all_gather(x_MN.to(torch.float32), num_columns).to(x_MN.dtype)
         assert x_MN.dim() == 2 and (x_MN.stride(1) == 1 or not x_MN.shape[1]), (x_MN.shape, x_MN.stride())
@@ -134,7 +133,7 @@ class SharedCommunicator(Communicator):
         return out_MV
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, filled up with zeros: all have the same number. Not for recorded steps."""
+        """The bytes of every rank, of equal length, padded with zeros. Not for recorded steps."""
         width = -(-len(mine) // COLUMNS_ALIGNED) * COLUMNS_ALIGNED
         numbers_1N = torch.tensor([[*mine.ljust(width, b"\0")]], dtype=torch.float32)
         rows = self.all_gather(numbers_1N, width * self.size).view(self.size, width)
@@ -148,10 +147,10 @@ class SharedCommunicator(Communicator):
 
 
 class SharedPipe:
-    """The way of hidden states from the stage before to this one, and from this one to the next.
+    """The channel of hidden states from the previous stage to this one, and from this one to the next.
 
-    The last stage has the ranks from 0 on, the stage before it the next ranks, and so on: a rank takes the
-    rows of the rank that has its place in the stage before.
+    The last stage has the ranks from 0 on, the stage before it the next ranks, and so on: a rank receives the
+    rows of the rank with the same index in the previous stage.
     """
 
     def __init__(self, library: Library, memory: mmap.mmap, rank: int, size: int, num_stages: int) -> None:
@@ -162,17 +161,17 @@ class SharedPipe:
         self._out, self._in = (self._region + pipes + each * _PIPE_BYTES for each in (rank, rank + group))
 
     def take(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [num_rows, width] that the stage before passes on."""
+        """The rows [num_rows, width] from the previous stage."""
         x_MN = empty((num_rows, width))
         self._run(self._library.take_rows, x_MN, self._in)
         return x_MN if dtype is torch.float32 else x_MN.to(dtype)
 
     def pass_on(self, x_MN: torch.Tensor) -> None:
-        """Pass rows on to the next stage; waits where that one is far behind."""
+        """Pass rows on to the next stage; waits if that stage is far behind."""
         self._run(self._library.pass_on, x_MN.to(torch.float32).contiguous(), self._out)
 
     def tick(self) -> None:
-        """Say that another layer is computed."""
+        """Report that one more layer has been computed."""
         args = _PASS.pack(0, 0, 0, 0, self._region, self._rank, 0)
         _run(self._library, self._library.tick, args, 0)
 
@@ -185,20 +184,20 @@ class SharedPipe:
 def _run(library: Library, run: int, args: bytes, num_rows: int) -> None:
     if recorder() is not None:
         run_or_record(library, run, args, num_rows=num_rows)
-    else:  # not with the lock of the pool of threads: others may compute while this one waits
+    else:  # runs without the lock of the thread pool, so that others may compute while this one waits
         library.exchange[run](args, 0)
 
 
-COLUMNS_ALIGNED = 32  # columns of a rank: codes of any number of bits along them fill whole words
+COLUMNS_ALIGNED = 32  # alignment of a rank's columns: codes of any number of bits fill whole words
 
 
 def column_share(num_columns: int, size: int) -> int:
-    """The columns of all ranks but the last ones, which have fewer."""
+    """The columns per rank; the last ranks have fewer."""
     return -(-num_columns // size // COLUMNS_ALIGNED) * COLUMNS_ALIGNED
 
 
 def own_ids(library: Library, ids_T: torch.Tensor, first: int, num_rows: int) -> torch.Tensor:
-    """The rows of ids in a table that begins with the id `first`; OUTSIDE: it has none of this id."""
+    """The rows of ids in a table that begins with the id `first`; OUTSIDE: the table lacks the id."""
     assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
     T = ids_T.shape[0]
     out_T = empty((T,), torch.int64)

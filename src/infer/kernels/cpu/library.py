@@ -1,10 +1,10 @@
-"""The compiled library: loaded when the first kernel asks for it, or never.
+"""The compiled library, loaded when the first kernel asks for it.
 
-    library()        the library, or None where there is none
-    why_not()        one line: why there is none
+    library()        the library, or None if there is none
+    why_not()        the reason why there is none, in one line
 
-Whatever goes wrong ends in PyTorch's own path and one line in the log, never in an error: a machine
-without a compiler is slower, not broken.
+On any failure, operations fall back to PyTorch, with one line in the log and no error: a machine without
+a compiler is slower, not broken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 _state: Library | CBuildError | None = None
 
 
-MXFP4 = 3  # what csrc/linear.h calls floats of 4 bits, in the place of a number of bits
+MXFP4 = 3  # kind of 4-bit floats in csrc/linear.h, in place of a number of bits
 
 
 class Library:
@@ -52,7 +52,7 @@ class Library:
         self.quantize = self._address("infer_linear_quantize")
         self.linear = {8: self._address("infer_linear_int8"), 4: self._address("infer_linear_int4")}
         for kind, name in {5: "int5", 6: "int6", MXFP4: "mxfp4"}.items():
-            if hasattr(c, f"infer_linear_{name}"):  # not with NEON
+            if hasattr(c, f"infer_linear_{name}"):  # missing with NEON
                 self.linear[kind] = self._address(f"infer_linear_{name}")
         self.pack = self._address("infer_pack")
         self.embed = self._address("infer_embed")
@@ -89,11 +89,11 @@ class Library:
         self.set_threads(torch.get_num_threads())
 
     def set_threads(self, num_threads: int) -> None:
-        """Compute with `num_threads` threads from now on."""
+        """Use `num_threads` threads from now on."""
         self.num_threads = int(self._c.infer_set_threads(max(1, num_threads)))
 
     def linear_scratch(self, num_rows: int, size: int, digits: int) -> int:
-        """Bytes that `num_rows` quantised rows of `size` numbers take."""
+        """Bytes of `num_rows` quantised rows of `size` numbers."""
         return int(self._c.infer_linear_scratch(num_rows, size, digits))
 
     def _address(self, name: str) -> int:
@@ -108,7 +108,7 @@ def library() -> Library | None:
 
 
 def why_not() -> str:
-    """Why `library()` is None, in one line."""
+    """The reason why `library()` is None, in one line."""
     return str(_state) if isinstance(_state, CBuildError) else "it has not been tried"
 
 

@@ -1,8 +1,8 @@
 """One function per operation of the C library: checks the operands, packs the arguments, runs or records.
 
-Everything is float32 and on the CPU, which the functions that callers import (kernels/*.py, quant/packed.py)
-have ensured. The formats below must match the structs of csrc/ field by field: q is a pointer or an integer,
-d a double.
+Everything is float32 and on the CPU, as the functions that callers import (kernels/*.py, quant/packed.py)
+ensure. The formats below must match the structs of csrc/ field by field: q is a pointer or an integer, d a
+double.
 
 Shapes:  T tokens, D hidden size, F intermediate size, N query heads, G kv heads, H head size, R = H / 2.
 """
@@ -21,17 +21,17 @@ GROUP = 32  # weights that share a scale
 # code bits -> bytes per group: a scale, or a scale and a minimum, or two scales (csrc/linear.h)
 SCALE_BYTES = {8: 2, 6: 4, 5: 4, 4: 4}
 TILE = 16  # rows of a matrix that are packed together
-MAX_HEAD = 512  # channels of a head that attention.c has room for
-EXACT_DIGITS, FAST_DIGITS = 2, 1  # 8-bit digits that an activation is rounded to (csrc/linear.h)
-MAX_LIKELY = 4096  # ids of a row that may be drawn: sampling.c has no room for more
+MAX_HEAD = 512  # most channels of a head in attention.c
+EXACT_DIGITS, FAST_DIGITS = 2, 1  # 8-bit digits of a quantised activation (csrc/linear.h)
+MAX_LIKELY = 4096  # most ids of a row that may be drawn in sampling.c
 ITEM_TOKENS = 16  # tokens of a prompt that attend together
-SEGMENT = 512  # positions that attention.c sums up before it joins them with earlier ones
+SEGMENT = 512  # positions that attention.c sums up before it merges them with earlier ones
 
-_CHUNK_BYTES = 1 << 17  # bytes of weights in one chunk: half of a small second-level cache
-_CHUNKS_PER_THREAD = 4  # chunks of a matrix, at least: more of them balance better
+_CHUNK_BYTES = 1 << 17  # bytes of weights in one chunk: half of a small L2 cache
+_CHUNKS_PER_THREAD = 4  # fewest chunks of a matrix per thread: more chunks balance better
 _CHUNK_NUMBERS = 1 << 13  # numbers in one chunk of elementwise work
 
-# The arguments of the operations in csrc, each in the order of its struct there, which has the names.
+# The arguments of the operations in csrc, in the order of their structs, which have the names.
 _LINEAR = struct.Struct("qqqqqqqqqqqqqqqq")
 _PACK = struct.Struct("qqqqqqqqqqq")
 _EMBED = struct.Struct("qqqqqqqqq")
@@ -50,7 +50,7 @@ EMBEDDING_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 17}
 
 
 def _fill(form: struct.Struct, *fields: torch.Tensor | float | None) -> bytes:
-    """The arguments of an operation as its struct; a tensor stands for its address, None for no address."""
+    """Pack the arguments of an operation as its struct: tensors as addresses, None as NULL."""
     return form.pack(*(x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in fields))
 
 
@@ -66,7 +66,7 @@ def _run_rows(
     num_rows: int,
     *fields: torch.Tensor | float | None,
 ) -> None:
-    """Run an operation in chunks of some rows: its struct begins with all of them and ends with a chunk's."""
+    """Run an operation in chunks of rows: its struct begins with all rows and ends with rows per chunk."""
     rows_per_chunk = _rows_per_chunk(row_size)
     args = _fill(form, num_rows, *fields, rows_per_chunk)
     run_or_record(library, run, args, num_rows=num_rows, kind=PER_ROW, rows_per_chunk=rows_per_chunk)
@@ -91,12 +91,12 @@ def linear(
     order: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` are kept of an activation.
+    """Return x Wᵀ + b with W packed, [M, N]; `num_rows` is N, `digits` the precision of activations.
 
     `out` is a view of a wider result: the columns to fill.
 
-    `bits` are 8, 6, 5, 4, or `MXFP4` for floats of 4 bits. With an `order`, int32 [K], column k of W belongs
-    to column order[k] of x.
+    `bits` are 8, 6, 5, 4, or `MXFP4` for 4-bit floats. With an `order`, int32 [K], column k of W belongs to
+    column order[k] of x.
     """
     kernel, bits, (M, K) = library.linear[bits], 4 if bits == MXFP4 else bits, x_MK.shape
     if x_MK.stride(1) != 1:
@@ -120,7 +120,7 @@ def linear(
 def pack(
     library: Library, rows: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, *, first: int, bits: int
 ) -> None:
-    """Quantise float32 rows and put them at row `first` of a packed matrix."""
+    """Quantise float32 rows and store them at row `first` of a packed matrix."""
     assert rows.is_contiguous() and rows.dtype is torch.float32, (rows.dtype, rows.stride())
     num_rows, size = rows.shape
     fields = rows, None, None, None, size, first, data, scales, bits
@@ -138,9 +138,9 @@ def pack_integers(
     first: int,
     bits: int,
 ) -> None:
-    """Put rows that are quantised already at row `first`: int8 [rows, K] and halves [rows, K / 32].
+    """Store already quantised rows at row `first`: int8 [rows, K] and float16 scales [rows, K / 32].
 
-    The minima of 6 bits are the scales of second halves of groups.
+    With 6 bits, the minima are the scales of the second halves of groups.
     """
     assert (group_minima is not None) == (bits != 8), bits
     assert integers.is_contiguous() and integers.dtype is torch.int8, (integers.dtype, integers.stride())
@@ -161,7 +161,7 @@ def embed(
     size: int,
     kind: int,
 ) -> torch.Tensor:
-    """Rows of a matrix as float32, [T, D]; `kind`: of EMBEDDING_KINDS, or the bits of a packed matrix."""
+    """Look up rows as float32, [T, D]; `kind`: from EMBEDDING_KINDS, or the bits of a packed matrix."""
     assert ids_T.dtype is torch.int64 and ids_T.is_contiguous(), (ids_T.dtype, ids_T.stride())
     T = ids_T.shape[0]
     out_TD = empty((T, size))
@@ -177,7 +177,7 @@ def rms_norm(
     offset: float,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMS norm of the last dimension of [T, D] or [T, N, D], in fresh memory or in `out`."""
+    """RMS norm of the last dimension of [T, D] or [T, N, D], in new memory or in `out`."""
     T, N, D = (x.shape[0], 1, x.shape[1]) if x.dim() == 2 else x.shape
     y = empty(tuple(x.shape)) if out is None else out
     head_stride = x.stride(1) if x.dim() == 3 else 0
@@ -221,7 +221,7 @@ def layer_norm(
 def scale(
     library: Library, x_TD: torch.Tensor, factor: float, added_TD: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply every number by `factor`, which is rounded to float32 first, and add another tensor's."""
+    """Multiply every element by `factor`, rounded to float32 first, and add another tensor if given."""
     T, D = x_TD.shape
     y_TD = empty((T, D))
     added = added_TD, 0 if added_TD is None else added_TD.stride(0)
@@ -230,7 +230,7 @@ def scale(
 
 
 def activation(library: Library, x: torch.Tensor, name: str, *, is_gated: bool = False) -> torch.Tensor:
-    """Return act(x) of [T, F], or of a gate and what it is multiplied with, [T, 2F], act(gate) * up."""
+    """Return act(x) for [T, F], or act(gate) * up for gates and ups in [T, 2F]."""
     T, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     y_TF = empty((T, size))
     columns = min(size, 1024)
@@ -265,7 +265,7 @@ def write_cache(
     scales: KVScales | None = None,
     fixed: torch.Tensor | None = None,
 ) -> None:
-    """Copy keys and values to their slots; with scales, as codes (kv_codes.h), whose scales may be fixed."""
+    """Write keys and values to their slots; with scales, as codes (kv_codes.h), whose scales may be fixed."""
     T, G, H = k_TGH.shape
     given = k_TGH, v_TGH, k_TGH.stride(0), v_TGH.stride(0), keys_PGH, values_PGH, *(scales or (None, None))
     how = slots_T, fixed, _KV_KINDS[keys_PGH.dtype], G, H, 0 if scales is None else scales.keys.shape[2]
@@ -288,9 +288,9 @@ def attend(
     softcap: float | None = None,
     sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of every item over the paged cache; csrc/attention.c says what an item is.
+    """Attention of every item over the paged cache; csrc/attention.c defines items.
 
-    Items of single segments need `parts`, in `parts_shape`: zeros before the first call, good for the next.
+    Items of single segments need `parts`, of `parts_shape`: zeros before the first call, reusable afterwards.
     """
     assert items_I6.shape[1] == 6 and items_I6.is_contiguous(), (items_I6.shape, items_I6.stride())
     T, N, H = q_TNH.shape
@@ -308,12 +308,12 @@ def attend(
 
 
 def parts_shape(num_parts: int, N: int, G: int, H: int) -> tuple[int, int]:
-    """Room for results of single segments: H + 2 numbers of each query head, a counter of each kv head."""
+    """The shape of the results of single segments: H + 2 numbers per query head, a counter per kv head."""
     return num_parts, N * (H + 2) + G
 
 
 def can_split(N: int, G: int, H: int) -> bool:
-    """True if attention.c can take all query heads of a kv head at once, as items of one segment require."""
+    """True if attention.c can process all query heads of a kv head at once, as single segments require."""
     return N // G * (-(-H // 16) * 16) <= 8192
 
 
@@ -325,9 +325,9 @@ def likely(
     temperature_S: torch.Tensor,
     keys_S2: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: they are too many.
+    """Return the ids of each row that can be drawn and their scaled logits, [S, K]; None: too many ids.
 
-    Ids are in order; after the ids of a row come ids with a logit of -inf.
+    Ids are in ascending order; a row is padded with ids whose logit is -inf.
     """
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:

@@ -1,21 +1,21 @@
-"""Records a model's operations once, then runs them all with a single call.
+"""Record a model's operations once, then run them all with a single call.
 
-A small model's step has hundreds of operations of a few microseconds each, and calling them one by one from
-Python takes as long again. The operations and their arguments are the same in every step, apart from the
-number of rows, so they can be recorded:
+A small model's step has hundreds of operations of a few microseconds each, and the calls from Python take as
+long again. The operations and their arguments are the same in every step, except for the number of rows, so
+they can be recorded:
 
-    with ProgramRecorder(library) as recording:     nothing is computed, every launch is noted
-        y = model(tokens, step)              the model's own Python runs once, as it always does
+    with ProgramRecorder(library) as recording:     nothing is computed, every launch is recorded
+        y = model(tokens, step)              the model's own Python runs once, as usual
     program = recording.program()
     ...
     program.run(num_rows, num_items)         the whole list, in C, for 1 .. max rows
 
-Inputs must lie in tensors with fixed addresses, which the caller overwrites before each run. Allocations of
+Inputs must be in tensors with fixed addresses, which the caller overwrites before each run. Allocations of
 the model come from an *arena*, which takes a buffer back as soon as its last view is gone and reuses it for a
-later operation, as PyTorch's allocator would.
+later operation, like PyTorch's allocator.
 
-A PyTorch operation that computes something would be missing from the list. The recorder watches for these:
-only views and allocations are allowed, and with anything else there is no program, only the usual step.
+A PyTorch operation that computes something would be missing from the list. The recorder detects these: only
+views and allocations are allowed, and after any other operation there is no program, only the usual step.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _recording_thread = 0
 
 
 class ProgramArena:
-    """Memory handed out in pieces that come back by themselves."""
+    """An allocator of memory that is returned automatically."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, np.ndarray]] = []  # (bytes, memory)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory for a tensor, given back when its last view is gone."""
+        """Uninitialised memory for a tensor, returned to the arena when its last view is gone."""
         count = 1
         for size in shape:
             count *= size
         wanted = max(count * dtype.itemsize, _ALIGNMENT)
         memory = self._take(wanted)
-        piece = memory[:wanted]  # a new object, owned by the tensor's storage alone
+        piece = memory[:wanted]  # a new object, owned only by the tensor's storage
         weakref.finalize(piece, self._free.append, (len(memory), memory)).atexit = False
         return torch.from_numpy(piece).view(dtype)[:count].view(shape)
 
@@ -89,13 +89,13 @@ class Program:
 
 
 class ProgramRecorder:
-    """Notes the operations of a model instead of running them."""
+    """A context that records the operations of a model instead of running them."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self.arena = ProgramArena()
         self.launches: list[tuple[int, int, int, int, bytes]] = []
-        self.foreign: set[str] = set()  # operations that would be missing
+        self.foreign: set[str] = set()  # PyTorch operations that would be missing
         self._watch = _Watch(self)
 
     def __enter__(self) -> ProgramRecorder:
@@ -111,16 +111,16 @@ class ProgramRecorder:
         _recorder = None
 
     def program(self) -> Program | None:
-        """The recording, or None if something in it was computed by PyTorch."""
+        """The recorded program, or None if PyTorch computed something."""
         return None if self.foreign else Program(self)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every PyTorch operation that is neither a view nor an allocation."""
+    """A mode that records every PyTorch operation that is neither a view nor an allocation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else PyTorch loads its compiler, a second of start-up, to tell it to look away
+        return False  # otherwise PyTorch would load its compiler, a second of start-up, only to disable it
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def run_or_record(
     library: Library, run: int, args: bytes, *, num_rows: int, kind: int = FIXED, chunks: int = 1,
     rows_per_chunk: int = 1, num_items: int = 0,
 ) -> None:  # fmt: skip
-    """Run an operation now, or note it if a recording is in progress."""
+    """Run an operation now, or record it if a recording is in progress."""
     if _recorder is not None and recorder() is not None:
         _recorder.launches.append((run, kind, chunks, rows_per_chunk, args))
         return
@@ -155,7 +155,7 @@ def run_or_record(
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Memory for the result of an operation: PyTorch's, or the recording's."""
+    """Allocate the result of an operation, from PyTorch or from the recording's arena."""
     if _recorder is not None and recorder() is not None:
         return _recorder.arena.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)

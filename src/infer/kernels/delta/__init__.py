@@ -1,1 +1,1 @@
-"""The gated delta rule: attention with a state of fixed size in place of keys and values."""
+"""The gated delta rule: attention with a state of fixed size instead of keys and values."""

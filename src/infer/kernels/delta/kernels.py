@@ -1,20 +1,19 @@
 """The gated delta rule in Triton: two kernels over the runs of a ragged batch.
 
     run         consecutive tokens of one row: first token, tokens, row of the tables, position of the first;
-                no tokens: padding. A row that decodes is a run of one token
-    mix         the convolution and its activation; tails are read before the first token and written where
-                blocks end, unless the tokens are drafts; a block of -1 is written nowhere
-    recur       the states. One program has the columns of some values of one head, [K, columns], and goes
-                through the run: token by token, or by pieces of 16
+                no tokens: padding. A decoding row is a run of one token
+    mix         the convolution and its activation; tails are read before the first token and written at the
+                ends of blocks, unless the tokens are drafts; for a block of -1, nothing is written
+    recur       the states. One program has the columns of some values of one head, [K, columns], and
+                processes the run token by token, or in pieces of 16
 
-Within a piece all u are the solution of a triangular system (reference.py). Its strictly lower matrix A is
-nilpotent, so the inverse of I + A is a short product that needs no order of rows:
+Within a piece, all u are the solution of a triangular system (reference.py). Its strictly lower matrix A is
+nilpotent, so the inverse of I + A is a short product, without a loop over rows:
 
     (I + A)^-1 = (I - A) (I + A^2) (I + A^4) (I + A^8)
 
-Tensor cores compute products in three parts, which are as exact as float32; without tensor cores a piece
-would not fit the registers. Pieces begin at positions that are multiples of 16, so no piece lies across the
-end of a block.
+Tensor cores compute products in three parts (tf32x3), which are as exact as float32; without tensor cores, a
+piece would not fit the registers. Pieces begin at multiples of 16, so no piece crosses the end of a block.
 
 Shapes:  T tokens, U runs, C channels of q, k and v, V value heads, K key size, H value size.
 """
@@ -28,8 +27,8 @@ from infer.kernels.runtime.dispatch import is_amd, jit, next_power_of_two, tl
 from infer.kernels.runtime.launch import launch_triton
 
 TILE_TOKENS, TILE_CHANNELS = 16, 128  # tile of a program of `mix`
-COLUMNS = 32  # values of a program of `recur`
-MIN_DOT = 16  # the smallest side of a product of matrices
+COLUMNS = 32  # values per program of `recur`
+MIN_DOT = 16  # smallest side of a matrix product
 
 
 @jit
@@ -70,11 +69,11 @@ def _mix_kernel(
         mixed = mixed * tl.sigmoid(mixed)
         out = y_ptr + (first + tokens)[:, None] * num_channels + channels[None, :]
         tl.store(out, mixed.to(y_ptr.dtype.element_ty), mask=is_here)
-    tl.debug_barrier()  # the tail that was read may be written now
+    tl.debug_barrier()  # the tail has been read and may be overwritten
     first_block = start // BLOCK_SIZE
     num_blocks = tl.where((num > 0) & WRITES, (start + num - 1) // BLOCK_SIZE - first_block + 1, 0)
     for later in range(num_blocks):
-        number = num_blocks - 1 - later  # the first block may be the one whose tail is read
+        number = num_blocks - 1 - later  # last to first: the tail is read from a block that may be the first
         end = tl.minimum((first_block + number + 1) * BLOCK_SIZE - start, num)
         block = tl.load(table + first_block + number).to(tl.int64)
         slots = tl.arange(0, 4)
@@ -94,7 +93,7 @@ def _mix_kernel(
 
 @jit
 def _unit(x, eps, SIDE: tl.constexpr):
-    """Rows, or columns, of length one."""
+    """Normalise rows, or columns, to length one."""
     return x * tl.rsqrt(tl.sum(x * x, axis=SIDE, keep_dims=True) + eps)
 
 
@@ -183,9 +182,9 @@ def recur_runs(
     qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor, mixed_TC: torch.Tensor,
     out_TVH: torch.Tensor, *, are_tokens: bool, are_drafts: bool = False,
 ) -> None:  # fmt: skip
-    """Let the states of some runs, each of another row, go through their tokens, and write what these see.
+    """Advance the states of some runs, each of a different row, over their tokens, and write the outputs.
 
-    `are_tokens`: each run is one token at most. `are_drafts`: states stay as they are.
+    `are_tokens`: each run has at most one token. `are_drafts`: states are not written.
     `mixed_TC` is memory for the mixed inputs.
     """
     num_runs, num_channels, num_heads = len(runs_U4), qkv_TC.shape[1], b_TV.shape[1]

@@ -1,11 +1,11 @@
-"""The gated delta rule of a ragged batch whose block tables are on the device.
+"""The gated delta rule for a ragged batch whose block tables are on the device.
 
-    tokens      A B | C C C C | D D            first the rows that decode, then the chunks of prompts
+    tokens      A B | C C C C | D D            first the decoding rows, then the chunks of prompts
 
-Only the device knows the rows that decode; the host knows the chunks as well (kernels/attention/prefill.py).
+Only the device knows the decoding rows; the host also knows the chunks (kernels/attention/prefill.py).
 The specification is in reference.py.
 
-Shapes:  T tokens, S rows that decode, R rows of tables, B blocks of each, C channels of q, k and v, V heads.
+Shapes:  T tokens, S decoding rows, R rows of tables, B blocks of each, C channels of q, k and v, V heads.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def recur_paged(
     decoding: tuple[torch.Tensor, torch.Tensor], runs_S4: torch.Tensor, chunks: PrefillChunks | None,
     qkv_TC: torch.Tensor, b_TV: torch.Tensor, a_TV: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Let the states of all rows go through their tokens; returns [T, V, H].
+    """Advance the states of all rows over their tokens; returns [T, V, H].
 
-    `decoding` are the rows that decode and their lengths with this token, 0: padding; `runs_S4` is the same
-    as chunks of one token each.
+    `decoding` has the decoding rows and their lengths including this token, 0: padding; `runs_S4` has the
+    same rows as chunks of one token each.
     """
     if use_triton(qkv_TC):
         out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))
         mixed_TC = torch.empty(qkv_TC.shape, dtype=qkv_TC.dtype, device=qkv_TC.device)
         whole_C4, drafts_C4 = (None, None) if chunks is None else (chunks.whole_C4, chunks.drafts_C4)
-        for runs_U4 in (runs_S4, whole_C4, drafts_C4):  # drafts read what the tokens before them have left
+        for runs_U4 in (runs_S4, whole_C4, drafts_C4):  # drafts read the states after the tokens before them
             if runs_U4 is not None and len(runs_U4):
                 recur_runs(
                     rule, cache, tables_RB, block_size, runs_U4, qkv_TC, b_TV, a_TV, mixed_TC, out_TVH,
@@ -51,7 +51,7 @@ def _spans(
     decoding: tuple[torch.Tensor, torch.Tensor],
     chunks: PrefillChunks | None,
 ) -> Iterator[StateSpan]:
-    """Yield the spans that the reference computes, one after the other."""
+    """Yield the spans that the reference computes, in order."""
 
     def span(tokens: slice | torch.Tensor, rows_S: torch.Tensor, starts_S: torch.Tensor) -> StateSpan:
         reads_S = tables_RB[rows_S, (starts_S - 1).clamp(min=0) // block_size].long()

@@ -1,23 +1,23 @@
-"""The gated delta rule in PyTorch, over states that lie in blocks of the cache.
+"""The gated delta rule in PyTorch, over states in blocks of the cache.
 
-A layer of linear attention keeps a matrix S for each head, whatever the length of the text. A token makes it
-forget a little, corrects what S says about the token's key, and asks it with the token's query:
+A layer of linear attention has one matrix S per head, independent of the length of the text. A token decays
+it a little, corrects the value that S has for the token's key, and reads it with the token's query:
 
-    S  <-  e^g S                    g <= 0: what is left of all that came before
-    u   =  beta (v - S^T k)         what S gets wrong about k, times how sure the token is
+    S  <-  e^g S                    g <= 0: decay of the earlier tokens
+    u   =  beta (v - S^T k)         error of S for k, times the weight of the update
     S  <-  S + k u^T
     o   =  S^T q
 
-Before that, q, k and v of a token are mixed with q, k and v of the W - 1 tokens before it, by channel (a
-causal convolution), so the last W - 1 inputs are part of what a sequence leaves behind: its *tail*.
+Before that, q, k and v of a token are mixed with q, k and v of the W - 1 previous tokens, by channel (a
+causal convolution), so the last W - 1 inputs are also part of a sequence's state: its *tail*.
 
-A single token is computed as written. More of one row go by pieces of `PIECE` tokens: within a piece all u
-are the solution of one triangular system, and S is read and written once.
+A single token is computed as written. Several tokens of a row are computed in pieces of `PIECE` tokens:
+within a piece, all u are the solution of one triangular system, and S is read and written once.
 
-A block of the cache holds the state after the tokens of that block, as many as there are so far
-(cache/layout.py). So a run of tokens within one block reads the state from the block of the token before it,
-which is the same block or the one before it, and writes to its own. A block that is full is never written
-again: its state serves every sequence that begins with the same tokens.
+A block of the cache holds the state after the last token of the block so far (cache/layout.py). So a run of
+tokens within one block reads the state from the block of the previous token, which is the same block or the
+one before it, and writes to its own. A full block is never written again: its state serves every sequence
+that begins with the same tokens.
 
 Shapes:  S rows, T tokens of each, C channels of q, k and v, W taps, V value heads, K key size, H value size,
 N blocks.
@@ -39,9 +39,9 @@ class DeltaRule(NamedTuple):
     """The weights of one layer, apart from its projections, and its sizes."""
 
     conv_CW: torch.Tensor
-    decay_V: torch.Tensor  # logarithm of how fast each head forgets; float32
+    decay_V: torch.Tensor  # logarithm of each head's decay rate; float32
     dt_bias_V: torch.Tensor  # float32
-    num_key_heads: int  # each serves an equal run of consecutive value heads
+    num_key_heads: int  # key heads, each shared by an equal run of consecutive value heads
     key_dim: int
     value_dim: int
 
@@ -49,34 +49,34 @@ class DeltaRule(NamedTuple):
 class StateCache(NamedTuple):
     """The states of one layer in all blocks."""
 
-    # float32 [2, N, V / 2, K, H]: one half of the heads lies where keys would, one where values
+    # float32 [2, N, V / 2, K, H]: half of the heads takes the place of keys, the other of values
     states: torch.Tensor
     tails: torch.Tensor  # [N, W - 1, C], in the dtype of the model
 
     def read(self, blocks_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states [S, V, K, H] and tails [S, W - 1, C] in some blocks; zeros for a negative number."""
+        """Read the states [S, V, K, H] and tails [S, W - 1, C] of blocks; zeros for a negative block."""
         held_S = blocks_S.clamp(min=0)
         state, tail = self.states[:, held_S].transpose(0, 1).flatten(1, 2), self.tails[held_S]
         is_new_S = (blocks_S < 0).view(-1, 1, 1)
         return state.masked_fill(is_new_S[..., None], 0.0), tail.masked_fill(is_new_S, 0.0)
 
     def write(self, blocks_S: torch.Tensor, state_SVKH: torch.Tensor, tail_SWC: torch.Tensor) -> None:
-        """Put states and tails into blocks; rows with a negative block are dropped."""
+        """Write states and tails to blocks; rows with a negative block are dropped."""
         held_S = blocks_S >= 0
         self.states[:, blocks_S[held_S]] = state_SVKH[held_S].unflatten(1, (2, -1)).transpose(0, 1)
         self.tails[blocks_S[held_S]] = tail_SWC[held_S]
 
 
 class StateSpan(NamedTuple):
-    """Tokens that go from one state to the next, the same number of each of some rows."""
+    """Tokens that advance states, the same number of tokens for each of some rows."""
 
-    tokens: slice | torch.Tensor  # places of the first row's tokens; with one token per row, of all rows'
-    reads_S: torch.Tensor  # block with the state before the first token, -1: there is none
-    writes_S: torch.Tensor | None  # block that gets the state after the last, -1: none; None: they are drafts
+    tokens: slice | torch.Tensor  # places of the tokens of one row, or of one token per row
+    reads_S: torch.Tensor  # block with the state before the first token; -1: none
+    writes_S: torch.Tensor | None  # block for the state after the last token; -1: none; None: drafts
 
 
 def pieces_of(start: int, stop: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """The tokens of a row from `start` to `stop`, cut where blocks end."""
+    """Split the tokens of a row from `start` to `stop` at the ends of blocks."""
     while start < stop:
         end = min(stop, start - start % block_size + block_size)
         yield start, end
@@ -87,8 +87,8 @@ def run_spans(
     rule: DeltaRule, cache: StateCache, spans: Sequence[StateSpan], qkv_TC: torch.Tensor, b_TV: torch.Tensor,
     a_TV: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Let every span go on from its state, in order; returns [T, V, H]."""
-    out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))  # padding is in no span
+    """Advance the state of every span, in order; returns [T, V, H]."""
+    out_TVH = qkv_TC.new_zeros((*b_TV.shape, rule.value_dim))  # zeros for padding, which is in no span
     for tokens, reads_S, writes_S in spans:
         batch = len(reads_S)
         qkv, b, a = (each[tokens].view(batch, -1, each.shape[1]) for each in (qkv_TC, b_TV, a_TV))
@@ -104,7 +104,7 @@ def delta_rule(
     rule: DeltaRule, qkv_STC: torch.Tensor, b_STV: torch.Tensor, a_STV: torch.Tensor,
     state_SVKH: torch.Tensor, tail_SWC: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the outputs [S, T, V, H] in the dtype of the input, the states after them, and the tails."""
+    """Return the outputs [S, T, V, H] in the dtype of the input, the new states, and the new tails."""
     num_tokens, num_heads = b_STV.shape[1:]
     past = torch.cat([tail_SWC, qkv_STC], dim=1)
     taps = [
@@ -151,7 +151,7 @@ def _solve_piece(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """All tokens of a piece at once: u of each depends on those before it, which is a triangular system."""
+    """Solve a piece at once: each u depends on the earlier ones, which is a triangular system."""
     total = g.cumsum(-1)
     length = g.shape[-1]
     is_later = torch.ones(length, length, dtype=torch.bool, device=g.device).triu(1)

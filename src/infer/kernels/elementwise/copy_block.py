@@ -1,8 +1,8 @@
 """Copy one block of the KV cache to another, in all layers at once.
 
-A sequence about to write into a block that others read gets a copy of its own first (copy on write). Seen
-from the cache the block is one number; seen from memory it is 2 * L pieces, one for the keys and one for the
-values of each layer, a whole plane of all other blocks apart:
+A sequence about to write into a block that others read first gets its own copy (copy on write). To the cache,
+the block is one number; in memory it is 2 * L pieces, one for the keys and one for the values of each layer,
+each in a separate plane of all blocks:
 
     plane     layer 0 keys    layer 0 values    layer 1 keys    ...
               [..s...d..]     [..s...d..]       [..s...d..]            s ──► d in each

@@ -117,7 +117,7 @@ def encode(x, inverse, FP8: tl.constexpr):
         rounding = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 times that distance
         codes = ((scaled + rounding) - rounding).to(tl.float8e4nv)
     else:
-        codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: rounds to integer, half to even
+        codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: to an integer, half to even
     return codes
 
 

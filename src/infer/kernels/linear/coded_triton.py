@@ -21,14 +21,14 @@ from infer.kernels.runtime.launch import launch_triton
 
 @jit
 def _number(byte, FORM: tl.constexpr):
-    """The number that a code stands for; the exponent of fp8 is that of float16 minus 8."""
+    """The number that a code stands for; the exponent of fp8 is float16's minus 8."""
     if FORM == "fp8":
         wide = byte.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     elif FORM == "e5m2":  # the upper half of a float16
         return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    elif FORM == "mxfp4":  # the exponent of e2m1 is that of float16 minus 14
+    elif FORM == "mxfp4":  # the exponent of e2m1 is float16's minus 14
         wide = byte.to(tl.uint16)
         half = ((wide & 8) << 12) | ((wide & 7) << 9)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

@@ -2,8 +2,8 @@
 
 These kernels load weights while the previous kernel still runs (PDL). A Triton kernel between two of them
 breaks this overlap, and the mix is slower than either kind alone. So each of the first three kernels is
-loaded for all matrices that projections request (`want`), or for none: if one matrix does not fit, or there
-is no compiler, all of them stay with Triton. With coded weights, Triton is several times slower, so each
+loaded for all matrices that projections request (`want`), or for none: if one matrix does not fit, or the
+compiler is missing, all of them stay with Triton. With coded weights, Triton is several times slower, so each
 matrix with a configuration gets its kernel, independent of the others.
 
     up to 8 tokens      all matrices of the layers, of small models                             pdl.py

@@ -206,7 +206,7 @@ def outer_defines(activation: str, bias: bool, adds: bool, parts: bool) -> Defin
     )
 
 
-CODES = ("", "fp8", "int8", "int4", "e5m2", "lut4", "nf4", "fp4")  # in the order of `Weights` in codes.cuh
+CODES = ("", "fp8", "int8", "int4", "e5m2", "lut4", "nf4", "fp4")  # order of `Weights` in codes.cuh
 
 
 def form_defines(form: CodedForm | None) -> Defines:

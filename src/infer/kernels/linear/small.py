@@ -361,7 +361,7 @@ def _launch_tiles(
     (M, K), N = _check_product(x_MK, w), y_MN.shape[1]
     stream, result = add or (ResidualInput(x_MK, x_MK, 0.0), prologue or ResidualSum(x_MK, x_MK, x_MK))
     split_len = -(-K // plan.block_k // plan.split_k) * plan.block_k
-    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # without idle splits
+    num_tiles, num_splits = -(-N // plan.block_n), -(-K // split_len)  # excludes idle splits
     num_parts = 0 if prologue is None else len(prologue.squares_PM)
     block_m = max(bucket(M), 16)
     partial, counters = _workspace(

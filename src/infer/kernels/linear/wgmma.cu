@@ -53,8 +53,8 @@
    multiplied by its scale in float32, and added up:
 
        COLUMNS                columns of a stage, 128 or 256
-       TEAMS                  teams of ROWS / 16 warps, which take the stages in turn. With few stages, unpacking is most
-                              of the time; each of several teams unpacks its first one while the previous kernel runs
+       TEAMS                  teams of ROWS / 16 warps, which take stages in turn. With few stages, unpacking is most of
+                              the time; each of several teams unpacks its first stage while the previous kernel runs
        BY_WARPS               1: warps multiply individually
        GROUP                  columns that share a scale; 0: one scale per row, applied at the end
        MINIMA                 sums += minimum * sum of x, computed as a product with ones

@@ -1,1 +1,1 @@
-"""Expert matrices: each token through the few experts that its router chose."""
+"""Mixture of experts: each token goes through the few experts that its router chose."""

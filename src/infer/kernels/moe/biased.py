@@ -1,11 +1,11 @@
-"""Experts with biases (gpt-oss): grouped products as without them, and biases where rows are read anyway.
+"""Experts with biases (gpt-oss): plain grouped products, with biases added where rows are read anyway.
 
-    both[r]    = x[token of r] WT                 a grouped product, as without biases
+    both[r]    = x[token of r] WT                 a grouped product without biases
     gated[r]   = gate(both[r] + gate_up bias)     one launch, with the bias of the row's expert
     out[r]     = gated[r] WT                      a grouped product, not weighted
     y[t]       = sum over c of  weight * (out[t, c] + down bias)
 
-So every form of weights has biases, and the kernels that multiply know nothing of them.
+So every form of weights supports biases, and the kernels that multiply are independent of them.
 
 Shapes:  T tokens, C choices per token, R = T C rows, E experts, D hidden size, F intermediate size.
 """
@@ -33,13 +33,13 @@ class ExpertProducts(NamedTuple):
     """The products of a step's rows with the matrices of their experts."""
 
     num_experts: int
-    block_t: Callable[[int], int]  # rows of a block, given the number of rows in all
+    block_t: Callable[[int], int]  # rows per block, given the total number of rows
     gate_up: Product
     down: Product
 
 
 def dense_products(gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor, *, invariant: bool) -> ExpertProducts:
-    """Products with plain stacks."""
+    """Make products with plain stacks."""
     num_experts, element_size = len(gate_up_EFD), gate_up_EFD.element_size()
 
     def product(w_ENK: torch.Tensor) -> Product:
@@ -58,7 +58,7 @@ def dense_products(gate_up_EFD: torch.Tensor, down_EDF: torch.Tensor, *, invaria
 
 
 def coded_products(gate_up: CodedWeights, down: CodedWeights, *, invariant: bool) -> ExpertProducts:
-    """Products with stacks of codes."""
+    """Make products with stacks of codes."""
     num_experts = len(gate_up.cells)
 
     def product(w: CodedWeights) -> Product:

@@ -11,15 +11,15 @@ from infer.kernels.runtime.choice import Declined, Way
 
 
 class ExpertsProblem(NamedTuple):
-    """The tokens of a step and the experts of a layer, with the kernels that were compiled for them."""
+    """The tokens of a step and the experts of a layer, with the kernels compiled for them."""
 
     num_tokens: int
     num_choices: int
     num_experts: int
     is_coded: bool
     has_bias: bool = False
-    invariant: bool = False  # a row's bits must not depend on the other rows
-    has_bands: bool = True  # coded weights: both matrices have whole bands of rows
+    invariant: bool = False  # True: a row's bits must not depend on other rows
+    has_bands: bool = True  # True (coded weights): both matrices have whole bands of rows
     few: FewExperts | None = None
     grouped: tuple[GroupedLinear | None, GroupedLinear | None] = (None, None)  # gate and up; down
     many: tuple[ManyRows | None, ManyRows | None] = (None, None)
@@ -33,7 +33,7 @@ def _covers_few(problem: ExpertsProblem) -> str | Declined:
 
 
 def _why_not_coded(problem: ExpertsProblem) -> str:
-    """The reason why a kernel of coded weights that may depend on the batch is not for these."""
+    """The reason why coded kernels that depend on the batch do not support a problem; "" if they do."""
     if not problem.is_coded or problem.has_bias or problem.invariant:
         return "for coded weights without a bias, unless rows must not depend on each other"
     return ""

@@ -1,11 +1,11 @@
-"""Coded experts whose rows are in order, in CUDA C++ (EXPERTS 3 of linear/pdl.cu).
+"""Coded experts with sorted rows, in CUDA C++ (EXPERTS 3 of linear/pdl.cu).
 
-A block multiplies up to 32 rows of one expert with 16 or 32 rows of its matrix. Codes go from memory to
-registers and are unpacked there, once for all rows of the block. Triton's kernel (coded_grouped.py) is left
-for other GPUs. Down loads its weights while gate and up are computed.
+A block multiplies up to 32 rows of one expert by 16 or 32 rows of its matrix. Codes go from memory to
+registers and are unpacked there, once for all rows of the block. Other GPUs use the Triton kernel
+(coded_grouped.py). Down loads its weights while gate and up are computed.
 
-It is for experts with few rows. With more than 32 on average, unpacking all of them once and multiplying as
-if they were not coded is faster (choice.py).
+This is for experts with few rows. With more than 32 rows on average, it is faster to unpack all matrices once
+and use dense products (choice.py).
 
 Shapes:  R rows, N outputs (of the gate half when gated), K inputs.
 """
@@ -29,12 +29,12 @@ _DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers, by preference
 
 
 def block_height(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: about half as many again as an expert has on average."""
+    """Rows of a block: about 1.5 times the average number of rows of an expert."""
     return min(max(next_power_of_two(-(-3 * num_rows // (2 * num_experts))), _HEIGHTS[0]), _HEIGHTS[-1])
 
 
 class GroupedLinear(OtherKernel):
-    """The matrices of a layer's experts in one form: gate and up with an activation, or down without."""
+    """The kernels for a layer's experts in one form: gate and up with an activation, or down without."""
 
     def __init__(self, form: CodedForm, N: int, K: int, activation: str) -> None:
         self.form, self.N, self.K, self.activation = form, N, K, activation
@@ -70,7 +70,7 @@ class GroupedLinear(OtherKernel):
         return next((cut for cut in cuts if pdl.can_launch(cut, height, self.N, self.K, gated=gated)), None)
 
     def variants(self) -> list[Variant]:
-        """One for each height of blocks; none where the matrix cannot be cut."""
+        """One variant per block height; none if the matrix is not supported."""
         cuts = {height: cut for height, cut in self.cuts.items() if cut is not None}
         if len(cuts) < len(self.cuts):
             return []

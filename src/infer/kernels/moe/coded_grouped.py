@@ -1,12 +1,12 @@
 """Experts in 8 or 4 bits: the grouped product of grouped.py with coded weights (linear/coded.py).
 
-Rows are ordered by expert as there. Three ways to multiply them:
+Rows are sorted by expert in the same way. There are three ways to multiply them:
 
-    few rows of an expert   in CUDA C++, where it was compiled (coded_cuda.py)
-                            else a program multiplies a block of rows with 32 rows of their expert's matrix,
-                            unpacked tile by tile; gate and up are one product, the gate a launch of its own
+    few rows of an expert   in CUDA C++, if the kernels were compiled (coded_cuda.py)
+                            otherwise, a program multiplies a block of rows by 32 rows of their expert's
+                            matrix, unpacked tile by tile; gate and up are one product, the gate a launch
     many rows               all matrices are unpacked first, into memory for one of the two stacks: the
-                            product of many rows takes much longer than that
+                            product of many rows takes much longer than unpacking
 
 Shapes:  T tokens, C choices per token, E experts, D hidden size, F intermediate size, R = T C rows.
 """
@@ -110,7 +110,7 @@ def coded_expert_rows(
 
 
 def expand_stack(stack: CodedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """The matrices of all experts as plain numbers, [E, N, K]; one launch, since they lie side by side."""
+    """Unpack the matrices of all experts, [E, N, K], in one launch, since they are contiguous."""
     num_experts = len(stack.cells)
     parts = {name: tensor.flatten(0, 1) for name, tensor in stack.tensors().items()}
     whole = replace(stack.with_tensors(parts), num_rows=num_experts * stack.num_rows)
@@ -121,7 +121,7 @@ def multiply_coded_rows(
     x: torch.Tensor, w: CodedWeights, num_rows: int, row_order: torch.Tensor, block_experts: torch.Tensor,
     weights_TC: torch.Tensor | None, *, rows_per_input: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """The product of each row with the matrix of its expert, times its weight if there are weights."""
+    """Multiply each row by the matrix of its expert, and by its weight if there are weights."""
     y_RN = torch.empty((num_rows, w.num_rows), dtype=x.dtype, device=x.device)
     num_blocks, parts = len(block_experts), stored_parts(w)
     coded_grouped_kernel[(-(-w.num_rows // BAND), num_blocks)](

@@ -3,18 +3,18 @@
     logits_TE, x_TD ──► gate and up of every choice, gated, times its weight ──► gated_TH      H = C F
     logits_TE, gated_TH ──► down of a token's choices, added up ──► y_TD, added to the residual stream
 
-With few tokens, most experts that are chosen have one token, and nothing is gained by putting the rows of an
-expert together. So each block finds the experts of its own token from the router's logits: no launches that
-route, count and order. `down` loads its weights while gate and up are computed, and its epilogue adds to the
-residual stream and begins the next norm, as the epilogues of other matrices do (`ResidualSum`).
+With few tokens, most chosen experts have a single token, and grouping the rows of an expert gains nothing. So
+each block finds the experts of its own token from the router's logits, without launches that route, count and
+order. `down` loads its weights while gate and up are computed, and its epilogue adds to the residual stream
+and starts the next norm, like the epilogues of other matrices (`ResidualSum`).
 
-Both kernels are for bfloat16 on Hopper, and for `expert_tokens` of the profile; kernels/moe/grouped.py has
-the others. The cuts:
+Both kernels support bfloat16 on Hopper, and up to `expert_tokens` of the profile; kernels/moe/grouped.py has
+the other cases. The tiling:
 
-    gate and up   blocks of 16 rows and 4 warps, three to an SM: the blocks of one token fit at once
-    down          up to 8 warps, in equal shares for the choices; 16 rows for one token, and 32 for more
+    gate and up   blocks of 16 rows and 4 warps, three per SM: the blocks of one token fit at once
+    down          up to 8 warps, in equal shares per choice; 16 rows for one token, and 32 for more
 
-At the shape of Qwen3-30B-A3B more warps were slower by a tenth to a third, and other depths by less than 2 %.
+At the shape of Qwen3-30B-A3B, more warps were slower by a tenth to a third, other depths by less than 2 %.
 
 Shapes:  T tokens, E experts, C choices per token, D hidden size, F intermediate size of one expert, H = C F.
 """
@@ -37,15 +37,15 @@ from infer.kernels.runtime.dispatch import compiles_only
 
 Stack = torch.Tensor | CodedWeights  # matrices of all experts
 
-_CHUNK = 64  # columns that a warp takes in a turn
-_MAX_EXPERTS = 1024  # experts whose logits fit into the registers of a warp
+_CHUNK = 64  # columns per turn of a warp
+_MAX_EXPERTS = 1024  # most experts whose logits fit the registers of a warp
 _MAX_CHOICES = 16
-_MAX_WARPS = 8  # warps of `down`, or as many as a token has choices
+_MAX_WARPS = 8  # most warps of `down`, unless a token has more choices
 _DEPTHS = (4, 3, 2, 1)  # chunks of columns in registers before the wait, by preference
 
 
 class ExpertShape(NamedTuple):
-    """The sizes and options that the kernels of a layer's experts are compiled for."""
+    """The sizes and options for which the kernels of a layer's experts are compiled."""
 
     hidden_size: int
     size: int  # intermediate size of one expert
@@ -53,12 +53,12 @@ class ExpertShape(NamedTuple):
     num_choices: int
     normalized: bool
     activation: str
-    form: CodedForm | None = None  # form of gate and up, where weights are coded
+    form: CodedForm | None = None  # form of gate and up if weights are coded
     down_form: CodedForm | None = None
 
 
 class FewExperts(OtherKernel):
-    """The two kernels of one shape of experts."""
+    """The two kernels for one shape of experts."""
 
     def __init__(self, shape: ExpertShape, profile: LinearProfile) -> None:
         self.shape, self.tokens = shape, range(1, profile.expert_tokens + 1)
@@ -66,7 +66,7 @@ class FewExperts(OtherKernel):
         self.down_cuts = tuple(cut_down(shape, rows_tiles) for rows_tiles in (1, 2))
 
     def is_for(self, num_tokens: int) -> bool:
-        """Return True if this many tokens go through these kernels."""
+        """Return True if these kernels are loaded and used for this many tokens."""
         return num_tokens in self.tokens and self.num_ready > 0
 
     def gated(
@@ -110,7 +110,7 @@ class FewExperts(OtherKernel):
         return total
 
     def num_parts(self, num_tokens: int) -> int:
-        """The parts of the sums of squares that `down` of this many tokens leaves."""
+        """The number of partial sums of squares that `down` writes for this many tokens."""
         return self._down_cut(num_tokens).num_parts(self.shape.hidden_size)
 
     def _down_cut(self, num_tokens: int) -> PdlConfig:
@@ -123,7 +123,7 @@ class FewExperts(OtherKernel):
         outer: tuple[torch.Tensor, ...], num_results: int, logits_TE: torch.Tensor, *,
         numbers: tuple[float, ...],
     ) -> None:  # fmt: skip
-        """Launch one block for each result and tile of rows."""
+        """Launch one block per result and tile of rows."""
         assert cut is not None
         assert logits_TE.is_contiguous() and x.stride(1) == 1 and not (x.stride(0) % 8 or x.data_ptr() % 16)
         if compiles_only():
@@ -143,7 +143,7 @@ class FewExperts(OtherKernel):
         )  # fmt: skip
 
     def variants(self) -> list[Variant]:
-        """One for each cut and what it adds or reads; none where a matrix cannot be cut."""
+        """One variant per tiling, epilogue and prologue; none if a matrix is not supported."""
         cuts = [cut for cut in self.down_cuts if cut is not None]
         if self.gate_up_cut is None or len(cuts) < len(self.down_cuts):
             return []
@@ -175,7 +175,7 @@ class FewExperts(OtherKernel):
 
 
 def cut_gate_up(shape: ExpertShape) -> PdlConfig | None:
-    """The cut of gate and up into blocks; None: other kernels take these experts."""
+    """The tiling of gate and up; None: other kernels multiply these experts."""
     hidden_size, size, num_experts, *_, form, _ = shape
     if num_experts % 2 or num_experts > _MAX_EXPERTS or (form is not None and size % BAND):
         return None
@@ -183,7 +183,7 @@ def cut_gate_up(shape: ExpertShape) -> PdlConfig | None:
 
 
 def cut_down(shape: ExpertShape, rows_tiles: int) -> PdlConfig | None:
-    """The cut of down into blocks of this many tiles; None: other kernels take these experts."""
+    """The tiling of down in blocks of this many tiles; None: other kernels multiply these experts."""
     hidden_size, size, _, num_choices, *_, form = shape
     if size % (_CHUNK if form is None else CELL_COLUMNS) or num_choices > _MAX_CHOICES:
         return None
@@ -196,6 +196,6 @@ def cut_down(shape: ExpertShape, rows_tiles: int) -> PdlConfig | None:
 def _deepest(
     rows_tiles: int, warps: int, form: CodedForm | None, N: int, K: int, *, gated: bool
 ) -> PdlConfig | None:
-    """The cut that holds the most before its wait and can be compiled without spilling."""
+    """The tiling that holds the most chunks before its wait without spilling registers."""
     cuts = (PdlConfig(rows_tiles, warps, depth, form, by_words=form is not None) for depth in _DEPTHS)
     return next((cut for cut in cuts if pdl.can_launch(cut, 1, N, K, gated=gated, adds=not gated)), None)

@@ -3,16 +3,16 @@
     logits_TE ──► route ──► experts_TC, weights_TC      C experts of E for each token, and their shares
     x_TD ──► experts_mlp ──► y_TD                       sum over c of  weight_c down_c(act(gate_c x) * up_c x)
 
-The reference walks through the experts that tokens chose, one after the other. On a GPU that would be E
-small products and a host that waits to learn which; instead the T * C pairs (token, choice), here called
-rows, are ordered by expert on the device, each expert's rows are padded to whole blocks, and one launch
-multiplies all blocks, each with the matrix of its expert (kernels/moe/grouped_kernels.py):
+The reference loops over the experts that tokens chose. On a GPU, this would be E small products, and the host
+would have to wait for the choices. Instead, the T * C pairs (token, choice), here called rows, are sorted by
+expert on the device, each expert's rows are padded to whole blocks, and one launch multiplies all blocks,
+each by the matrix of its expert (kernels/moe/grouped_kernels.py):
 
     experts_TC      [[2, 0], [0, 2], [2, 1]]        T = 3, C = 2: row 0 is (token 0, choice 0), row 1 (0, 1)
     row_order       1 2 . .   5 . . .   0 3 4 .     blocks of 4; a dot is padding
-    block_experts   0         1         2           -1 for blocks that are not needed this time
+    block_experts   0         1         2           -1 for unused blocks
 
-The largest number of blocks depends on T, C and E alone, so a CUDA graph can be captured.
+The largest number of blocks depends only on T, C and E, so a CUDA graph can be captured.
 
 Rows are computed independently, written to [T, C, D] and summed over C in the order of the choices: the same
 input gives the same bits, whatever else is in the batch.
@@ -41,12 +41,12 @@ from infer.kernels.moe.many import BLOCK_ROWS, ManyRows
 from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import INTERPRETED, next_power_of_two, shared_bytes, use_triton
 
-Stack = Callable[[], torch.Tensor]  # the matrices of all experts, made when they are needed
+Stack = Callable[[], torch.Tensor]  # makes the matrices of all experts when they are needed
 ManyOfBoth = tuple[ManyRows | None, ManyRows | None]  # gate and up; down
 OneExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, its rows [M, D]) -> [M, D]
 
-_CHUNK = 1024  # rows that a program of the ordering kernels looks at in one go
-_PART_ROWS, _MOST_PARTS = 2048, 16  # rows of a program; with more, this many share an expert's
+_CHUNK = 1024  # rows that a program of the ordering kernels processes at once
+_PART_ROWS, _MOST_PARTS = 2048, 16  # rows per program; with more rows, this many programs share an expert
 _GROUP = 16  # blocks that share a tile of weights before the next tile is loaded
 _BLOCK_D = 1024
 
@@ -68,7 +68,7 @@ def route_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest experts of each token (int32) and their probabilities (float32), best first.
 
-    `normalized`: the chosen ones' shares add up to 1; otherwise they are probabilities among all experts.
+    `normalized`: the chosen experts' shares add up to 1; otherwise they are probabilities over all experts.
     """
     weights_TC, experts_TC = torch.topk(logits_TE.float().softmax(dim=-1), num_choices, dim=-1)
     if normalized:
@@ -79,7 +79,7 @@ def route_reference(
 def by_expert(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, one_expert: OneExpert
 ) -> torch.Tensor:
-    """Call `one_expert` once for every expert that some token chose, and mix what they return."""
+    """Call `one_expert` once for every expert that some token chose, and mix the results."""
     outputs_TCD = x_TD.new_empty((*experts_TC.shape, x_TD.shape[1]))
     for expert in experts_TC.unique().tolist():
         tokens, choices = (experts_TC == expert).nonzero(as_tuple=True)
@@ -106,7 +106,7 @@ def experts_mlp_reference(
 def route(
     logits_TE: torch.Tensor, num_choices: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts as `route_reference` does; among equal ones the first."""
+    """Choose experts as `route_reference` does; ties go to the first."""
     if not use_triton(logits_TE):
         return route_reference(logits_TE, num_choices, normalized)
     T, E = logits_TE.shape
@@ -141,10 +141,10 @@ def expert_rows(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up_EFD: torch.Tensor,
     down_EDF: torch.Tensor, *, activation: str, invariant: bool = False, many: ManyOfBoth = (None, None),
 ) -> torch.Tensor:  # fmt: skip
-    """The weighted results of each token's experts on a GPU, [T, C, D], whose sum over C is the mixture's.
+    """The weighted results of each token's experts on a GPU, [T, C, D], whose sum over C is the output.
 
-    `invariant`: tiles of one shape, however many tokens there are, so that the same instructions add.
-    `many`: the kernels of both matrices for many rows of an expert, where they were compiled.
+    `invariant`: one tile shape for any number of tokens, so that the same instructions add.
+    `many`: the kernels of both matrices for many rows of an expert, if they were compiled.
     """
     find_activation(activation)
     (T, D), num_experts, size = x_TD.shape, len(gate_up_EFD), down_EDF.shape[2]
@@ -163,7 +163,7 @@ def rows_in_order(
     x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor, gate_up: Stack, down: Stack,
     num_experts: int, size: int, *, activation: str, invariant: bool = False, many: ManyOfBoth | None,
 ) -> torch.Tensor:  # fmt: skip
-    """`expert_rows` with matrices that are made one stack at a time, such as unpacked codes."""
+    """`expert_rows` with matrices that are created one stack at a time, such as unpacked codes."""
     (T, D), num_choices = x_TD.shape, experts_TC.shape[1]
     num_rows = T * num_choices
     if not T:
@@ -196,7 +196,7 @@ def sum_choices(outputs_TCD: torch.Tensor) -> torch.Tensor:
 
 
 def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows by expert in padded blocks, and the expert of each block; padding is `num_rows`, no expert -1."""
+    """Sort rows by expert into padded blocks, with an expert per block; padding: `num_rows`, unused: -1."""
     num_rows, device = experts_TC.numel(), experts_TC.device
     num_blocks = max_blocks(num_rows, num_experts, block_t)
     parts = 1 if num_rows <= _PART_ROWS else _MOST_PARTS
@@ -214,18 +214,18 @@ def order_rows(experts_TC: torch.Tensor, num_experts: int, block_t: int) -> tupl
 
 
 def max_blocks(num_rows: int, num_experts: int, block_t: int) -> int:
-    """The most blocks that any choice of experts can need: all but one row of each block may be padding."""
+    """The most blocks for any choice of experts: each expert may pad all but one row of its last block."""
     busy = min(num_rows, num_experts)
     return (num_rows + busy * (block_t - 1)) // block_t
 
 
 def choose_tiles(num_rows: int, num_experts: int, element_size: int) -> tuple[Tiles, Tiles]:
-    """The tiles of gate and up, and of down, whose blocks of rows are the same.
+    """The tiles of gate and up, and of down, with the same blocks of rows.
 
-    Blocks are about as tall as an expert has rows. Blocks for few rows are half as tall again, since experts
-    are not chosen evenly: taller blocks multiply padding, flatter blocks reload weights. Down has no second
-    matrix in its tiles, so they are wider. `block_k` does not depend on the number of rows, so neither does
-    the order of additions.
+    The height of a block is about the number of rows of an expert. For few rows, it is 1.5 times as much,
+    because experts are not chosen evenly: taller blocks multiply padding, flatter blocks reload weights. Down
+    has no second matrix in its tiles, so they are wider. `block_k` does not depend on the number of rows, so
+    neither does the order of additions.
     """
     rows = -(-num_rows // num_experts)
     block_t = min(max(next_power_of_two(min(-(-3 * rows // 2), 64)), 16), 64) if rows < 128 else 128
@@ -257,7 +257,7 @@ def multiply_rows(
 
 
 def _num_stages(tiles: Tiles, gated: bool, x: torch.Tensor) -> int:
-    """The number of tiles in flight: as many as shared memory holds, up to four, or five of the narrowest."""
+    """The number of stages: as many as fit shared memory, up to four, or five for the narrowest tiles."""
     if INTERPRETED:
         return 1
     tile_bytes = ((1 + gated) * tiles.block_n + tiles.block_t) * tiles.block_k * x.element_size()

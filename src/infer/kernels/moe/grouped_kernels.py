@@ -4,14 +4,14 @@
 most eight or so, and a row of logits is at most a few hundred numbers.
 
 **count_kernel** and **order_kernel**, a program per expert and part of the rows: the first counts the rows
-of its expert in its part; the second, knowing all counts, knows where its own rows begin, and writes them
-there in their order. Nothing is counted with atomics, so the order is the same every time.
+of its expert in its part; the second computes from all counts where its own rows begin, and writes them
+there in order. Nothing is counted with atomics, so the order is deterministic.
 
 **grouped_kernel** computes yT = W xT block by block, with the operands swapped as in `triton_kernels.py`:
-rows of W are many and go to the side of the matrix unit that wants 64 of them; rows of x may be few.
+W has many rows and is the left operand of the tensor cores, which has 64 rows; x may have few rows.
 A program takes one block of rows and BLOCK_N outputs, and loads the matrix of the block's expert. Programs
 are numbered so that GROUP blocks, mostly of the same expert, share a tile of W while it is in the cache.
-Blocks without an expert return at once.
+Blocks without an expert return immediately.
 
 **sum_kernel** adds the C results of a token, in order, in float32.
 
@@ -36,7 +36,7 @@ def route_kernel(
     logits = logits.to(tl.float32)
     shares = tl.where(experts < E, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
     total = tl.sum(shares, axis=0)
-    shares = tl.where(total == total, shares, 0.0)  # NaN chooses some experts that exist, with weights of NaN
+    shares = tl.where(total == total, shares, 0.0)  # NaN chooses arbitrary valid experts, with NaN weights
 
     chosen = tl.zeros([BLOCK_C], tl.int32)
     weights = tl.zeros([BLOCK_C], tl.float32)
@@ -84,7 +84,7 @@ def order_kernel(
         for start in range(0, my_blocks, CHUNK):
             to = block_experts_ptr + first_block + start + lanes
             tl.store(to, expert, mask=start + lanes < my_blocks)
-        if expert == E - 1:  # what is left belongs to no expert
+        if expert == E - 1:  # the remaining blocks have no expert
             for start in range(first_block + my_blocks, num_blocks, CHUNK):
                 tl.store(block_experts_ptr + start + lanes, -1, mask=start + lanes < num_blocks)
         padding = my_rows + tl.arange(0, BLOCK_T)
@@ -121,7 +121,7 @@ def grouped_kernel(
     rows = tl.load(row_order_ptr + block * BLOCK_T + tl.arange(0, BLOCK_T))
     inputs = (tl.minimum(rows, num_rows - 1) // ROWS_PER_INPUT).to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
-    # Outputs past the end are clamped to the last one, as padding rows are: computed, and not stored.
+    # Outputs past the end are clamped to the last one, like padding rows: computed, but not stored.
     matrix_rows = expert * N * (2 if GATED else 1) + tl.minimum(outputs, N - 1)
     w_ptrs = w_ptr + matrix_rows[:, None] * K + ks[None, :]
     up_ptrs = w_ptr + (matrix_rows[:, None] + N) * K + ks[None, :]

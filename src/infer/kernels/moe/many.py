@@ -1,13 +1,13 @@
-"""Experts of many rows on Hopper, in CUDA C++ (linear/grouped.cu): TMA and wgmma.
+"""Experts with many rows on Hopper, in CUDA C++ (linear/grouped.cu): TMA and wgmma.
 
     x_TD ──► gate and up of every row, gated, in order ──► gated_PF      P places: rows in padded blocks
     gated_PF ──► down of every row, times its weight ──► outputs_RD
 
-The rows are in order by expert (grouped.py), which Triton's kernels take as well. What differs: gate and up
-leave their results in order, padding included, so that TMA can copy whole blocks of them for down; and as
-many blocks of threads run as there are SMs, each loading its next tile while it stores the results of one.
+The rows are sorted by expert (grouped.py), as for the Triton kernels. There are two differences: gate and up
+store their results in sorted order, including padding, so that TMA can copy whole blocks of them for down;
+and one thread block runs per SM, which loads its next tile while it stores the results of the current one.
 
-It is for bfloat16, and for experts with enough rows that arithmetic takes the time, not reading matrices.
+This is for bfloat16, and for experts with enough rows that arithmetic dominates, not reads of matrices.
 
 Shapes:  T tokens, R rows, P places, E experts, D hidden size, F intermediate size, N outputs (of the gate
 half when gated), K inputs.
@@ -29,7 +29,7 @@ from infer.kernels.runtime.tensor_map import Boxes, TensorMap
 
 SOURCE = Path(wgmma.__file__).with_name("grouped.cu")
 BLOCK_ROWS = 128
-MIN_ROWS = 16  # rows of an expert on average: with fewer, Triton's flatter blocks are as fast
+MIN_ROWS = 16  # fewest rows of an expert on average: with fewer, Triton's flatter blocks are as fast
 _TALL = 256  # rows of W in a tile, gate and up together
 _CHUNK = 64  # columns of a stage
 _STAGES = 4
@@ -39,14 +39,14 @@ _TYPES = (*(TensorMap,) * 2, *(ctypes.c_void_p,) * 5, ctypes.c_longlong, *(ctype
 
 
 class ManyRows(OtherKernel):
-    """The matrices of a layer's experts: gate and up with an activation, or down without."""
+    """The kernel for a layer's experts: gate and up with an activation, or down without."""
 
     def __init__(self, N: int, K: int, activation: str) -> None:
         self.N, self.K, self.activation = N, K, activation
 
     @classmethod
     def of(cls, compiled: CompiledLinears, num_rows: int, size: int, activation: str) -> ManyRows:
-        """The kernel of matrices with this many rows, compiled and loaded with the model's others."""
+        """The kernel for matrices with this many rows, compiled and loaded with the model's other kernels."""
         kernel = cls(num_rows // 2 if activation else num_rows, size, activation)
         compiled.use(kernel)
         return kernel
@@ -55,7 +55,7 @@ class ManyRows(OtherKernel):
         self, x: torch.Tensor, w_ENK: torch.Tensor, num_rows: int, row_order: torch.Tensor,
         block_experts: torch.Tensor, weights_TC: torch.Tensor | None, *, rows_per_input: int = 1,
     ) -> torch.Tensor:  # fmt: skip
-        """Gated results in order, [P, N]; or the results of each row times its weight, [R, N]."""
+        """Compute gated results in sorted order, [P, N], or the weighted results of each row, [R, N]."""
         gated, num_places, num_blocks = bool(self.activation), len(row_order), len(block_experts)
         assert num_places == num_blocks * BLOCK_ROWS, (num_places, num_blocks)
         assert w_ENK.is_contiguous() and w_ENK.shape[1:] == ((1 + gated) * self.N, self.K), w_ENK.shape
@@ -78,7 +78,7 @@ class ManyRows(OtherKernel):
         return y
 
     def variants(self) -> list[Variant]:
-        """The only variant; none where the matrix cannot be cut."""
+        """The single variant; none if the matrix is not supported."""
         return [] if self.K % _CHUNK or self.N % 8 else [self._variant()]
 
     def _variant(self) -> Variant:

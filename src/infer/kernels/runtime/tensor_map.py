@@ -38,7 +38,7 @@ class Boxes(NamedTuple):
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel argument that TMA reads; its `value` is set like that of a ctypes number."""
+    """A kernel argument that TMA reads; its `value` is set like the value of a ctypes number."""
 
     _fields_ = (("encoded", ctypes.c_ubyte * _SIZE),)
 

@@ -1,26 +1,26 @@
-"""The logprobs of tokens and of the likeliest alternatives, as one table of integers.
+"""The logprobs of chosen tokens and of the likeliest alternatives, as one table of integers.
 
     logprob of the chosen token | its rank | ids of the k likeliest | their logprobs
 
-Its entries have 32 bits, fractions as their bits, so that a table travels to the host as one tensor.
+Its entries have 32 bits, with floats stored as their bits, so a table is copied to the host as one tensor.
 
-PyTorch needs about 20 launches for it, each over one row of 150,000 logits and few of them on more than one
-SM: longer than sampling takes, and the next step must wait for the part of the GPU that they hold. Here there
-are two. The *survey* reads the logits once, a tile in each program, and keeps what matters of each tile:
+PyTorch needs about 20 launches for this, each over one row of 150,000 logits, and few of them use more than
+one SM: they take longer than sampling, and the next step must wait for the SMs that they occupy. Here there
+are two launches. The *survey* reads the logits once, a tile per program, and stores a summary of each tile:
 
-    peak, mass       max(x) and sum(exp(x - peak)): the normaliser of the row is put together from them
+    peak, mass       max(x) and sum(exp(x - peak)), from which the normaliser of the row is computed
     num_above        the number of logits larger than the chosen token's
     values, ids      its largest logits
 
-The *merge* has a program for each row and looks at what the tiles have kept. It may run in a stream of its
-own, in parallel to the next step: it no longer needs the logits, which that step overwrites.
+The *merge* has one program per row and combines the summaries. It may run in a separate stream, in parallel
+to the next step: it no longer needs the logits, which that step overwrites.
 
-Both pick the W largest of many numbers without sorting them. A float's bits, a little changed, are an integer
-that grows with it. The bits of the W-th largest are found from the first to the last, each by counting how
-many numbers have at least the bits so far; bfloat16 needs 16. Among equal numbers the first are taken,
-so among equal logits the smallest ids are reported.
+Both select the W largest of many numbers without sorting them. With a small change, the bits of a float are
+an integer that grows with it. The bits of the W-th largest are found from the highest to the lowest, each by
+counting the numbers that are at least the prefix so far; bfloat16 needs 16 bits. Among equal numbers the
+first are taken, so among equal logits the smallest ids are reported.
 
-Shapes:  S rows of logits, V vocabulary, K rows that ask, W logits kept of a tile.
+Shapes:  S rows of logits, V vocabulary, K rows with logprobs, W logits stored per tile.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import torch
 from infer.kernels.runtime.dispatch import jit, jit_for_any, next_power_of_two, tl, use_triton
 from infer.kernels.runtime.launch import launch_triton
 
-_TILE = 2048  # logits of one program: few, because all of them are counted again for each bit
-_KEPT = 32  # logits of a tile: what clients may ask for, but not what the widest beam searches need
+_TILE = 2048  # logits per program: few, because all of them are counted again for each bit
+_KEPT = 32  # logits stored per tile: enough for clients, but not for the widest beam searches
 
 
 def logprob_table_reference(logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int) -> torch.Tensor:
@@ -48,14 +48,14 @@ def logprob_table_reference(logits_SV: torch.Tensor, chosen_S: torch.Tensor, wid
 
 @jit
 def _order_of(x, BITS: tl.constexpr):
-    """Integers in the order of some floats, of which the first BITS bits differ; 0 is below all of them."""
-    bits = (x + 0.0).to(tl.uint32, bitcast=True)  # there is one zero
+    """Map floats that differ in their first BITS bits to integers in the same order; 0 is below all."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)  # maps -0 to +0
     return (bits ^ tl.where((bits >> 31) == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> (32 - BITS)
 
 
 @jit
 def _places_of_largest(order, W: tl.constexpr, BITS: tl.constexpr):
-    """A place below W for each of the W largest, in the order they stand in, and -1 for the others."""
+    """Indices 0 to W - 1 for the W largest, in the order of their places, and -1 for the others."""
     limit = tl.zeros((), tl.uint32)
     for i in tl.static_range(BITS):
         higher = limit | (1 << (BITS - 1 - i))
@@ -72,7 +72,7 @@ def _survey_kernel(
     logits_ptr, places_ptr, chosen_ptr, own_ptr, peaks_ptr, masses_ptr, above_ptr, values_ptr, ids_ptr,
     stride, V, TILE: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Keep what matters of one tile of one row."""
+    """Store the summary of one tile of one row."""
     k, tile, num_tiles = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     place = tl.load(places_ptr + k).to(tl.int64)
     row_ptr = logits_ptr + place * stride
@@ -83,7 +83,7 @@ def _survey_kernel(
     in_row = ids < V
     x = tl.load(row_ptr + ids, mask=in_row, other=float("-inf")).to(tl.float32)
     peak = tl.max(x, axis=0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)  # all of the tile is forbidden
+    shift = tl.where(peak == float("-inf"), 0.0, peak)  # the whole tile may be forbidden
     part = k * num_tiles + tile
     tl.store(peaks_ptr + part, peak)
     tl.store(masses_ptr + part, tl.sum(tl.exp(x - shift), axis=0))
@@ -98,7 +98,7 @@ def _merge_kernel(
     own_ptr, peaks_ptr, masses_ptr, above_ptr, values_ptr, ids_ptr, table_ptr, num_tiles, width,
     BLOCK_TILES: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the table from what its tiles have kept."""
+    """Write one row of the table from the summaries of its tiles."""
     k = tl.program_id(0)
     tiles = tl.arange(0, BLOCK_TILES)
     in_row = tiles < num_tiles
@@ -116,7 +116,7 @@ def _merge_kernel(
     x = tl.load(values_ptr + kept, mask=is_kept, other=0.0)
     ids = tl.load(ids_ptr + kept, mask=is_kept, other=0)
     to = _places_of_largest(tl.where(is_kept, _order_of(x, BITS), 0), W, BITS)
-    tl.debug_barrier()  # all is read: the largest are put to the front
+    tl.debug_barrier()  # everything has been read, so the largest can be moved to the front
     tl.store(values_ptr + to, x, mask=to >= 0)
     tl.store(ids_ptr + to, ids, mask=to >= 0)
     tl.debug_barrier()
@@ -140,9 +140,9 @@ def logprob_table(
     logits_SV: torch.Tensor, chosen_S: torch.Tensor, width: int, places_K: torch.Tensor | None = None,
     aside: torch.cuda.Stream | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The table of the rows at `places_K` (or of all), with up to `width` alternatives each; int32 [K, *].
+    """Make the table of the rows at `places_K` (or all), with up to `width` alternatives each; int32 [K, *].
 
-    A negative id counts as 0. With a stream `aside` the table is made there, in part, and may be read there.
+    A negative id counts as 0. With a stream `aside`, part of the work runs there, as may reads of the table.
     """
     width = min(width, logits_SV.shape[1])
     if not use_triton(logits_SV) or width > _KEPT:
@@ -186,7 +186,7 @@ def logprob_table(
 
 
 def _hand_over(tensors: tuple[torch.Tensor, ...], aside: torch.cuda.Stream | None) -> None:
-    """Let a stream use tensors from here on: it waits for them, and their memory waits for it."""
+    """Hand tensors over to a stream, which waits for them; their memory is not reused before it is done."""
     if aside is not None:
         aside.wait_stream(torch.cuda.current_stream(tensors[0].device))
         for tensor in tensors:

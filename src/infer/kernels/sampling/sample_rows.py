@@ -1,4 +1,4 @@
-"""Sample every row of a batch on the device: no copy to the host, no sort, nothing of size [S, V] written.
+"""Sample every row of a batch on the device: no copy to the host, no sort, no temporary of size [S, V].
 
 The result equals sampling/sampler.py's, id for id: the same bias, bans and penalties (adjust_logits.py),
 the same temperature, the same filters (sampling/filters.py), the same noise (gumbel.py).
@@ -9,35 +9,35 @@ the same temperature, the same filters (sampling/filters.py), the same noise (gu
       │            └── rows with top-k, top-p or min-p
       └── greedy rows, rows without a filter
 
-Every kernel is launched over all rows, for the host does not know which rows need it; one that a row does
-not need costs that row almost nothing.
+Every kernel is launched over all rows, because the host does not know which rows need it; for a row that
+does not need it, a kernel costs almost nothing.
 
-Everything a filter decides is said in *depths*: with s = (logit - peak) / temperature <= 0, the depth is
-|s|, and its bits as an integer, the *key*, grow with it. A filter keeps the tokens up to an *edge* key:
+Filters are expressed in *depths*: with s = (logit - peak) / temperature <= 0, the depth is |s|, and its bits
+as an integer, the *key*, grow with it. A filter keeps the tokens up to an *edge* key:
 
     top-k    the smallest key with at least k tokens up to it
     top-p    the smallest key with at least p of the mass up to it (mass: exp(s) * 2^44, an integer)
     min-p    the key of log(min_p)
 
-A row of a trained model keeps few tokens. So the largest logit of each group of 512 is looked at first: k
-groups with a peak up to some key have at least k tokens up to it. Only the tokens up to that *threshold*
-are gathered (a few hundred), and both the edge and the token are found among them. Where the candidates do
-not suffice, because the row is nearly flat, k is huge or the large logits are crowded into few groups, the
-row is *wide*: its tokens are counted or weighed in buckets of 1/64 of depth, and only the bucket with the
-edge in it is gathered.
+A row of a trained model keeps few tokens. So the largest logit of each group of 512 is examined first: if k
+groups have a peak up to some key, at least k tokens are up to it. Only the tokens up to this *threshold* are
+gathered (a few hundred), and both the edge and the token are found among them. If the candidates are not
+enough, because the row is nearly flat, k is huge or the large logits are concentrated in few groups, the row
+is *wide*: its tokens are counted or weighed in buckets of 1/64 of depth, and only the bucket that contains
+the edge is gathered.
 
-A draw needs two logarithms per token if the noise is to be exact, which costs more than reading the logits
-does. So every token gets an upper bound of its score, by one rough logarithm, and each group the largest of
-them; then groups are scored exactly, best bound first, until no bound left exceeds the best score.
+A draw with exact noise needs two logarithms per token, which cost more than reading the logits. So every
+token gets an upper bound of its score, with one approximate logarithm, and each group the largest bound; then
+groups are scored exactly, best bound first, until no remaining bound exceeds the best score.
 
-The kernels are launched over tiles and rows; a program that has nothing to do for its row leaves at once.
-Thousands of those take time, too: with many rows a program of the last three kernels has several tiles.
-The last program of a row to finish, whichever it is, sees what the others wrote and goes on with the row
-alone: it samples the token, or says what the next kernel has to look for. Sums across programs are of
-integers, and candidates may lie in any order: nothing depends on which program came first.
+The kernels are launched over tiles and rows; a program with no work for its row exits immediately. Thousands
+of them take time, too, so with many rows, a program of the last three kernels processes several tiles. The
+last program of a row to finish, whichever it is, sees the results of the others and completes the row: it
+samples the token, or sets the parameters of the next kernel. Sums across programs are of integers, and
+candidates may have any order: nothing depends on the order of the programs.
 
-*Exact* means: as PyTorch computes it on the same device. A token that a row might lose or win by is always
-judged by exact numbers; rough ones only ever say which tokens are worth that effort.
+*Exact* means: as PyTorch computes it on the same device. The choice between tokens always uses exact numbers;
+approximate ones only decide which tokens are worth the effort.
 
 Shapes:  S sampled rows, V vocabulary, R rows of state, C candidates, B buckets.
 """
@@ -75,15 +75,15 @@ from infer.kernels.sampling.sample_line import NUM_FIELDS, SMALLEST_TEMPERATURE
 from infer.kernels.sampling.sample_state import MAX_BIASED, SampleState, constant, field, num_mask_words
 
 NO_TOKEN = -1  # the id of a row whose largest logit is not finite, as in sampling/params.py
-GROUP = 512  # tokens of a group, whose peak is known
-TILE = 4096  # tokens of one program
+GROUP = 512  # tokens per group, each with a known peak
+TILE = 4096  # tokens per program
 MAX_CANDIDATES = 2048
 NUM_BUCKETS = 2048
-_ROWS_PER_TILE = 16  # rows for which a program of the kernels after the survey takes one more tile
+_ROWS_PER_TILE = 16  # number of rows per tile that a program takes in the kernels after the survey
 
 
 class SampleScratch:
-    """Memory for the steps between logits and ids, at fixed addresses; `ids_S` is the result."""
+    """Memory for the intermediate results of sampling, at fixed addresses; `ids_S` is the result."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size, self.max_rows = vocab_size, max_rows
@@ -96,9 +96,9 @@ class SampleScratch:
 
         self.ids_S = empty(dtype=torch.int64)
         self.tensors = (  # tensors in the order of the kernels' arguments
-            empty(),  # num_done: programs of the running kernel that are done; 0 between kernels
-            empty(self.num_groups, dtype=torch.float32),  # peaks of the groups; infinite: not a number in it
-            empty(self.num_groups, dtype=torch.float32),  # bounds: no score of the group is larger
+            empty(),  # num_done: finished programs of the running kernel; 0 between kernels
+            empty(self.num_groups, dtype=torch.float32),  # peaks of the groups; infinite: contains a NaN
+            empty(self.num_groups, dtype=torch.float32),  # bounds: upper bounds of the groups' scores
             empty(dtype=torch.float32),  # peak of the row
             empty(),  # threshold: key up to which candidates are gathered; -1: none needed
             empty(),  # num_candidates
@@ -109,7 +109,7 @@ class SampleScratch:
             empty(NUM_BUCKETS, dtype=torch.int64),  # buckets
             empty(),  # low and
             empty(),  # high: the edge of a wide row is one of these keys
-            empty(dtype=torch.int64),  # base: count or mass of the tokens before
+            empty(dtype=torch.int64),  # base: count or mass of the tokens before `low`
             empty(num_mask_words(vocab_size)),  # words of the mask
             torch.empty((max_rows, vocab_size), dtype=torch.float32, device=device),  # adjusted logits
             self.ids_S,
@@ -153,8 +153,8 @@ def _sample_row(logits_V: torch.Tensor, state: SampleState, row: int, position: 
 
 # -- constants of the kernels -----------------------------------------------------------------------
 
-# Beyond a depth of 31 a token weighs nothing (exp(-31) * 2^44 < 1), and no noise makes up for it either:
-# noise lies between -2.9 and 22.2. So no filter has to look further.
+# Beyond a depth of 31, a token has no mass (exp(-31) * 2^44 < 1), and noise cannot make up for it either:
+# noise is between -2.9 and 22.2. So no filter has to look further.
 _DEEPEST_KEY = constant(0x41F80000)  # the bits of 31.0
 _INFINITE_KEY = constant(0x7F800000)  # the bits of infinity: the depth of a token that is -inf
 _TINY = constant(SMALLEST_TEMPERATURE)
@@ -172,8 +172,8 @@ _TOP_K, _SEED, _TEMPERATURE = field("top_k"), field("seed"), field("temperature"
 _TOP_P, _MIN_P = field("top_p"), field("min_p")
 _BUCKETS_PER_DEPTH = constant(64.0)  # a power of two: the multiplication does not round
 
-# Triton's own exp and log need not be PyTorch's on a GPU; its interpreter knows only those, and there they
-# are exact.
+# On a GPU, Triton's own exp and log may differ from PyTorch's; its interpreter supports only these, and there
+# they are exact.
 if INTERPRETED:
 
     @jit
@@ -207,7 +207,7 @@ else:
 
     @jit
     def _rough_log2(x):
-        return libdevice.fast_log2f(x)  # one instruction; tl.log2 is a dozen
+        return libdevice.fast_log2f(x)  # one instruction; tl.log2 takes a dozen
 
 
 # -- rows -------------------------------------------------------------------------------------------
@@ -215,11 +215,11 @@ else:
 
 @jit
 def _is_last(num_done_ptr, num_programs):
-    """Return True if the other programs of the row are done: what they wrote may now be read.
+    """Return True if all other programs of the row are done, so that their results can be read.
 
-    The counter is left at 0 for the next launch.
+    The counter is reset to 0 for the next launch.
     """
-    tl.debug_barrier()  # every thread has written before one of them counts
+    tl.debug_barrier()  # every thread has written before one of them increments the counter
     are_done = tl.atomic_add(num_done_ptr, 1, sem="acq_rel") == num_programs - 1
     if are_done:
         tl.store(num_done_ptr, 0)
@@ -228,7 +228,7 @@ def _is_last(num_done_ptr, num_programs):
 
 @jit
 def _line_of(lines_ptr, mask_rows_ptr, row_ptr):
-    """The line of a row, and whether its logits are adjusted."""
+    """The line of a row, and a flag that is True if its logits are adjusted."""
     row = tl.load(row_ptr).to(tl.int64)
     line_ptr = lines_ptr + row * _FIELDS
     return line_ptr, is_adjusted(line_ptr, tl.load(mask_rows_ptr + row))
@@ -253,7 +253,7 @@ def _limits_top_k(top_k, V):
 
 @jit
 def _min_p_edge(min_p):
-    """The key of log(min_p); infinity's if the filter is off."""
+    """The key of log(min_p); the key of infinity if the filter is off."""
     edge = tl.full((), _INFINITE_KEY, tl.int32)
     if min_p > 0.0:
         edge = tl.abs(_log(min_p).to(tl.float32)).to(tl.int32, bitcast=True)
@@ -262,7 +262,7 @@ def _min_p_edge(min_p):
 
 @jit
 def _load_logits(x_ptr, own_ptr, is_own, ids, n):
-    """Logits of a row: those at `own_ptr` if it has its own, adjusted ones. Or numbers of any list of n."""
+    """Load logits of a row, from `own_ptr` if they are adjusted; or numbers from any list of n."""
     if is_own:
         x = tl.load(own_ptr + ids, mask=ids < n, other=float("-inf"))
     else:
@@ -309,9 +309,9 @@ def _search_edge(
 ):  # fmt: skip
     """The smallest key from `low` to `high` up to which n tokens reach the limit; if none does, the largest.
 
-    A token counts 1 or its mass; `base` is what those before `low` count where they are not among the n.
-    Each round asks eight keys evenly spread over what is left, and leaves the eighth with the edge in it.
-    The key found may be larger by `SLACK`.
+    A token counts 1 or its mass; `base` is the count of the tokens before `low` if they are not among the n.
+    Each round evaluates eight keys, evenly spread over the remaining range, and keeps the eighth of the range
+    that contains the edge. The returned key may be larger by `SLACK`.
     """
     smallest, largest = tl.full((), _INFINITE_KEY, tl.int32), tl.zeros((), tl.int32)
     for start in range(0, n, BLOCK):
@@ -340,7 +340,7 @@ def _search_edge(
 
 @jit
 def _edge_of(x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, mass, by_k, top_k, top_p):
-    """The key up to which top-k and top-p keep tokens. `mass` is the row's; top-k brings its own."""
+    """The edge key of top-k and top-p. `mass` is the mass of the row; with top-k, it is recomputed."""
     edge = high
     if by_k:
         edge = _search_edge(
@@ -359,7 +359,7 @@ def _edge_of(x_ptr, own_ptr, is_own, n, peak, temperature, low, high, base, mass
 
 @jit
 def _collect(x, ids, is_candidate, num_candidates_ptr, values_ptr, ids_ptr):
-    """Append the candidates among [groups, tokens], in any order, as far as they fit; count them all."""
+    """Append the candidates among [groups, tokens], in any order, as far as they fit; count all of them."""
     per_group = tl.sum(is_candidate.to(tl.int32), axis=1)
     count = tl.sum(per_group, axis=0)
     if count > 0:
@@ -388,7 +388,7 @@ def _noise_keys(seed, position):
 
 @jit
 def _uniform(ids, key0, key1):
-    """The hash of gumbel.py as a number between 0 and 1; the noise is large where it is small."""
+    """The hash of gumbel.py as a number between 0 and 1; small numbers give large noise."""
     x = ids.to(tl.uint32) * 0x9E3779B1 + key0
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -401,7 +401,7 @@ def _uniform(ids, key0, key1):
 
 @jit
 def _noise_bound(ids, key0, key1):
-    """An upper bound of the noise, close to it where the noise is large.
+    """An upper bound of the noise, which is tight if the noise is large.
 
     The noise is -log(w + w^2/2 + w^3/3 + ...) <= -log(w) - w/2, which takes one logarithm instead of two.
     """
@@ -411,7 +411,7 @@ def _noise_bound(ids, key0, key1):
 
 @jit
 def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
-    """The best exact score so far and its token, after some more tokens; the lowest of equals."""
+    """Update the best exact score and its token with more tokens; ties go to the lowest id."""
     scaled = tl.div_rn(x - peak, temperature)
     score = scaled - _log(-_log_of_one_minus(_uniform(ids, key0, key1)))
     is_kept = tl.abs(scaled).to(tl.int32, bitcast=True) <= edge
@@ -426,9 +426,9 @@ def _better_of(x, ids, peak, temperature, edge, key0, key1, best, token, V):
 def _draw_from_groups(
     x_ptr, own_ptr, is_own, V, bounds, peak, temperature, edge, key0, key1, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The token with the best score of those up to the edge. `bounds`: upper bounds of each group's scores.
+    """The token with the best score up to the edge. `bounds`: upper bounds of each group's scores.
 
-    Groups are scored exactly, the most promising first, until no other can hold the best: one or two.
+    Groups are scored exactly, most promising first, until no other can contain the best: one or two.
     """
     groups = tl.arange(0, BLOCK_GROUPS)
     best, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32) + V
@@ -445,7 +445,7 @@ def _draw_from_groups(
 
 @jit
 def _draw_from_candidates(values_ptr, ids_ptr, count, V, peak, temperature, edge, key0, key1):
-    """The candidate with the best score of those up to the edge."""
+    """The candidate with the best score up to the edge."""
     best, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32) + V
     for start in range(0, count, _GROUP):
         places = start + tl.arange(0, _GROUP)
@@ -485,10 +485,10 @@ def _survey_kernel(
     ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
     BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each group; greedy rows and rows without a filter are sampled from that.
+    """Find the largest logit of each group, and sample greedy rows and rows without a filter.
 
-    A group's peak is infinite if one of its logits is not a number: the row has no token. A row without a
-    filter needs a second number per group, a bound on its scores, here relative to the group's own peak.
+    A group's peak is infinite if one of its logits is NaN: the row has no token. A row without a filter needs
+    a second number per group, a bound on its scores, here relative to the group's own peak.
     """
     s = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
@@ -551,7 +551,7 @@ def _survey_kernel(
                         )  # fmt: skip
                         is_reached = _key_of(all_peaks, peak, temperature) <= threshold
                         if tl.sum(is_reached.to(tl.int32), axis=0).to(tl.float64) < rank:
-                            threshold = high  # not that many groups matter: every token that does is taken
+                            threshold = high  # too few groups matter, so all tokens that matter are taken
                 else:
                     all_bounds = tl.load(
                         bounds_ptr + s * num_groups + all_groups, mask=in_row, other=float("-inf")
@@ -578,7 +578,7 @@ def _candidates_kernel(
     ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
     BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gather the tokens up to the threshold and weigh the row; if they suffice, sample one of them."""
+    """Gather the tokens up to the threshold and weigh the row; if they are enough, sample one of them."""
     s = tl.program_id(1).to(tl.int64)
     threshold = tl.load(threshold_ptr + s)
     if threshold >= 0:
@@ -586,7 +586,7 @@ def _candidates_kernel(
         temperature = _temperature(line_ptr)
         top_k, top_p, min_p = _filters(line_ptr)
         by_k = _limits_top_k(top_k, V)
-        weighs_row = (top_p < 1.0) & (by_k == 0)  # a top-k has the mass of its candidates
+        weighs_row = (top_p < 1.0) & (by_k == 0)  # top-k uses the mass of its candidates
         peak = tl.load(peak_ptr + s)
         x_ptr, own_ptr = logits_ptr + s * stride, own_ptr + s * V
         values_ptr += s * _MAX_CANDIDATES
@@ -650,7 +650,7 @@ def _buckets_kernel(
     ids_ptr, stride, V, num_groups, num_real_groups, usual_rank, tiles_per_program,
     BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """For wide rows: what each bucket of similar depths counts or weighs, and the bucket with the edge."""
+    """For wide rows: count or weigh buckets of similar depths, and find the bucket with the edge."""
     s = tl.program_id(1).to(tl.int64)
     if tl.load(is_wide_ptr + s) > 0:
         line_ptr, is_own = _line_of(lines_ptr, mask_rows_ptr, rows_ptr + s)
@@ -686,7 +686,7 @@ def _buckets_kernel(
                 base = tl.sum(tl.where(buckets < bucket, weights, 0), axis=0)
                 low = tl.minimum(_key_of_bucket(bucket), _DEEPEST_KEY)
                 high = tl.minimum(_key_of_bucket(bucket + 1) - 1, _DEEPEST_KEY)
-                if by_k & by_p:  # the mass of a top-k is asked next: all its tokens are needed
+                if by_k & by_p:  # the mass of the top-k follows, which needs all of its tokens
                     low, base = tl.zeros((), tl.int32), tl.zeros((), tl.int64)
                 tl.store(low_ptr + s, low)
                 tl.store(high_ptr + s, high)
@@ -739,7 +739,7 @@ def _wide_kernel(
                         values_ptr, values_ptr, False, count, peak, temperature, low, high, base, mass,
                         by_k, top_k, top_p,
                     )  # fmt: skip
-                else:  # thousands of equal tokens: walk over the whole row
+                else:  # thousands of equal tokens: search the whole row
                     by_filters = _edge_of(
                         x_ptr, own_ptr, is_own, V, peak, temperature, low, high, tl.zeros((), tl.int64), mass,
                         by_k, top_k, top_p,
@@ -761,10 +761,10 @@ def sample_rows(
     logits_SV: torch.Tensor, state: SampleState, rows_S: torch.Tensor, positions_S: torch.Tensor,
     scratch: SampleScratch,
 ) -> torch.Tensor:  # fmt: skip
-    """One id per row, int64, in `scratch.ids_S`: the next call overwrites it.
+    """Sample one id per row, int64, into `scratch.ids_S`, which the next call overwrites.
 
-    `rows_S` are the rows' places in the state, negative for padding (whose id is 0); `positions_S` the
-    places in their sequences that the sampled tokens will take. Logits are float32 or anything smaller.
+    `rows_S` are the indices of the rows in the state, negative for padding (whose id is 0); `positions_S`
+    are the positions of the sampled tokens in their sequences. Logits are float32 or a smaller type.
     """
     S, V = logits_SV.shape
     assert scratch.max_rows >= S and scratch.vocab_size == V, f"{S} rows of {V} do not fit the scratch memory"
@@ -785,7 +785,7 @@ def sample_rows(
         (_buckets_kernel, over_tiles, 8),
         (_wide_kernel, over_tiles, 8),
     ):
-        kernel[grid](  # each has all the arguments, though none needs all of them
+        kernel[grid](  # all kernels have the same arguments, though none needs all of them
             logits_SV, rows_S, positions_S, *state.tensors, *scratch.tensors, logits_SV.stride(0), V,
             scratch.num_groups, num_real_groups, usual_rank, tiles_per_program,
             BLOCK_GROUPS=scratch.block_groups, num_warps=num_warps, **_register_limit(num_warps),
@@ -794,7 +794,7 @@ def sample_rows(
 
 
 def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch.dtype) -> Callable[[], None]:
-    """Start compiling these and the logprob kernels. A launch waits for its own; the result waits for all."""
+    """Start to compile these and the logprob kernels; calling the result waits for all of them."""
     device = scratch.ids_S.device
     if async_compile_mode is None or not is_gpu(device):
         return lambda: None
@@ -814,9 +814,9 @@ def compile_sample_rows(state: SampleState, scratch: SampleScratch, dtype: torch
 
 
 def _register_limit(num_warps: int) -> dict[str, int]:
-    """An option of the launch: with more registers a thread, fewer programs would run at the same time.
+    """A launch option: with more registers per thread, fewer programs would run at the same time.
 
-    Each kernel has paths that want many registers, for rows that ask for more; all rows would pay for them.
+    Each kernel has paths that use many registers, for rows with filters; all rows would pay for them.
     """
     return {} if INTERPRETED or is_amd() else {"maxnreg": 16 * num_warps}
 

@@ -1,18 +1,18 @@
-"""Sampling settings of each row of state, kept on the device: a captured step reads them in every replay.
+"""Sampling settings of each row of state, stored on the device: a captured step reads them in every replay.
 
-A row has a *line* of twelve numbers, entered when its sequence arrives, and more where it asks for more:
+A row has a *line* of twelve numbers, entered when its sequence arrives, and more state if it needs it:
 
-    line     whether uses matter, top-k, seed, where bans end, number of biased ids, temperature, top-p, ...
-    uses     for every id of the vocabulary: how often the output has it, whether the prompt has it, whether
-             it is banned before `min_tokens` (16 bits); kept up by `advance_rows` as tokens are sampled, so a
-             penalty counts a token that the host has not seen yet
-    biases   the ids of a logit bias, and what is added to each
-    mask     a bit for every id of the vocabulary, 1: allowed. Masks lie in lines of their own, because few
-             rows have one and it changes with every token; `mask_row_R` says which line is whose. The lines
-             are memory of the host, pinned: the sampler fetches them itself, and no copy has to be launched.
+    line     a flag for uses, top-k, seed, end of bans, number of biased ids, temperature, top-p, ...
+    uses     for every id of the vocabulary: its count in the output, a flag if the prompt has it, and a flag
+             if it is banned before `min_tokens` (16 bits); updated by `advance_rows` as tokens are sampled,
+             so a penalty counts tokens that the host has not seen yet
+    biases   the ids of a logit bias, and the amount that is added to each
+    mask     a bit for every id of the vocabulary, 1: allowed. Masks have separate lines, because few rows
+             have one and it changes with every token; `mask_row_R` maps rows to these lines. The lines are
+             in pinned memory of the host: the sampler fetches them itself, and no copy has to be launched.
 
-Settings that a row does not ask for are never read: without uses, biases and a mask it is sampled from the
-model's logits as they are.
+Settings that a row does not use are never read: without uses, biases and a mask, it is sampled directly from
+the model's logits.
 
 Shapes:  R rows of state, F fields of a line, V vocabulary, E ids of a bias, W words of a mask, K entries.
 """
@@ -35,12 +35,12 @@ IN_PROMPT, IS_BANNED, MAX_COUNT = 1 << 14, -1 << 15, (1 << 14) - 1  # parts of a
 
 
 def constant(value: float) -> Any:
-    """A global that kernels may read."""
+    """Make a global that kernels may read."""
     return value if tl is None else tl.constexpr(value)
 
 
 def field(name: str) -> Any:
-    """The place of a field in a line, for kernels."""
+    """The index of a field in a line, for kernels."""
     return constant(SampleLine._fields.index(name))
 
 
@@ -49,14 +49,14 @@ class SampleState:
     """The sampling settings of each row of state; see the module's docstring."""
 
     lines_RF: torch.Tensor  # int64; the last fields are float64
-    mask_row_R: torch.Tensor  # int32: the row's line of `masks_RW`; -1: none
+    mask_row_R: torch.Tensor  # int32: line of the row in `masks_RW`; -1: none
     uses_RV: torch.Tensor  # int16
-    biases_R2E: torch.Tensor  # int32: ids, and float32 in the same bits
+    biases_R2E: torch.Tensor  # int32: ids, and the bits of float32 amounts
     masks_RW: torch.Tensor  # int32, on the host
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device | str, vocab_size: int = 0) -> SampleState:
-        """State of `num_rows` rows, all of them greedy; without a vocabulary none can ask for more."""
+        """State of `num_rows` rows, all greedy; without a vocabulary, rows cannot have uses or biases."""
         num_biased = MAX_BIASED if vocab_size else 0
         greedy = torch.frombuffer(bytearray(SampleLine(0).pack()), dtype=torch.int64)
         return cls(
@@ -73,7 +73,7 @@ class SampleState:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The columns, in the order of the kernels' arguments."""
+        """The tensors, in the order of the kernels' arguments."""
         return self.lines_RF, self.mask_row_R, self.uses_RV, self.biases_R2E, self.masks_RW
 
     def line(self, row: int) -> SampleLine:
@@ -82,7 +82,7 @@ class SampleState:
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """The words of a mask: one of 32 bits for every 32 ids, and for what is left."""
+    """The number of 32-bit words of a mask, rounded up."""
     return -(-vocab_size // 32)
 
 
@@ -90,7 +90,7 @@ def count_uses(
     vocab_size: int, prompt: Sequence[int] | np.ndarray, output: Sequence[int] | np.ndarray,
     banned: Collection[int],
 ) -> np.ndarray:  # fmt: skip
-    """The uses of a row that arrives. An id without a logit is not counted: it may have an embedding."""
+    """The uses of a row that arrives. Ids without a logit, which may have an embedding, are not counted."""
     prompt_ids, output_ids = np.asarray(prompt, dtype=np.int64), np.asarray(output, dtype=np.int64)
     counts = np.bincount(output_ids[output_ids < vocab_size], minlength=vocab_size)
     uses = np.minimum(counts, MAX_COUNT).astype(np.int16)
@@ -100,7 +100,7 @@ def count_uses(
 
 
 def pack_biases(biases: dict[int, float]) -> np.ndarray:
-    """The ids of a logit bias and what is added to each, as a row of `biases_R2E`."""
+    """Pack the ids and amounts of a logit bias as a row of `biases_R2E`."""
     assert len(biases) <= MAX_BIASED, f"{len(biases)} biased ids, at most {MAX_BIASED} fit"
     packed_2E = np.zeros((2, MAX_BIASED), dtype=np.int32)
     packed_2E[0, : len(biases)] = list(biases)
@@ -128,7 +128,7 @@ def _enter_rows_kernel(
 
 
 def enter_rows(state: SampleState, entries_KF: torch.Tensor) -> None:
-    """Set how rows are sampled, each by its packed line; no row may come twice, -1: nothing."""
+    """Set the sampling settings of rows from packed lines; rows must be distinct, -1: nothing."""
     if not use_triton(entries_KF):
         enter_rows_reference(state, entries_KF)
     elif entries_KF.shape[0]:

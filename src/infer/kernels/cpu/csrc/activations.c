@@ -1,13 +1,13 @@
-/* Activations into integers, on their way to a product: the second half of the layout in linear.h.
+/* Quantization of activations to integers for a product: the second half of the layout in linear.h.
  *
- * Done once per product, for all tiles together. Integers do not round when they are added, so the other
- * values that are kept of a group, besides its integers and its scale, are exact, too, or rounded once.
+ * This is done once per product, for all tiles together. Integers do not round when they are added, so the
+ * other values of a group, besides its integers and its scale, are exact, too, or rounded once.
  *
- *     peak_of     max|x| of a group, NaN if one x is NaN
+ *     peak_of     max|x| of a group, NaN if any x is NaN
  *     put_group   the integers x * inverse, rounded to the nearest, and their sum
  *
- * Without their signs, floats have the same order as their bits read as integers, with NaN above all: so the peak is
- * the largest integer. Adding 1.5 * 2^23 to a number rounds it to an integer, and leaves that in the low 16 bits. */
+ * Without their signs, floats have the same order as their bits read as integers, with NaN above all, so the peak is
+ * the largest integer. Adding 1.5 * 2^23 to a number rounds it to an integer, which is then in the low 16 bits. */
 #include "linear.h"
 
 #define MAGIC 12582912.0f
@@ -47,7 +47,7 @@ ALWAYS_INLINE float peak_of(const float *x) {
     return float_of((uint32_t)largest_of_ints((a & is_a) | (b & ~is_a)));
 }
 
-/* 16 integers of a group, from number k on. */
+/* Store 16 integers of a group, from number k on. */
 ALWAYS_INLINE void put_digits(vi whole, int8_t *q, const int k, const int digits) {
 #if defined(HAVE_WORDS)
     if (digits == 2) {
@@ -107,7 +107,7 @@ ALWAYS_INLINE int32_t put_group(const float *x, float inverse, int8_t *q, const 
     return vaddvq_s32(sums);
 }
 
-#else /* four lanes of any processor */
+#else /* any other processor: four lanes */
 
 typedef int32_t ints4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float floats4 __attribute__((vector_size(16), aligned(4), may_alias));
@@ -156,7 +156,7 @@ ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, in
         const float *x = a->x + m * a->x_stride + g * GROUP;
         int64_t left = a->K - g * GROUP;
         float some[GROUP];
-        if (left < GROUP || a->order) { /* zeros after them: never reads past the end of a row */
+        if (left < GROUP || a->order) { /* padded with zeros, so as not to read past the end of a row */
             const int64_t count = left < GROUP ? left : GROUP;
             memset(some, 0, sizeof some);
             for (int64_t k = 0; k < count; k++)
@@ -165,7 +165,7 @@ ALWAYS_INLINE void quantize_row(const linear_args *a, const activations *act, in
         }
         float peak = peak_of(x), inverse = peak > 0.0f ? largest / peak : 0.0f;
         probe += peak * 0.0f;
-        if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* all of the group is too small to divide by */
+        if (!(inverse <= 3.0e38f)) inverse = 0.0f; /* the whole group is too small to divide by */
         int32_t sum = put_group(x, inverse, act->q + place * digits * GROUP, digits);
         act->scales[place] = inverse > 0.0f ? peak / largest : 0.0f;
         if (a->bits == 6) {

@@ -1,50 +1,50 @@
-/* Causal attention of a ragged batch over a paged cache, without copying the cache anywhere.
+/* Causal attention of a ragged batch over a paged cache, without copying the cache.
  *
  * The batch is a list of *items*: `count` consecutive tokens of one sequence, the first of them at position
- * `start`. A decode step is an item of one token; a prompt is cut into items of a few. The keys of
- * position p lie where the sequence's block table says:
+ * `start`. A decode step is an item of one token; a prompt is split into items of a few tokens. The sequence's
+ * block table locates the keys of position p:
  *
  *     slot(p) = table[p / block_size] * block_size + p % block_size
  *
  * A *query* is one head of one token. An item's queries that share a kv head see nearly the same positions, so
  * keys and values are read once for all of them, 16 positions at a time, counted from position 0, with the
- * running maximum and sum of the online softmax. A *tile* is a few queries, as many as the registers hold:
+ * running maximum and sum of an online softmax. A *tile* is as many queries as fit the registers:
  *
  *     block of 16 positions      tile of queries
  *     load_rows                  score       products of queries and keys         [tile][16]
  *     pack_keys                  weigh       maximum, exponentials and their sum, in place
- *                                add_values  weights times values, onto the sums of earlier blocks
+ *                                add_values  weights times values, added to the sums of earlier blocks
  *
  * Keys and values in 8 bits are decoded once for all queries of a chunk. The scales are not applied
- * to them: a position's score is multiplied with its key's scale, and its weight with its value's scale.
+ * to them: a position's score is multiplied by its key's scale, and its weight by its value's scale.
  *
  * A score is four sums, of channels 0, 4, 8, ..., of 1, 5, 9, ..., and so on: (s0 + s1) + (s2 + s3). They are
- * the lanes of a quarter of a register with AVX-512, half with AVX2, and a whole one of 4 floats. The 4 registers
- * of WIDTH positions and 4 channels, the unit of `pack_keys`:
+ * the lanes of a quarter of a register with AVX-512, of a half with AVX2, and of a whole one of 4 floats. The 4
+ * registers of WIDTH positions and 4 channels, the unit of `pack_keys`:
  *
  *     register c     position c: 4 channels | position c + 4: 4 channels | ...                  c = 0 .. 3
  *
- * Where a register is 4 floats, the rows of the cache already have this order.
+ * If a register has 4 floats, the rows of the cache already have this order.
  *
  * 512 positions, counted from position 0, are a *segment*. Each has its own maximum, sum and sums of values,
- * and a query's segments are joined in the order of positions. So a long context can be computed by several
- * threads: an item of one token may name the segment that it stands for; its result is then kept in `parts`, and
- * the thread that finishes a token's last segment joins them.
+ * and a query's segments are merged in the order of positions. So a long context can be computed by several
+ * threads: an item of one token may be limited to one segment; its result is then stored in `parts`, and the
+ * thread that finishes a token's last segment merges them.
  *
- * A soft cap c turns a score s into c tanh(s / c). A sink is a score of a query head without a position: it joins the
- * sum of the softmax when a result is put down, and no value is added for it.
+ * A soft cap c turns a score s into c tanh(s / c). A sink is a score of a query head without a position: it is added
+ * to the sum of the softmax when a result is stored, and no value is added for it.
  *
- * A query's result depends on its own positions only, in an order that no chunking changes: a prompt
- * computed whole, in pieces, token by token, or segment by segment gives the same bits. Slots that a query may
- * not see are never multiplied with anything, so whatever they hold cannot reach it.
+ * A query's result depends only on its own positions, in an order that is independent of chunking: a prompt
+ * computed whole, in chunks, token by token, or segment by segment gives the same bits. Slots that a query may
+ * not see are never multiplied by anything, so their content cannot reach the result.
  *
  * A chunk of work is one item and one kv head. */
 #include "kv_codes.h"
 
 #define MAX_HEAD 512
-#define POSITIONS 16 /* positions that are visited together; `block_size` is the cache's */
+#define POSITIONS 16 /* positions that are processed together; `block_size` is the cache's */
 #define SEGMENT 512
-#define STATE_FLOATS 8192 /* floats of accumulators at a time: 32 KB */
+#define STATE_FLOATS 8192 /* most floats of accumulators: 32 KB */
 #if WIDTH == 16
 #define TILE 6 /* queries: 24 of 32 registers */
 #elif WIDTH == 8
@@ -76,7 +76,7 @@ typedef struct {
     float peak, total;
 } softmax_state;
 
-/* The tile's part of the work: queries of one kv head that see the same positions of a block. */
+/* The work of a tile: queries of one kv head that see the same positions of a block. */
 typedef struct {
     int64_t padded;         /* H, rounded up to registers */
     const float *q;         /* [queries][padded] */
@@ -89,7 +89,7 @@ typedef struct {
     int lo, hi; /* positions lo .. hi-1 of the block are seen */
 } tile_work;
 
-/* 4 channels of the rows c, c + 4, ...: one register of keys. */
+/* Load 4 channels of the rows c, c + 4, ...: one register of keys. */
 ALWAYS_INLINE vr gather(const float *const *rows, int64_t h) {
 #if WIDTH == 16
     __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[0] + h)), _mm_loadu_ps(rows[4] + h), 1);
@@ -104,7 +104,7 @@ ALWAYS_INLINE vr gather(const float *const *rows, int64_t h) {
 #endif
 }
 
-/* 4 channels of a query, once for each position of a register of keys. */
+/* Repeat 4 channels of a query for each position of a register of keys. */
 ALWAYS_INLINE vr repeat(const float *q) {
 #if WIDTH == 16
     return (vr)_mm512_broadcast_f32x4(_mm_loadu_ps(q));
@@ -115,7 +115,7 @@ ALWAYS_INLINE vr repeat(const float *q) {
 #endif
 }
 
-/* (s0 + s1) + (s2 + s3) of every position; `s` has the order of pack_keys, the result has the order of positions. */
+/* Compute (s0 + s1) + (s2 + s3) per position; `s` has the order of pack_keys, the result is ordered by position. */
 ALWAYS_INLINE vr add_channels(const vr s[4]) {
 #if WIDTH == 16
     __m512 s0 = (__m512)s[0], s1 = (__m512)s[1], s2 = (__m512)s[2], s3 = (__m512)s[3];
@@ -140,13 +140,13 @@ static void pack_keys(const float *const rows[POSITIONS], int64_t padded, float 
             for (int64_t h = 0; h < padded; h += 4) store_vr(packed + (h + c) * WIDTH, gather(rows + first + c, h));
 }
 
-/* c tanh(s / c), by c - 2c / (1 + e^(2s/c)). */
+/* c tanh(s / c), computed as c - 2c / (1 + e^(2s/c)). */
 static __attribute__((noinline)) vr cap(vr s, float c) {
     vr x = clamp_vr(s * (2.0f / c), splat_vr(-80.0f), splat_vr(80.0f));
     return choose_vr(s != s, s, c - 2.0f * c / (1.0f + exp_lanes(x)));
 }
 
-/* Scores of the tile: [count][16]. */
+/* Compute the scores of a tile: [count][16]. */
 ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *t, float *scores) {
     for (int first = 0; first < POSITIONS; first += WIDTH) {
         const float *packed = t->packed + first * t->padded, *q = t->q;
@@ -171,20 +171,20 @@ ALWAYS_INLINE void score(const int count, const int is_packed, const tile_work *
     }
 }
 
-/* A new maximum: sums under the old one shrink. */
+/* Set a new maximum, and rescale the sums that used the old one. */
 static __attribute__((noinline)) void raise_peak(const tile_work *t, int i, float peak) {
     softmax_state *state = t->state + i;
     float before = state->peak;
     state->peak = peak;
-    if (state->total == 0.0f) return; /* nothing is summed up yet */
+    if (state->total == 0.0f) return; /* nothing has been summed yet */
     float shrink = expf(before - peak);
     state->total *= shrink;
     float *sums = t->sums + i * t->padded;
     for (int64_t c = 0; c < t->padded; c += WIDTH) store_vr(sums + c, load_vr(sums + c) * shrink);
 }
 
-/* Scores of the tile into weights, in place. Each step is done for all queries before the next one: while one
- * query's maximum is awaited, other queries' maxima are under way. */
+/* Turn the scores of a tile into weights, in place. Each step is done for all queries before the next one, so that
+ * the maxima of several queries are computed in parallel. */
 ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t, float *scores) {
     static const int32_t lanes[POSITIONS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vri seen[PARTS];
@@ -205,8 +205,8 @@ ALWAYS_INLINE void weigh(const int count, const int is_whole, const tile_work *t
         peaks[i] = max_parts(s);
     }
     for (int i = 0; i < count; i++)
-        if (!(peaks[i] <= t->state[i].peak)) raise_peak(t, i, peaks[i]); /* also NaN: then all becomes NaN */
-    enum { PAIR = PARTS > 1 ? 2 : 1 }; /* registers at once: more would not fit where there are 16 or 32 */
+        if (!(peaks[i] <= t->state[i].peak)) raise_peak(t, i, peaks[i]); /* also for NaN, which then spreads */
+    enum { PAIR = PARTS > 1 ? 2 : 1 }; /* registers at once: more would not fit 16 or 32 registers */
 #pragma GCC unroll 1
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 1
@@ -243,7 +243,7 @@ ALWAYS_INLINE void add_values(const int count, const int registers, const float 
         for (int n = 0; n < registers; n++) store_vr(sums + i * padded + n * WIDTH, sum[i][n]);
 }
 
-/* A query's result does not depend on the others of its tile: they only share the loads of keys and values. */
+/* A query's result does not depend on the other queries of its tile: they only share loads of keys and values. */
 ALWAYS_INLINE void visit(const int count, const int is_packed, const tile_work *t) {
     float weights[TILE * POSITIONS] __attribute__((aligned(64)));
     score(count, is_packed, t, weights);
@@ -280,7 +280,7 @@ static inline int64_t lowest_seen(const attend_args *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* The slots of 16 positions from `block` on, -1 where no query looks; for codes, also the scales of kv head g. */
+/* Find the slots of 16 positions from `block` on, -1 if no query sees them; for codes, also the scales of head g. */
 static void find_slots(const attend_args *a, const int64_t *table, int64_t g, int64_t block, int64_t low, int64_t high,
                        int64_t slots[POSITIONS], float key_scales[POSITIONS], float value_scales[POSITIONS]) {
     int64_t at = block / a->block_size, offset = block - at * a->block_size;
@@ -299,8 +299,8 @@ static void find_slots(const attend_args *a, const int64_t *table, int64_t g, in
     }
 }
 
-/* The rows of kv head g in these slots, zeros for slot -1. Rows whose size is not a multiple of a register are
- * copied into `room`, [16][padded], and codes are decoded into it. */
+/* Load the rows of kv head g in these slots, zeros for slot -1. Rows whose size is not a multiple of a register are
+ * copied to `room`, [16][padded], and codes are decoded into it. */
 static void load_rows(const attend_args *a, const void *cache, int64_t g, const int64_t slots[POSITIONS],
                       int64_t padded, float *room, const float *rows[POSITIONS]) {
     static const float zeros[MAX_HEAD] __attribute__((aligned(64))) = {0};
@@ -319,7 +319,7 @@ static void load_rows(const attend_args *a, const void *cache, int64_t g, const 
 
 #if WIDTH == 16
 /* load_rows and pack_keys for codes, in heads of whole registers: 4 channels of a row are 4 bytes, so they
- * are brought into their order before they are decoded, at a quarter of the size. */
+ * are reordered before they are decoded, at a quarter of the size. */
 ALWAYS_INLINE void pack_codes(const int64_t kind, const attend_args *a, int64_t g, const int64_t slots[POSITIONS],
                               float *packed) {
     static const uint8_t zeros[MAX_HEAD] = {0};
@@ -374,7 +374,7 @@ static void attend_block(work *w, int64_t block, int64_t low, int64_t high) {
     for (int64_t i = 0, together; i < num; i += together) {
         int64_t lo = lowest_seen(a, positions[i]) - block, hi = positions[i] + 1 - block;
         int64_t last = i + TILE < num ? i + TILE - 1 : num - 1;
-        if (hi >= POSITIONS && lowest_seen(a, positions[last]) <= block) /* all of them see the whole block */
+        if (hi >= POSITIONS && lowest_seen(a, positions[last]) <= block) /* all queries see the whole block */
             together = last - i + 1;
         else /* heads of one token */
             for (together = 1; i + together <= last && positions[i + together] == positions[i];) together++;
@@ -397,7 +397,7 @@ static void attend_segment(work *w, int64_t segment) {
     for (; block <= high; block += POSITIONS) attend_block(w, block, low, high);
 }
 
-/* Join one query's next segment to those before it. A segment of which it sees nothing has a total of 0. */
+/* Merge one query's next segment with the earlier ones. A segment of which it sees nothing has a total of 0. */
 static void join(softmax_state *joined, float *joined_sums, softmax_state next, const float *sums, int64_t size) {
     if (next.total == 0.0f) return;
     if (joined->total == 0.0f) {
@@ -405,7 +405,7 @@ static void join(softmax_state *joined, float *joined_sums, softmax_state next, 
         memcpy(joined_sums, sums, (size_t)size * sizeof(float));
         return;
     }
-    float peak = joined->peak <= next.peak ? next.peak : joined->peak; /* a NaN ends in both factors */
+    float peak = joined->peak <= next.peak ? next.peak : joined->peak; /* a NaN reaches both factors */
     float before = expf(joined->peak - peak), after = expf(next.peak - peak);
     *joined = (softmax_state){peak, joined->total * before + next.total * after};
     for (int64_t h = 0; h < size; h++) joined_sums[h] = joined_sums[h] * before + sums[h] * after;
@@ -416,7 +416,7 @@ static void put_result(float *out, softmax_state state, float sink, const float 
     for (int64_t h = 0; h < H; h++) out[h] = sums[h] * inverse;
 }
 
-/* Keep the result of a token's segment; the thread that keeps the last one joins them all. */
+/* Store the result of a token's segment; the thread that stores the last one merges them all. */
 static void keep_part(work *w, const int64_t *item) {
     const attend_args *a = w->a;
     const int64_t H = a->H, segment = item[4], num_segments = item[3] / SEGMENT + 1;

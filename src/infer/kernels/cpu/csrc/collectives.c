@@ -1,22 +1,22 @@
-/* Sums and rows that several processes, the ranks of one model, make together in memory that they share.
+/* Collectives of several processes, the ranks of one model, in shared memory: sums, gathers and pipes.
  *
- *     header   aborted · for each rank: arrived, sleepers, ticks, waiting, times   a line of the cache each
+ *     header   aborted · for each rank: arrived, sleepers, ticks, waiting, times   a cache line each
  *     shares   rank 0: even, odd · rank 1: even, odd · ...                         CAPACITY floats each
  *     pipes    rank 0: sent, taken, slots · rank 1: ...                            PIPE_SLOTS of CAPACITY floats
  *
- * An exchange has a number. A rank copies its share to its place, even or odd as the number is, and says that it
- * has arrived there; it then waits until all have, and reads the shares of all in the order of the ranks. So every
- * rank has the same bits. A rank that goes on to the next exchange writes to its other place. It comes back to the
- * first one only after all have arrived at the next exchange, which they do after they have read this one. The
- * ranks of an exchange follow each other; where layers are in stages, the ranks of each stage are a group.
+ * Exchanges are numbered. A rank copies its share to one of its two buffers, even or odd like the number, and
+ * announces that it has arrived; it then waits until all ranks have arrived, and reads all shares in rank order. So
+ * every rank gets the same bits. A rank that goes on to the next exchange writes to its other buffer. It reuses the
+ * first one only after all ranks have arrived at the next exchange, which they do after they have read this one. The
+ * ranks of an exchange are consecutive; if layers are split into stages, the ranks of each stage are a group.
  *
- * A pipe takes the rows of one stage to the next: its rank writes a slot when the reader has taken what was there.
+ * A pipe moves rows from one stage to the next: its rank writes a slot when the reader has taken the previous content.
  *
- * Every word has one writer, and what a number of it stands for is written before it. So ranks on several machines
- * have a copy of this memory on each, and a thread for each word that is read elsewhere carries its changes there.
+ * Every word has one writer, and the data that its number announces is written before it. So ranks on several machines
+ * can each have a copy of this memory, and a thread per word that is read elsewhere forwards its changes.
  *
- * A rank that waits polls for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: the
- * result must not be used then, and the caller asks whether it was set. */
+ * A waiting rank polls for a while and then sleeps in the kernel. `aborted` ends every wait, now and later: results
+ * are then invalid, and the caller must check it. */
 #define _GNU_SOURCE
 #include "infer.h"
 
@@ -40,19 +40,19 @@
 typedef struct {
     _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
-    uint32_t counts[PIPE_SLOTS]; /* of a pipe's `sent`: floats in each slot */
+    uint32_t counts[PIPE_SLOTS]; /* in a pipe's `sent`: floats in each slot */
     uint8_t rest[24];
-} word; /* ranks wait for it */
+} word; /* a number that ranks wait for */
 
 typedef struct {
-    _Atomic uint32_t value; /* of its exchanges, the one that it has come to */
+    _Atomic uint32_t value; /* number of the exchange at which the rank has arrived */
     _Atomic uint32_t sleepers;
-    _Atomic uint32_t ticks;   /* layers and rows that it has finished */
-    _Atomic uint32_t waiting; /* 0: it computes; 1: it waits for other ranks; 2: for a message */
-    _Atomic uint64_t times[NUM_TIMES]; /* nanoseconds that it has waited, by kind */
+    _Atomic uint32_t ticks;   /* count of finished layers and rows */
+    _Atomic uint32_t waiting; /* 0: it computes; 1: it waits for other ranks; 2: it waits for a message */
+    _Atomic uint64_t times[NUM_TIMES]; /* nanoseconds of waiting, by kind */
     uint32_t counts[2]; /* floats in its even and its odd share */
     uint8_t rest[16];
-} rank_line; /* a word, and what only its rank writes */
+} rank_line; /* a word, and fields that only its rank writes */
 
 typedef struct {
     word aborted;
@@ -76,7 +76,7 @@ static void sleep_while(word *at, uint32_t seen) {
 #endif
 }
 
-/* Set a word that others may wait for; all that was written before is seen by those who see it. */
+/* Set a word that others may wait for; readers that see it also see all earlier writes. */
 void infer_word_set(word *at, uint32_t value) {
     atomic_store(&at->value, value);
 #if defined(__linux__)
@@ -105,7 +105,7 @@ static int64_t wait_for(word *at, uint32_t value, word *aborted) {
     }
 }
 
-/* Wait until a word has reached a number, which wraps around, and note the time; 0: it was aborted. */
+/* Wait until a word has reached a number, which wraps around, and record the time; 0: aborted. */
 int64_t infer_word_wait(word *at, uint32_t value, region *shared, int64_t rank, int64_t kind) {
     rank_line *own = &shared->ranks[rank];
     if ((int32_t)(infer_word_get(at) - value) >= 0) return 1;
@@ -117,7 +117,7 @@ int64_t infer_word_wait(word *at, uint32_t value, region *shared, int64_t rank, 
     return is_there;
 }
 
-/* Sleep until a word is another number than the one seen, for the copy of it on another machine; 0: it was aborted. */
+/* Sleep until a word differs from the number seen, to forward it to another machine; 0: aborted. */
 int64_t infer_word_watch(word *at, uint32_t seen, region *shared) {
     while (infer_word_get(at) == seen) {
         if (infer_word_get(&shared->aborted)) return 0;
@@ -129,11 +129,11 @@ int64_t infer_word_watch(word *at, uint32_t seen, region *shared) {
 typedef struct {
     int64_t M; /* rows */
     float *x;
-    int64_t x_stride, N; /* numbers of a row that a rank has */
-    float *out;          /* result of a gathering */
-    int64_t out_stride, V; /* numbers of a row that all ranks have; the last ranks have fewer than N, or none */
+    int64_t x_stride, N; /* numbers per row and rank */
+    float *out;          /* result of a gather */
+    int64_t out_stride, V; /* numbers per row of all ranks; the last ranks have fewer than N, or none */
     region *shared;
-    int64_t rank, first, size, capacity; /* the first rank of its group, and how many there are; floats of a share */
+    int64_t rank, first, size, capacity; /* first rank and size of the group; floats of a share */
 } exchange_args;
 
 static float *share_of(const exchange_args *a, int64_t rank, uint32_t number) {
@@ -144,7 +144,7 @@ static uint32_t next_number(const exchange_args *a) {
     return atomic_load_explicit(&a->shared->ranks[a->rank].value, memory_order_relaxed) + 1;
 }
 
-/* Say that the share of `count` floats is there, and wait for all others; 0: it was aborted. */
+/* Announce a share of `count` floats, and wait for all other ranks; 0: aborted. */
 static int64_t meet(const exchange_args *a, uint32_t number, int64_t count) {
     a->shared->ranks[a->rank].counts[number & 1] = (uint32_t)count;
     infer_word_set((word *)&a->shared->ranks[a->rank], number);
@@ -154,7 +154,7 @@ static int64_t meet(const exchange_args *a, uint32_t number, int64_t count) {
     return 1;
 }
 
-/* Replace x, [M, N] without gaps, by the sum over all ranks. */
+/* Replace x, contiguous [M, N], by the sum over all ranks. */
 void infer_all_reduce(const void *args, int64_t chunk) {
     const exchange_args *a = args;
     int64_t count = a->M * a->N;
@@ -174,7 +174,7 @@ void infer_all_reduce(const void *args, int64_t chunk) {
     }
 }
 
-/* The columns of all ranks side by side: [M, N] of each become [M, V]. */
+/* Gather the columns of all ranks side by side: [M, N] per rank become [M, V]. */
 void infer_all_gather(const void *args, int64_t chunk) {
     const exchange_args *a = args;
     int64_t at_once = a->capacity / a->N;
@@ -209,7 +209,7 @@ static float *slot_of(const pass_args *a, uint32_t number) {
     return a->through->slots + (number % PIPE_SLOTS) * a->capacity;
 }
 
-/* Pass x, [M, N] without gaps, on to the next stage. */
+/* Pass x, contiguous [M, N], on to the next stage. */
 void infer_pass_on(const void *args, int64_t chunk) {
     const pass_args *a = args;
     int64_t count = a->M * a->N;
@@ -225,7 +225,7 @@ void infer_pass_on(const void *args, int64_t chunk) {
     }
 }
 
-/* Take x, [M, N] without gaps, from the stage before. */
+/* Take x, contiguous [M, N], from the previous stage. */
 void infer_take_rows(const void *args, int64_t chunk) {
     const pass_args *a = args;
     int64_t count = a->M * a->N;
@@ -239,7 +239,7 @@ void infer_take_rows(const void *args, int64_t chunk) {
     }
 }
 
-/* Say that another layer is computed: a rank without exchanges is not silent. */
+/* Report that one more layer has been computed, so that a rank without exchanges shows progress. */
 void infer_tick(const void *args, int64_t chunk) {
     const pass_args *a = args;
     (void)chunk;
@@ -253,7 +253,7 @@ typedef struct {
     int64_t first, num_rows;
 } own_ids_args;
 
-/* The places of ids in a range of the vocabulary, which is a table of its own; OUTSIDE: an id of another range. */
+/* Map ids to rows of a table with a range of the vocabulary; OUTSIDE: an id of another range. */
 void infer_own_ids(const void *args, int64_t chunk) {
     const own_ids_args *a = args;
     (void)chunk;

@@ -1,6 +1,6 @@
-/* The small steps between the matrices: norms, rotary positions, gates, scales.
+/* The small operations between the matrices: norms, rotary positions, gates, scales.
  *
- * Each touches every number once or twice; their cost is not arithmetic but the calls.
+ * Each touches every number once or twice; the calls cost more than the arithmetic.
  * Rows are independent, and a row is always computed by one thread in one order.
  *
  * A row has 16 sums, each of the numbers i, i + 16, ..., in PARTS registers; they are added as one tree. */
@@ -21,7 +21,7 @@ typedef struct {
     int64_t tokens_per_chunk;
 } norm_args;
 
-/* The sum of a row's numbers, or of their squares, after adding the residual, if there is one; x + residual is kept. */
+/* The sum of a row's numbers, or of their squares, after adding a residual if given; stores x + residual. */
 ALWAYS_INLINE float sum_of_row(const float *x, const float *residual, float *kept, int64_t D, const int is_squared) {
     vr sums[PARTS] = {0};
     float lanes[16];
@@ -44,7 +44,7 @@ ALWAYS_INLINE float sum_of_row(const float *x, const float *residual, float *kep
     return sum_parts(sums);
 }
 
-/* y = x / sqrt(mean(x^2) + eps) * (weight + offset), of the rounded sum where there is one. */
+/* y = x / sqrt(mean(x^2) + eps) * (weight + offset), or of the rounded sum if there is a residual. */
 void infer_rms_norm(const void *args, int64_t chunk) {
     const norm_args *a = args;
     const float offset = (float)a->offset;
@@ -82,8 +82,8 @@ typedef struct {
     int64_t tokens_per_chunk;
 } layer_norm_args;
 
-/* y = (x - mean) / sqrt(variance + eps) * weight + bias, of the rounded sum where there is one. The variance
- * is taken from the differences, in a pass of its own: mean(x^2) - mean^2 would cancel where x is far from 0. */
+/* y = (x - mean) / sqrt(variance + eps) * weight + bias, or of the rounded sum if there is a residual. The variance
+ * is computed from the differences, in a separate pass: mean(x^2) - mean^2 would cancel if x is far from 0. */
 void infer_layer_norm(const void *args, int64_t chunk) {
     const layer_norm_args *a = args;
     int64_t first = chunk * a->tokens_per_chunk, last = first + a->tokens_per_chunk, D = a->D;
@@ -132,7 +132,7 @@ void infer_scale(const void *args, int64_t chunk) {
 
 typedef struct {
     int64_t T;
-    const float *gate_up; /* [T][2F]: gates, then ups; [T][F] where there are no ups */
+    const float *gate_up; /* [T][2F]: gates, then ups; [T][F] without ups */
     int64_t stride;
     float *y; /* [T][F] */
     int64_t F;
@@ -176,7 +176,7 @@ void infer_activation(const void *args, int64_t chunk) {
 
 typedef struct {
     int64_t T;
-    const float *q, *k; /* heads of one token lie H apart */
+    const float *q, *k; /* heads of one token are H apart */
     int64_t q_stride, k_stride;
     const float *cos, *sin; /* [P][R] */
     const int64_t *positions;
@@ -185,7 +185,7 @@ typedef struct {
     int64_t tokens_per_chunk;
 } rope_args;
 
-/* Turn the pairs of some heads (channels i and i + R) by the angles of their position. */
+/* Rotate the pairs of some heads (channels i and i + R) by the angles of their position. */
 static void turn(const float *x, int64_t num_heads, const float *cos, const float *sin, int64_t R, float *y) {
     for (const float *end = x + num_heads * 2 * R; x < end; x += 2 * R, y += 2 * R) {
         int64_t i = 0;
