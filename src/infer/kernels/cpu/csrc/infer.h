@@ -1,20 +1,20 @@
-/* Shared by the C files: vectors, halves, and the shape of an operation.
+/* Shared by the C files: vectors, float16 conversion, and the structure of an operation.
  *
  * An *operation* is a function and a block of arguments. The function is called for chunk 0, 1, 2, ...,
- * in any order, by any thread; chunks of one operation must not touch each other's output. threads.c
- * hands them out.
+ * in any order, by any thread; chunks of one operation must not write to each other's output. threads.c
+ * distributes them.
  *
  * All arguments are 8 bytes wide (pointer, int64_t or double), so that the caller can build a block of
- * them without knowing C's alignment rules. The first is always the number of rows, the one thing that
+ * them without knowing C's alignment rules. The first is always the number of rows, the only value that
  * changes when a recorded list of operations is run again for another batch.
  *
  * `vr` is one register of floats: WIDTH is 16 with AVX-512, 8 with AVX2, and 4 with NEON and elsewhere. Its
- * operators are the same C for every processor; only what C has no way to say (shuffles, dot products of small
- * integers) is written per instruction set. Sums keep 16 partial sums in 16 / WIDTH registers and add them as
- * one tree, so that every width gives the same bits.
+ * operators are the same C for every processor; only operations that C cannot express (shuffles, dot products of
+ * small integers) are written per instruction set. Sums have 16 partial sums in 16 / WIDTH registers, which are
+ * added as one tree, so that every width gives the same bits.
  *
- * `vf` is 16 floats whatever the width. Where registers are narrower the compiler takes these values through
- * the stack, so loops that matter there are written with `vr`. */
+ * `vf` is 16 floats for any width. If registers are narrower, the compiler passes these values through the
+ * stack, so performance-critical loops are written with `vr`. */
 #ifndef INFER_H
 #define INFER_H
 
@@ -61,7 +61,7 @@
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-/* Let the processor know that this thread polls. */
+/* Tell the processor that this thread is polling. */
 static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -83,7 +83,7 @@ static inline vf load(const float *p) { return *(const vf_unaligned *)p; }
 static inline void store(float *p, vf v) { *(vf_unaligned *)p = v; }
 static inline vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* The first `count` (< 16) floats, zeros after them: never reads past the end of a row. */
+/* Load the first `count` (< 16) floats, padded with zeros: never reads past the end of a row. */
 static inline vf load_some(const float *p, int64_t count) {
     float lanes[LANES] = {0};
     memcpy(lanes, p, (size_t)count * sizeof(float));
@@ -100,7 +100,7 @@ static inline vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi
 static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
 static inline vf smaller(vf a, vf b) { return choose(a < b, a, b); }
 
-/* Sum of the lanes, always as the same tree. */
+/* Sum of the lanes, always added as the same tree. */
 static inline float sum_lanes(vf v) {
     float a[LANES];
     store(a, v);
@@ -115,7 +115,7 @@ static inline float max_lanes(vf v) {
         for (int i = 0; i < width; i++) a[i] = a[i] > a[i + width] ? a[i] : a[i + width];
     return a[0];
 }
-/* The same where no lane is NaN. */
+/* The same, if no lane is NaN. */
 static inline float peak_of_lanes(vf v) {
 #if defined(HAVE_AVX512)
     return _mm512_reduce_max_ps((__m512)v);
@@ -129,7 +129,7 @@ ALWAYS_INLINE void store_vr(float *p, vr v) { *(vr_unaligned *)p = v; }
 ALWAYS_INLINE vr splat_vr(float x) { return (vr){0} + x; }
 ALWAYS_INLINE vr choose_vr(vri mask, vr a, vr b) { return (vr)(((vri)a & mask) | ((vri)b & ~mask)); }
 
-/* Between least and most; any number where x is NaN. */
+/* Clamp between least and most; the result is arbitrary if x is NaN. */
 ALWAYS_INLINE vr clamp_vr(vr x, vr least, vr most) {
 #if WIDTH == 16
     return (vr)_mm512_min_ps(_mm512_max_ps((__m512)x, (__m512)least), (__m512)most);
@@ -143,7 +143,7 @@ ALWAYS_INLINE vr clamp_vr(vr x, vr least, vr most) {
 #endif
 }
 
-/* A register at a row's end, where `left` floats are left: zeros after them, and nothing past them is touched. */
+/* Load a register at a row's end, with `left` floats left: padded with zeros, without access past them. */
 ALWAYS_INLINE vr load_up_to(const float *p, int64_t left) {
     if (left >= WIDTH) return load_vr(p);
     float lanes[WIDTH] = {0};
@@ -157,7 +157,7 @@ ALWAYS_INLINE void store_up_to(float *p, vr v, int64_t left) {
         for (int64_t i = 0; i < left; i++) p[i] = v[i];
 }
 
-/* Sum of 16 lanes in PARTS registers: the tree of sum_lanes. */
+/* Sum of 16 lanes in PARTS registers, added as the tree of sum_lanes. */
 ALWAYS_INLINE float sum_parts(const vr v[PARTS]) {
 #if WIDTH == 16
     return _mm512_reduce_add_ps((__m512)v[0]);
@@ -171,7 +171,7 @@ ALWAYS_INLINE float sum_parts(const vr v[PARTS]) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 #endif
 }
-/* The largest of 16 lanes; any of them if some are NaN. */
+/* The largest of 16 lanes; an arbitrary lane if some are NaN. */
 ALWAYS_INLINE float max_parts(const vr v[PARTS]) {
 #if WIDTH == 16
     return _mm512_reduce_max_ps((__m512)v[0]);
@@ -191,7 +191,7 @@ ALWAYS_INLINE float max_parts(const vr v[PARTS]) {
 #endif
 }
 
-/* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87 it is 0. */
+/* e^x for x <= 88: 2^n * e^r with |r| <= ln2/2, and e^r by its series. Below -87, it is 0. */
 ALWAYS_INLINE vr exp_lanes(vr x) {
     vri too_small = x < splat_vr(-87.0f);
     vr clamped = clamp_vr(x, splat_vr(-87.0f), splat_vr(88.0f));
@@ -206,7 +206,7 @@ ALWAYS_INLINE vr exp_lanes(vr x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vri exponent = (vri)shifted << 23; /* the integer sits in the low bits of the sum */
+    vri exponent = (vri)shifted << 23; /* the integer is in the low bits of the sum */
     vr y = (vr)((vri)p + exponent);
     return choose_vr(x != x, x, (vr)((vri)y & ~too_small)); /* NaN stays NaN */
 }
@@ -234,7 +234,7 @@ static inline float half_to_float(uint16_t h) {
 }
 
 #if defined(HAVE_AVX512) || defined(HAVE_AVX2)
-/* Halves as floats, as many as a register has. */
+/* Load a register of floats from float16. */
 ALWAYS_INLINE vr load_halves(const uint16_t *p) {
 #if WIDTH == 16
     return (vr)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -251,7 +251,7 @@ enum { FIXED, PER_ROW, PER_ITEM };
 typedef struct {
     chunk_fn run;
     int64_t *args;
-    int64_t kind;           /* FIXED: `chunks` in all; PER_ROW: `chunks` for every `rows_per_chunk` rows; */
+    int64_t kind;           /* FIXED: `chunks` in total; PER_ROW: `chunks` for every `rows_per_chunk` rows; */
     int64_t chunks;         /* PER_ITEM: `chunks` for every item of attention.c */
     int64_t rows_per_chunk;
 } operation;

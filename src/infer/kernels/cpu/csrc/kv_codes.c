@@ -1,14 +1,14 @@
-/* Writing keys and values into the cache: as they are, or as codes of 8 bits. */
+/* Writes of keys and values to the cache, as floats or as codes of 8 bits. */
 #include "kv_codes.h"
 
 typedef struct {
     int64_t T;
-    const float *k, *v; /* [T][G][H], the heads of a token side by side */
+    const float *k, *v; /* [T][G][H], the heads of a token are contiguous */
     int64_t k_stride, v_stride;
     void *keys, *values;              /* [slots][G][H]: floats or codes */
     float *key_scales, *value_scales; /* scales of codes: [blocks][G][block_size] */
     const int64_t *slots;             /* [T]; -1 is padding: nothing is written for it */
-    const float *fixed;               /* [2][G]: scales of keys and values; NULL: each head has its own */
+    const float *fixed;               /* [2][G]: fixed scales of keys and values; NULL: computed per head */
     int64_t kind, G, H, block_size;
     int64_t tokens_per_chunk;
 } write_args;
@@ -23,7 +23,7 @@ static void write_head(int64_t kind, const float *x, uint8_t *codes, float *scal
     const float top = kind == AS_FP8 ? 448.0f : 127.0f;
     const float inverse = fixed ? 1.0f / *fixed : largest == 0.0f ? 0.0f : top / largest;
     *scale = fixed ? *fixed + largest * 0.0f : largest * (1.0f / top);
-    if (!(largest <= 0x1.fffffep127f)) /* not finite: the scale alone shows it */
+    if (!(largest <= 0x1.fffffep127f)) /* not finite: only the scale shows it */
         memset(codes, 0, (size_t)H);
     else if (kind == AS_FP8)
         for (int64_t h = 0; h < H; h++) codes[h] = encode_fp8(fmaxf(-top, fminf(top, x[h] * inverse)));

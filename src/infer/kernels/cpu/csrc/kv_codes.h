@@ -1,4 +1,4 @@
-/* Keys and values in 8 bits: codes, and one scale for each token and head (kernels/elementwise/kv_codes.py). */
+/* Keys and values in 8 bits: codes, and one scale per token and head (kernels/elementwise/kv_codes.py). */
 #ifndef KV_CODES_H
 #define KV_CODES_H
 #include "infer.h"
@@ -7,11 +7,11 @@ enum { AS_FLOAT, AS_FP8, AS_INT8 };
 
 typedef uint8_t unsigned16 __attribute__((vector_size(16)));
 
-/* 16 codes as numbers, before they are multiplied with their scale.
+/* Decode 16 codes to numbers, without their scale.
  *
- * An e4m3 code is s eeee mmm. Where an instruction converts half precision, the half is the code with its parts
- * apart, 2^8 too small. Elsewhere its bits form a float32 whose exponent is 120 too small, and a code without
- * a leading bit, eeee = 0, has been given one, and half the power of two. */
+ * An e4m3 code is s eeee mmm. If an instruction converts half precision, the code is expanded to a half that is 2^8
+ * too small. Otherwise its bits form a float32 whose exponent is 120 too small; a subnormal code (eeee = 0) then gets
+ * an implicit leading bit and half the power of two, which is corrected. */
 #if defined(HAVE_AVX512)
 static inline vf decode_fp8(__m128i codes) {
     __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(-0x4001));
@@ -38,7 +38,7 @@ static inline vf decode_16(int64_t kind, const uint8_t *codes) {
 }
 #endif
 
-/* The `count` numbers of a head, without their scale. */
+/* Decode the `count` numbers of a head, without their scale. */
 static inline void decode_codes(int64_t kind, const uint8_t *codes, float *out, int64_t count) {
     int64_t h = 0;
     if (kind == AS_FP8) /* two loops, so that the kind is not tested again for every 16 codes */
@@ -51,13 +51,13 @@ static inline void decode_codes(int64_t kind, const uint8_t *codes, float *out, 
     store_some(out + h, decode_16(kind, rest), count - h);
 }
 
-/* To the nearest, and to even from the middle; |x| is at most 448. */
+/* Round to nearest, ties to even; |x| is at most 448. */
 static inline uint8_t encode_fp8(float x) {
     float magnitude = x < 0 ? -x : x;
     uint32_t bits, sign;
     memcpy(&sign, &x, 4);
     sign = sign >> 24 & 0x80;
-    if (magnitude < 0x1p-6f) { /* here codes are 2^-9 apart, as floats are from 2^14 on: the addition rounds */
+    if (magnitude < 0x1p-6f) { /* codes are 2^-9 apart here, like floats from 2^14 on: the addition rounds */
         float sum = magnitude + 16384.0f;
         memcpy(&bits, &sum, 4);
         return (uint8_t)(sign | (bits & 0xf));

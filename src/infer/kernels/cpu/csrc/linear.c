@@ -4,25 +4,25 @@
  * the result of a row is
  *
  *     y[m][n] = bias[n] + sum over groups g, in order, of  (d_w[n][g] * d_x[m][g]) * (q_w . q_x)
- *                               where there are minima  + m_w[n][g] * (d_x[m][g] * sum q_x)
+ *                                        with minima    + m_w[n][g] * (d_x[m][g] * sum q_x)
  *
- * one float addition per group (two with minima, and in int6, which adds the halves of a group one by one), always in the same order: a row's result does not depend on how
- * many rows are computed with it, nor on the instruction set's way of adding integers. The sum of a group's
- * activations is the same for all rows of the matrix and was taken when they were quantised (activations.c).
+ * with one float addition per group (two with minima, and in int6, which adds the halves of a group separately), always
+ * in the same order: a row's result depends neither on the number of rows computed with it nor on the instruction set.
+ * The sum of a group's activations is the same for all rows of the matrix; activations.c computes it.
  *
- * VNNI's instruction multiplies unsigned by signed bytes. Weights in int4 are unsigned; those in int8 become unsigned
- * by adding a constant c = 128, and  sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is put right by starting each sum
- * at  -c sum q_x. Those in int6 are kept with c = 32 added, whatever the processor.
+ * VNNI multiplies unsigned by signed bytes. int4 weights are unsigned; int8 weights become unsigned by adding the
+ * constant c = 128; sum (q_w + c) q_x = sum q_w q_x + c sum q_x  is corrected by starting each sum at -c sum q_x. int6
+ * weights are stored with c = 32 added, on any processor.
  *
- * x86 without VNNI multiplies integers of 16 bits: two digits of an activation at once, and the weights unpacked once
- * for all rows of a pass. With one digit it multiplies bytes, and adds in 16 bits for as long as that is exact.
+ * x86 without VNNI multiplies 16-bit integers: two digits of an activation at once, and the weights are unpacked once
+ * for all rows of a pass. With one digit, it multiplies bytes, and adds in 16 bits as long as that is exact.
  *
- * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in this same
- * layout; the integer sums are the same, so the results are, too.
+ * Processors with AMX multiply 16 lines (8 rows of two digits) by a whole tile in one instruction, in the same layout;
+ * the integer sums, and so the results, are the same.
  *
- * The kernels of NEON are in linear_neon.h.
+ * The NEON kernels are in linear_neon.h.
  *
- * Bound by reading the weights for one row, by arithmetic from about eight rows on. */
+ * Memory-bound for one row, compute-bound from about eight rows on. */
 #define _GNU_SOURCE
 #include "linear.h"
 
@@ -36,9 +36,9 @@
 #include "linear_neon.h"
 #elif defined(HAVE_AVX512) || defined(HAVE_AVX2)
 
-/* The factors of a group of weights, for the rows of a tile that a register has. */
+/* The factors of a group of weights, for as many rows of a tile as a register has lanes. */
 typedef struct {
-    vr scale, minimum; /* int8 has no minimum; in int6 it is the scale of the second half */
+    vr scale, minimum; /* int8 has no minimum; in int6, it is the scale of the second half */
 } group_scales;
 
 ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, const int bits) {
@@ -47,8 +47,8 @@ ALWAYS_INLINE group_scales load_scales(const uint16_t *tile_scales, int64_t g, c
     return (group_scales){load_halves(both), load_halves(both + LANES)};
 }
 
-/* Weights are read once, from one end to the other. The processor notices and prefetches, but begins anew at every
- * page of 4 KB, so the next page is prefetched here: this saves a quarter of the time of a small batch. */
+/* Weights are read once, sequentially. The hardware prefetches, but restarts at every page of 4 KB, so the next page
+ * is prefetched here, which saves a quarter of the time of a small batch. */
 ALWAYS_INLINE void prefetch_next(const uint8_t *w, const uint16_t *tile_scales, int64_t g, const int bits) {
     enum { DISTANCE = 4096 };
     const int group_bytes = GROUP * LANES * bits / 8, scale_bytes = bits == 8 ? 32 : 64;
@@ -66,7 +66,7 @@ ALWAYS_INLINE vr multiply_add(vr a, vr b, vr total) {
 #endif
 }
 
-/* Groups are added as a whole, groups of int6 in two parts. */
+/* Parts in which a group is added: int6 groups have two. */
 #define PARTS_OF(kind) ((kind) == 6 ? 2 : 1)
 
 /* Add one more group, or a part of it, of row `at` of the activations. */
@@ -76,13 +76,13 @@ ALWAYS_INLINE vr add_group(vr total, vri sum, group_scales w, const activations 
     return bits < 6 ? multiply_add(w.minimum, splat_vr(act->sums[at]), total) : total;
 }
 
-/* The sum of the last digit of row `at` starts with this. */
+/* The start value for the sum of the last digit of row `at`. */
 ALWAYS_INLINE int32_t start_of(const activations *act, int64_t at, const int bits, const int part) {
     if (bits == 6) return part ? act->half_starts[at] : act->starts[at];
-    return bits == 8 && INT8_OFFSET != 0 ? act->starts[at] : 0; /* they are all 0 without an offset */
+    return bits == 8 && INT8_OFFSET != 0 ? act->starts[at] : 0; /* all are 0 without an offset */
 }
 
-/* The vector of a part that is multiplied in turn `i`: both of one byte after each other. */
+/* The vector of a part that is multiplied in turn `i`: the two that share a byte are consecutive. */
 ALWAYS_INLINE int vector_of(const int i, const int part, const int kind) {
     return PARTS_OF(kind) == 2 ? part * 4 + i : kind == 8 ? i : i / 2 + i % 2 * 4;
 }
@@ -110,13 +110,13 @@ typedef __m256i raw_vector;
 #endif
 typedef uint16_t pairs_of_bytes __attribute__((vector_size(sizeof(raw_vector)), may_alias));
 
-/* Bits `from` and up of every byte, moved to bit `to`, where the mask has them. */
+/* Move bits `from` and up of every byte to bit `to`, and apply the mask. */
 ALWAYS_INLINE raw_vector move_bits(raw_vector raw, const int from, const int to, const char mask) {
     pairs_of_bytes moved = from > to ? (pairs_of_bytes)raw >> (from - to) : (pairs_of_bytes)raw << (to - from);
     return (raw_vector)(moved & (pairs_of_bytes)SPLAT_BYTE(mask));
 }
 
-/* Vector v of a group as bytes; int8 as it is. */
+/* Load vector v of a group as bytes; int8 unchanged. */
 ALWAYS_INLINE raw_vector load_vector(const uint8_t *w, const int v, const int kind) {
     if (kind == 8) return LOAD_RAW(w + v * 64);
     raw_vector q = move_bits(LOAD_RAW(w + v % 4 * 64), v / 4 * 4, 0, 15);
@@ -127,14 +127,14 @@ ALWAYS_INLINE raw_vector load_vector(const uint8_t *w, const int v, const int ki
 }
 
 #if defined(HAVE_VNNI)
-/* Add four products of bytes to every lane's sum: 16 rows of weights times four neighbours of an activation. gcc
- * would load those by a separate instruction, and instructions are what limits a batch. */
-#ifndef ADD_PRODUCTS /* tests have it in C, for processors without it */
+/* Add four products of bytes to every lane's sum: 16 rows of weights times four adjacent activations. gcc would load
+ * these by a separate instruction, and the number of instructions limits a batch. */
+#ifndef ADD_PRODUCTS /* tests define it in C, for processors without VNNI */
 #define ADD_PRODUCTS(sum, weights, four) \
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*(const int32_t(*)[1])(four)))
 #endif
 
-/* Add a part of a group of weights times the same of `rows` activations. */
+/* Add a part of a group of weights times the same part of `rows` activations. */
 ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, const int part, const int rows,
                             const int kind, const int digits) {
     const int lines = rows * digits, vectors = 8 / PARTS_OF(kind);
@@ -165,27 +165,27 @@ typedef int16_t words __attribute__((vector_size(sizeof(raw_vector)), may_alias)
 #define WITH_SIGN_OF(w, x) _mm256_sign_epi8(x, w)
 #endif
 
-/* The same four bytes in every lane. */
+/* Broadcast four bytes to every lane. */
 ALWAYS_INLINE raw_vector splat_four(const int8_t *four) {
     int32_t bits;
     memcpy(&bits, four, 4);
     return (raw_vector)((vri){0} + bits);
 }
 
-/* A sum that is added up here and now. gcc would make all products first, which do not fit into the registers. */
+/* Force a sum to be computed here. gcc would compute all products first, which do not fit the registers. */
 ALWAYS_INLINE vri now(vri sum) {
     __asm__("" : "+v"(sum));
     return sum;
 }
 
-/* Add a part of a group of weights times the same of `rows` activations. The weights are unpacked once for all rows.
- *
- * Two digits: both are one integer of 16 bits, so weights become integers of 16 bits, too. One digit: products of
- * bytes are added in 16 bits for as long as they fit. */
+/* Add a part of a group of weights times the same part of `rows` activations. The weights are unpacked once for all
+ * rows. Two digits are one 16-bit integer, so weights become 16-bit integers, too. With one digit, products of bytes
+ * are added in 16 bits as long as they fit.
+ */
 ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, const int part, const int rows,
                             const int kind, const int digits) {
     const int vectors = 8 / PARTS_OF(kind);
-    /* sums of pairs are below 15, 31, 24, 63 or 127 times 127 * 2: as many of them fit into 16 bits */
+    /* sums of pairs are below 15, 31, 24, 63 or 127 times 127 * 2: the number of them that fits 16 bits */
     const int fitting = kind == 4 ? 8 : kind == 6 ? 2 : kind == 8 ? 1 : 4;
     words pairs[LINES];
 #pragma GCC unroll 8
@@ -216,9 +216,9 @@ ALWAYS_INLINE void add_part(vri *totals, const uint8_t *w, const int8_t *q, cons
 }
 #endif
 
-/* One tile times `rows` rows of activations, from row m on. `rows`, `kind` and `digits` are constants wherever this
- * is inlined, so the loops over them are unrolled and the sums stay in registers: a variable index would put them in
- * memory. */
+/* Multiply one tile by `rows` rows of activations, from row m on. `rows`, `kind` and `digits` are constants wherever
+ * this is inlined, so the loops over them are unrolled and the sums stay in registers: a variable index would force
+ * them into memory. */
 ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                  const int rows, const int kind, const int digits) {
     const int bits = BITS_OF(kind), parts = PARTS_OF(kind);
@@ -254,7 +254,7 @@ ALWAYS_INLINE void multiply_tile(const linear_args *a, const activations *act, i
 #if defined(HAVE_AMX)
 static int may_use_amx;
 
-/* The registers of AMX are so large that Linux wants to be asked before a process uses them. */
+/* The registers of AMX are so large that Linux requires a process to request them. */
 __attribute__((constructor)) static void ask_for_amx(void) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
     may_use_amx = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -266,7 +266,7 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-/* Registers 0, 3: sums, 16 x 16 integers. 1, 4: activations, 16 lines of a group, or of a part of one. 2: weights. */
+/* Registers 0, 3: sums, 16 x 16 integers. 1, 4: activations, 16 lines of a group or part of a group. 2: weights. */
 static void configure_tiles(int depth) {
     tile_config config = {.palette = 1};
     config.bytes_per_row[0] = config.bytes_per_row[2] = config.bytes_per_row[3] = 64;
@@ -276,14 +276,14 @@ static void configure_tiles(int depth) {
     _tile_loadconfig(&config);
 }
 
-/* A group of weights of fewer bits as bytes. AMX tiles are loaded from memory, after it has been written, so this is
- * done one group early. */
+/* Unpack a group of weights of fewer bits to bytes. AMX loads tiles from memory, which must have been written, so this
+ * is done one group early. */
 ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) _mm512_store_si512(to + v * 64, load_vector(from, v, kind));
 }
 
-/* The same as multiply_tile, for one or two blocks of 16 lines. */
+/* Like multiply_tile, for one or two blocks of 16 lines. */
 ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *act, int64_t tile, int64_t m,
                                      const int blocks, const int kind, const int digits) {
     const int block = LINES / digits, rows = blocks * block, bits = BITS_OF(kind), parts = PARTS_OF(kind);
@@ -296,7 +296,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     vf total[2 * LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
-    /* Sums go through memory and take their time: a group's sums are added while the next group is under way. */
+    /* Sums go through memory, which takes long: a group's sums are added while the next group is computed. */
     for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);
@@ -333,7 +333,7 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     for (int i = 0; i < rows; i++) finish_row(a, tile, m + i, total[i]);
 }
 
-/* Two blocks at a time: the loaded and unpacked weights of a tile then serve both. */
+/* Multiply two blocks at a time, which share the loaded and unpacked weights of a tile. */
 ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations *act, int64_t first, int64_t last,
                                          const int bits, const int digits) {
     const int block = LINES / digits;
@@ -349,7 +349,7 @@ ALWAYS_INLINE int64_t multiply_chunk_amx(const linear_args *a, const activations
 }
 #endif
 
-/* The tiles `first` to `last` times all rows. */
+/* Multiply the tiles `first` to `last` by all rows. */
 ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, int64_t first, int64_t last,
                                   const int bits, const int digits) {
 #if defined(HAVE_AMX)
@@ -360,18 +360,18 @@ ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, 
 #define MULTIPLY_BY(rows) \
     for (; m + rows <= a->M; m += rows) \
         for (int64_t tile = first; tile < last; tile++) multiply_tile(a, act, tile, m, rows, bits, digits);
-    /* The rows left over from eights are one pass: a window of drafts is three to seven rows, and a second pass would
-     * unpack the weights again. */
+    /* The rows left after multiples of eight take one pass: a window of drafts has three to seven rows, and a second
+     * pass would unpack the weights again. */
     MULTIPLY_BY(8) MULTIPLY_BY(7) MULTIPLY_BY(6) MULTIPLY_BY(5) MULTIPLY_BY(4) MULTIPLY_BY(3) MULTIPLY_BY(2)
     MULTIPLY_BY(1)
 }
 
-#else /* four lanes of any processor */
+#else /* any other processor: four lanes */
 
 typedef int32_t ints4 __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float floats4 __attribute__((vector_size(16)));
 
-/* A group of weights of four neighbours in a tile, as integers: one lane each. */
+/* Unpack a group of weights of four adjacent rows of a tile to integers, one lane each. */
 static inline void unpack_four(const uint8_t *w, ints4 *weights, const int kind) {
     static const int table[16] = {MXFP4_TABLE};
     for (int k = 0; k < GROUP; k++) {
@@ -390,7 +390,7 @@ static inline floats4 four_halves(const uint16_t *p) {
     return (floats4){half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
 }
 
-/* `rows` rows, eight at most, times four columns of a tile from column n on. */
+/* Multiply `rows` rows, eight at most, by four columns of a tile from column n on. */
 ALWAYS_INLINE void multiply_four(const linear_args *a, const activations *act, int64_t n, int64_t m, int64_t rows,
                                  const int kind, const int digits) {
     const int bits = BITS_OF(kind);
@@ -434,8 +434,8 @@ ALWAYS_INLINE void multiply_chunk(const linear_args *a, int64_t chunk, const int
     activations act = split_scratch(a, digits);
     int64_t num_tiles = (a->N + LANES - 1) / LANES;
     int64_t size = a->tiles_per_chunk;
-#ifdef HAVE_NEON /* few rows read the matrix once, and prefetchers begin anew with every chunk: half as many are 1 to */
-    if (a->M <= 8) size *= 2; /* 3 % faster on two cores of a Neoverse N1. The other half is empty */
+#ifdef HAVE_NEON /* few rows read the matrix once, and prefetchers restart with every chunk: half as many are 1 */
+    if (a->M <= 8) size *= 2; /* to 3 % faster on two cores of a Neoverse N1. The other half is empty */
 #endif
     int64_t first = chunk * size, last = first + size < num_tiles ? first + size : num_tiles;
     if (first >= num_tiles) return;
@@ -450,7 +450,7 @@ void infer_linear_int4(const void *args, int64_t chunk) {
     if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 4, 1);
     else multiply_chunk(args, chunk, 4, 2);
 }
-#ifndef HAVE_NEON /* there the same weights are kept in int8 */
+#ifndef HAVE_NEON /* NEON stores the same weights as int8 */
 void infer_linear_int5(const void *args, int64_t chunk) {
     if (((const linear_args *)args)->digits == 1) multiply_chunk(args, chunk, 5, 1);
     else multiply_chunk(args, chunk, 5, 2);

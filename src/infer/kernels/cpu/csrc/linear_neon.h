@@ -1,20 +1,20 @@
 /* The products of linear.c on NEON, where a register holds four lanes.
  *
- * Four neighbours in a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
- * Sums and totals stay in registers from the first group to the last, 32 of them, so the order in which things are
- * written down here matters: with the rows of `multiply_rows` one after the other, gcc moves sums through memory and
- * half of the speed is gone. `tests/kernels/test_c_neon.py` counts these moves.
+ * Four adjacent rows of a tile, a *quad* of columns of the result, are 16 bytes in each of its vectors: one register.
+ * Sums and totals stay in the 32 registers from the first group to the last, so the order of statements matters here:
+ * with the rows of `multiply_rows` one after the other, gcc spills sums to memory and half of the speed is lost.
+ * `tests/kernels/test_c_neon.py` counts these spills.
  *
- *     rows at a time   what is kept in registers                               by
- *     8 or 4           one quad of all rows; a tile is passed over four times  multiply_rows
- *     2                two quads of both; a tile is passed over twice          multiply_few
- *     1                the whole tile, read once in the order of memory        multiply_few
+ *     rows at a time   held in registers                                       by
+ *     8 or 4           one quad of all rows; four passes over a tile           multiply_rows
+ *     2                two quads of both; two passes over a tile               multiply_few
+ *     1                the whole tile, read once in memory order               multiply_few
  *
- * From the second pass on, a tile is in the nearest cache. Its first pass would wait for memory, so the first block
- * of rows asks for the next tile meanwhile, a quarter in each pass; later blocks find it in a cache. One row reads
- * memory from one end to the other, which these processors notice by themselves: explicit prefetches make them slower.
+ * From the second pass on, a tile is in the L1 cache. Its first pass would wait for memory, so the first block of rows
+ * prefetches the next tile in the meantime, a quarter in each pass; later blocks find it in a cache. One row reads
+ * memory sequentially, which these processors detect by themselves: explicit prefetches make them slower.
  *
- * Lanes are named by macros: the instructions have their number in them. */
+ * Lanes are macro arguments because instructions encode them as immediates. */
 #ifndef LINEAR_NEON_H
 #define LINEAR_NEON_H
 
@@ -31,7 +31,7 @@ static inline float32x4_t load_four_halves(const uint16_t *p) {
 typedef struct {
     const uint8_t *data;
     const uint16_t *scales;
-    int64_t vectors, scale_step; /* steps of a group: vectors of 64 bytes, halves of scales */
+    int64_t vectors, scale_step; /* steps per group: vectors of 64 bytes, float16 scales */
 } weight_tile;
 
 ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_t tile, const int bits) {
@@ -40,7 +40,7 @@ ALWAYS_INLINE weight_tile find_tile(const linear_args *a, int64_t groups, int64_
                          scale_step};
 }
 
-/* Store column 4r of the tile and the next three, of row m. */
+/* Store columns 4r to 4r + 3 of the tile, for row m. */
 ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_t m, float32x4_t total) {
     int64_t n = tile * LANES + r * 4, count = a->N - n;
     float *y = a->y + m * a->y_stride + n;
@@ -51,7 +51,7 @@ ALWAYS_INLINE void finish_quad(const linear_args *a, int64_t tile, int r, int64_
     }
 }
 
-/* Weights v, v + 1, ... of a quad; in int4 the first 16 of a group are low halves of bytes, the others high ones. */
+/* Load the weights of a quad; in int4, the first 16 of a group are low nibbles, the others high nibbles. */
 ALWAYS_INLINE void load_quad(const uint8_t *w, uint8x16_t *to, const int bits) {
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) to[v] = vld1q_u8(w + v * 64);
@@ -62,7 +62,7 @@ ALWAYS_INLINE void load_quad(const uint8_t *w, uint8x16_t *to, const int bits) {
     for (int v = 0; v < 4; v++) to[v] &= 15;
 }
 
-/* Add one more group, of four rows whose activations have these scales and sums. */
+/* Add one more group for four rows whose activations have these scales and sums. */
 ALWAYS_INLINE void add_group(float32x4_t *total, const int32x4_t *sum, const uint16_t *w_scales, const float *x_scales,
                              const float *x_sums, const int bits) {
     float32x4_t scale = load_four_halves(w_scales), xs = vld1q_f32(x_scales);
@@ -75,7 +75,7 @@ ALWAYS_INLINE void add_group(float32x4_t *total, const int32x4_t *sum, const uin
     ADD_MINIMUM(0), ADD_MINIMUM(1), ADD_MINIMUM(2), ADD_MINIMUM(3);
 }
 
-/* Prefetch a quarter of a group of the next tile; returns the place of the next quarter. */
+/* Prefetch a quarter of a group of the next tile; returns the address of the next quarter. */
 ALWAYS_INLINE const uint8_t *ask_for_quarter(const uint8_t *ahead, const int bits) {
     __builtin_prefetch(ahead);
     if (bits == 8) __builtin_prefetch(ahead + 64);
@@ -87,15 +87,15 @@ ALWAYS_INLINE const uint8_t *ask_for_quarter(const uint8_t *ahead, const int bit
     sums[2] = DOT(sums[2], w, x[2], lane), sums[3] = DOT(sums[3], w, x[3], lane)
 
 #if defined(HAVE_I8MM)
-/* The sums of one group, of `rows` rows and the quad W.
+/* The sums of one group, for `rows` rows and the quad W.
  *
- * The instruction takes eight consecutive k of two lines, and of two rows of weights, and adds to a 2 x 2 matrix:
+ * The instruction takes eight consecutive k of two lines and of two rows of weights, and adds to a 2 x 2 matrix:
  *
  *     lines      q0: k=0..7 | q1: k=0..7         the two digits of one row, or two rows of one digit
- *     weights    w0: k=0..7 | w1: k=0..7         two neighbours in a tile
+ *     weights    w0: k=0..7 | w1: k=0..7         two adjacent rows of a tile
  *     sums       q0 . w0 | q0 . w1 | q1 . w0 | q1 . w1
  *
- * A quad has four k of four columns in a register: zipped with the register of the next four k, it is as wanted. */
+ * A quad has four k of four columns in a register: zipped with the register of the next four k, it has this form. */
 #define ZIP(half, a, b) vreinterpretq_s8_s32(vzip##half##q_s32(vreinterpretq_s32_u8(a), vreinterpretq_s32_u8(b)))
 ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *sum, const int rows, const int digits) {
     const int pairs = rows * digits / 2;
@@ -126,7 +126,7 @@ ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *su
     }
 }
 #else
-/* The sums of one group, of `rows` rows and the quad W: four dot products after each other add to four sums. */
+/* The sums of one group, for `rows` rows and the quad W: four consecutive dot products add to four sums. */
 ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *sum, const int rows, const int digits) {
     int8x16_t x[4];
 #pragma GCC unroll 8
@@ -154,7 +154,7 @@ ALWAYS_INLINE void sum_group(const uint8x16_t *W, const int8_t *q, int32x4_t *su
 }
 #endif
 
-/* Eight or four rows times one tile, of which the first `count` rows are stored. */
+/* Multiply eight or four rows by one tile, and store the first `count` rows. */
 ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count,
                                  const int rows, const int bits, const int digits, const int asks_ahead) {
     const int64_t groups = act->groups, first = place_of(act, m);
@@ -186,14 +186,14 @@ ALWAYS_INLINE void multiply_rows(const linear_args *a, const activations *act, i
     }
 }
 
-/* Both digits of a row times one register of weights of every quad. */
+/* Multiply both digits of a row by one register of weights of every quad. */
 #define FEW_DOTS(w, half, lane) \
     for (int i = 0; i < rows * quads; i++) { \
         high[i] = DOT(high[i], w[i % quads], x[i / quads][half], lane); \
         if (digits == 2) low[i] = DOT(low[i], w[i % quads], x[i / quads][2 + half], lane); \
     }
 
-/* One row times a tile, or two rows times one half of it and then the other. */
+/* Multiply one row by a tile, or two rows by one half of it and then by the other. */
 ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, int64_t tile, int64_t m, const int rows,
                                 const int bits, const int digits) {
     const int quads = 4 / rows;
@@ -252,7 +252,7 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
     }
 }
 
-/* i8mm has two sums of each pair of lines, so it takes eight rows of two digits in two parts. */
+/* i8mm has two sums per pair of lines, so it takes eight rows of two digits in two parts. */
 #if defined(HAVE_I8MM)
 #define PART(rows, digits) (rows * digits > 8 ? 4 : rows)
 #else
@@ -262,11 +262,11 @@ ALWAYS_INLINE void multiply_few(const linear_args *a, const activations *act, in
     for (int i = 0; i < rows && i < count; i += PART(rows, digits)) \
         multiply_rows(a, act, tile, m + i, count - i, PART(rows, digits), bits, digits, asks_ahead)
 
-/* A tile times `count` rows from row m on. Each has its own function: compilers find registers for one at a
- * time. */
+/* Kernels that multiply a tile by `count` rows from row m on. Each is a separate function, for which compilers can
+ * allocate registers. */
 typedef void (*neon_kernel)(const linear_args *a, const activations *act, int64_t tile, int64_t m, int64_t count);
 typedef struct {
-    neon_kernel eight[2], four[2], two, one; /* [1]: asks for the next tile meanwhile */
+    neon_kernel eight[2], four[2], two, one; /* [1]: also prefetches the next tile */
 } neon_kernels;
 
 #define NEON_KERNEL(name, body) \
@@ -289,8 +289,8 @@ NEON_KERNELS(product_int4, 4, 2)
 NEON_KERNELS(product_int8_one_digit, 8, 1)
 NEON_KERNELS(product_int4_one_digit, 4, 1)
 
-/* The tiles `first` to `last` times all rows: by eight, and the rest in the cheapest way. Eight cost as much as six,
- * four as much as three; rows past the last one are computed with it and not stored, a block has room for them. */
+/* Multiply the tiles `first` to `last` by all rows: by eight, and the rest in the cheapest way. Eight rows cost as much
+ * as six, four as much as three; rows past the last one are computed but not stored; a block has memory for them. */
 ALWAYS_INLINE void multiply_tiles(const linear_args *a, const activations *act, int64_t first, int64_t last,
                                   const int bits, const int digits) {
     const neon_kernels *kernels = digits == 2 ? (bits == 8 ? &product_int8 : &product_int4)

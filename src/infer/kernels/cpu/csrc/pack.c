@@ -1,19 +1,19 @@
-/* Bring weights into the layout of linear.h, and single rows back out of it.
+/* Pack weights into the layout of linear.h, and unpack single rows.
  *
- * A row is packed wherever it lies in its matrix: the parts of a fused matrix arrive one by one, and
- * their borders need not be borders of tiles. Scale and minimum are rounded to halves *before* the weights are
- * measured in them, so their rounding costs next to no accuracy.
+ * A row can be packed at any place in its matrix: the parts of a fused matrix arrive one by one, and
+ * their boundaries need not be boundaries of tiles. Scale and minimum are rounded to float16 *before* the weights
+ * are quantised with them, so their rounding costs almost no accuracy.
  *
- * An embedding that is tied to the head is not kept a second time: rows are read from the packed head. */
+ * An embedding that is tied to the head is not stored twice: rows are read from the packed head. */
 #include "linear.h"
 
 typedef struct {
     int64_t num_rows;
-    const float *rows;     /* [num_rows][K], or NULL: `q`, `d` and in int4 `m` hold the numbers already */
+    const float *rows;     /* [num_rows][K], or NULL: `q`, `d` and in int4 `m` hold quantised weights */
     const int8_t *q;       /* [num_rows][K] */
     const uint16_t *d, *m; /* [num_rows][K / 32]; in int6, m has the scales of second halves */
     int64_t K;
-    int64_t first_row;     /* their place in the matrix */
+    int64_t first_row;     /* first of these rows in the matrix */
     uint8_t *data;
     uint16_t *scales;
     int64_t bits;
@@ -41,7 +41,7 @@ static inline uint16_t float_to_half(float value) {
 
 enum { NAN_SCALE = 0x7e00 };
 
-/* A group of weights, each d * q + m; m is 0 in int8, and in int6 the scale of the second half. */
+/* A group of weights, each d * q + m; m is 0 in int8, and the scale of the second half in int6. */
 typedef struct {
     int8_t q[GROUP] __attribute__((aligned(16)));
     uint16_t d, m;
@@ -71,7 +71,7 @@ static void put_group(const pack_args *a, int64_t row, int64_t g, int64_t groups
     }
 }
 
-/* 32 floats: packing a model is minutes of arithmetic with these. */
+/* 32 floats: packing a model takes minutes of arithmetic with them. */
 typedef struct {
     vf low, high;
 } vf32;
@@ -84,7 +84,7 @@ ALWAYS_INLINE float sum_group(vf32 terms) {
 #endif
 }
 
-/* Integers from `least` to `most` that stand for the weights best. */
+/* Round weights to the nearest integers from `least` to `most`. */
 ALWAYS_INLINE vf divide_lanes(vf w, float inverse, float minimum, float least, float most) {
     vf exact = smaller(larger((w - minimum) * inverse, splat(least)), splat(most));
     return exact + 12582912.0f - 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
@@ -105,30 +105,30 @@ ALWAYS_INLINE float squared_error(vf32 w, float scale, float minimum, vf32 q) {
     return sum_group((vf32){low * low, high * high});
 }
 
-/* A scale and where its 0 lies, above the least weight of the group. */
+/* A scale, and the position of its 0 above the smallest weight of the group. */
 typedef struct {
     float scale, bottom;
 } ruler;
 
-/* The line that is nearest to the points (q, height): its slope is the best scale for these integers, and where
- * it meets q = 0 the best bottom. */
+/* Fit a line to the points (q, height) by least squares: its slope is the best scale for these integers, and its
+ * value at q = 0 the best bottom. */
 ALWAYS_INLINE void fit_line(vf32 heights, float sum_heights, vf32 q, ruler *r) {
     float sum_q = sum_group(q), sum_squares = sum_group((vf32){q.low * q.low, q.high * q.high});
     float sum_products = sum_group((vf32){q.low * heights.low, q.high * heights.high});
     float spread = GROUP * sum_squares - sum_q * sum_q; /* integers below 2^24: exact */
-    if (!(spread > 0.0f)) return;                       /* there is only one integer */
+    if (!(spread > 0.0f)) return;                       /* all integers are equal */
     r->scale = (GROUP * sum_products - sum_q * sum_heights) / spread;
     r->bottom = (sum_heights - r->scale * sum_q) / GROUP;
 }
 
-/* 0 .. 15 for the range from the least weight to the largest, and for ranges that leave out a little at either
- * end, where few weights are: from each, the integers and the line through them are improved in turns. The four
- * go side by side, because a processor does not wait for one of them to begin the next. */
+/* Quantise to 0 .. 15, starting from the range from the smallest weight to the largest, and from ranges that leave out
+ * a little at either end, where few weights are. For each, the integers and their line are improved in turns. The
+ * four are interleaved, so that the processor can compute them in parallel. */
 static void quantize_int4(vf32 w, group *out) {
     enum { ROUNDS = 3, RULERS = 4 };
     const float little = 0.06f;
     float least = -peak_of_lanes(larger(-w.low, -w.high)), range = peak_of_lanes(larger(w.low, w.high)) - least;
-    vf32 heights = {w.low - least, w.high - least}; /* small numbers: little is lost in their differences */
+    vf32 heights = {w.low - least, w.high - least}; /* small numbers, whose differences lose little precision */
     float sum_heights = sum_group(heights), best_error = INFINITY;
     ruler rulers[RULERS] = {{range / 15.0f, 0.0f},
                             {range * (1.0f - little) / 15.0f, 0.0f},
@@ -147,12 +147,12 @@ static void quantize_int4(vf32 w, group *out) {
             fit_line(heights, sum_heights, q, rulers + i);
         }
     }
-    if (best_error == INFINITY) out->d = NAN_SCALE; /* too large for a half */
+    if (best_error == INFINITY) out->d = NAN_SCALE; /* too large for float16 */
     put_bytes(divide(w, half_to_float(out->d), half_to_float(out->m), 0.0f, 15.0f), out->q);
 }
 
-/* A group with a NaN, an infinity or weights too large for a half gets a scale that is not finite, so nothing
- * hides it. */
+/* Quantise a group. One with a NaN, an infinity or weights too large for float16 gets a scale that is not finite, so
+ * that the problem is not hidden. */
 static void quantize_group(const float *weights, int64_t bits, group *out) {
     vf32 w = {load(weights), load(weights + LANES)};
     if (!(sum_group((vf32){w.low * 0.0f, w.high * 0.0f}) == 0.0f)) {
@@ -177,7 +177,7 @@ void infer_pack(const void *args, int64_t chunk) {
             if (a->rows) {
                 float w[GROUP];
                 memcpy(w, a->rows + at, (size_t)count * sizeof(float));
-                for (int64_t k = count; k < GROUP; k++) w[k] = w[k - count]; /* the padding widens no range */
+                for (int64_t k = count; k < GROUP; k++) w[k] = w[k - count]; /* padding that does not widen the range */
                 quantize_group(w, a->bits, &packed);
             } else {
                 memcpy(packed.q, a->q + at, (size_t)count);
@@ -195,7 +195,7 @@ typedef struct {
     int64_t K, num_rows;
     const uint8_t *data;
     const uint16_t *scales;
-    int64_t bits; /* 8, 6, 5, 4 or MXFP4: packed as above; 16: halves, 17: bfloat16, 32: floats, all [num_rows][K] */
+    int64_t bits; /* 8, 6, 5, 4 or MXFP4: packed as above; 16: float16, 17: bfloat16, 32: float32, [num_rows][K] */
     int64_t rows_per_chunk;
 } embed_args;
 
@@ -223,8 +223,8 @@ static void read_packed(const embed_args *a, int64_t row, float *out) {
     }
 }
 
-/* Rows of an embedding, as floats; an id outside the table gives a row of NaN, never a wild read. INT64_MIN stands
- * for an id that another rank has, and gives zeros (collectives.c). */
+/* Look up rows of an embedding as floats; an id outside the table gives a row of NaN instead of an invalid read.
+ * INT64_MIN stands for an id that belongs to another rank, and gives zeros (collectives.c). */
 void infer_embed(const void *args, int64_t chunk) {
     const embed_args *a = args;
     int64_t first = chunk * a->rows_per_chunk, last = first + a->rows_per_chunk, K = a->K;

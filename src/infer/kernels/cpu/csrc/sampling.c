@@ -1,13 +1,13 @@
-/* The tokens of a row that can be drawn: kernels/sampling/gumbel.py draws one of them.
+/* Find the tokens of a row that can be drawn; kernels/sampling/gumbel.py draws one of them.
  *
- * The draw is the largest sum of a scaled logit and noise, and noise is a hash of the id: the smaller its 31
- * bits, the larger the noise. The sum of the likeliest id is known at once. Another one exceeds it only with
- * a logit that is less than NEAR below the largest, or else with noise more than NEAR above the noise of
- * the likeliest: in one of e^NEAR hashes. So most ids are ruled out by two comparisons, and no logarithm. */
+ * The drawn id has the largest sum of a scaled logit and noise, and noise is a hash of the id: the smaller its
+ * 31 bits, the larger the noise. The sum of the likeliest id is computed first. Another id exceeds it only with
+ * a logit that is less than NEAR below the largest, or with noise more than NEAR above the noise of the likeliest,
+ * in one of e^NEAR hashes. So most ids are ruled out by two comparisons, without a logarithm. */
 #include "infer.h"
 
 #define NEAR 7.0
-#define SLACK 1.001 /* more than rounding to float32 can change */
+#define SLACK 1.001 /* more than the error of rounding to float32 */
 
 typedef uint32_t vu __attribute__((vector_size(64)));
 
@@ -15,13 +15,13 @@ typedef struct {
     int64_t S;
     const float *logits;
     int64_t stride, V;
-    const int64_t *best; /* the likeliest id of each row, and its logit */
+    const int64_t *best; /* likeliest id per row; `peak`: its logit */
     const float *peak, *temperature;
-    const uint32_t *keys; /* two keys of each row */
+    const uint32_t *keys; /* two keys per row */
     int64_t capacity;
     int32_t *ids; /* [S, capacity] */
     float *values;
-    int64_t *counts; /* number of ids; more than `capacity`: not all are written */
+    int64_t *counts; /* number of ids; if more than `capacity`, not all are written */
 } likely_args;
 
 /* The mixer of gumbel.py. */

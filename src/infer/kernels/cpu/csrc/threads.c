@@ -1,35 +1,35 @@
-/* A pool of threads that share the chunks of one operation after another.
+/* A thread pool that processes the chunks of one operation after another.
  *
- * The next chunk to take, how many there are and which operation they belong to are one 64-bit number,
- * the *ticket*. A thread takes a chunk by moving the ticket on with compare-and-swap:
+ * The next free chunk, the number of chunks and the number of the operation are one 64-bit number, the *ticket*.
+ * A thread takes a chunk by incrementing the ticket with compare-and-swap:
  *
  *     ticket   ┌──────── 24 bits ────────┬──── 20 bits ────┬──── 20 bits ────┐
  *              │ number of the operation │ chunks it has   │ next free chunk │
  *              └─────────────────────────┴─────────────────┴─────────────────┘
  *
- * An operation is over when its chunks are done, not when every thread has been seen: a worker that the
- * system has put aside delays nothing unless it holds a chunk. There is no order among threads, so results
- * must not depend on which thread computes what; they do not, since chunks never share an output.
+ * An operation is over when its chunks are done, not when every thread has checked in: a worker that the system
+ * has preempted delays nothing unless it holds a chunk. Threads run in any order, and results do not depend on
+ * which thread computes which chunk, since chunks never share an output.
  *
- * On cores that other programs keep busy, workers are put aside with a chunk in hand again and again, for a
- * whole time slice: milliseconds of waiting for microseconds of work. So help is taken only while it pays.
- * Workers 0 .. `helpers` - 1 may take chunks, and a balance counts the time that they have saved lately:
+ * On cores that other programs keep busy, workers are often preempted while they hold a chunk, for a whole time
+ * slice: milliseconds of waiting for microseconds of work. So helpers are used only while they pay off.
+ * Workers 0 .. `helpers` - 1 may take chunks, and a balance tracks the time that they have recently saved:
  *
  *     the time that the caller would have needed     is added, up to a time slice
  *     for their chunks
- *     the time that it waited for a late one         is taken off; if the balance falls below zero, there is
- *                                                    one helper less, for a time of work that is 32 times
- *                                                    the deficit
- *     when that time is over                         one helper more; again after the same time, until all
- *                                                    are back
+ *     the time that it waited for a late chunk       is subtracted; if the balance falls below zero, there is
+ *                                                    one helper less, for a working time of 32 times the
+ *                                                    deficit
+ *     when that time is over                         there is one helper more; again after the same time, until
+ *                                                    all are back
  *
- * So whatever else runs on the machine, waiting costs about a thirtieth of the time more than it saves, or
- * more where a single wait is so long that the pause after it is cut short; and threads that had no room are tried
- * again after two seconds at the latest. A worker that wakes up on the caller's own core, where the two would take
- * turns at the work of one, moves to another; where there is none it is in the way, and that counts as a loss. The
- * clock decides which thread computes, never what comes out.
+ * So for any load on the machine, waiting costs about a thirtieth of the time more than it saves, or more if a
+ * single wait is so long that the pause after it is capped; and removed helpers are tried again after at most two
+ * seconds. A worker that wakes up on the caller's own core, where the two would only share the core, moves to another
+ * core; if there is none, it is in the way, and that counts as a loss. The clock decides which thread computes, but
+ * never affects results.
  *
- * Idle means idle: a worker looks for work for a tenth of a millisecond and then sleeps in the kernel, as
+ * Idle workers use no CPU: a worker polls for work for a tenth of a millisecond and then sleeps in the kernel, as
  * does a caller that waits longer for a chunk. */
 #define _GNU_SOURCE
 #include "infer.h"
@@ -43,11 +43,11 @@
 #define MAX_CHUNKS ((1 << 20) - 1)
 #define MAX_WORKERS 255
 #define SPINS_BEFORE_SLEEP 3000
-#define LATE 200000ll              /* nanoseconds, beyond what the caller's own chunks took */
-#define LOST_BY_WAKING 20000ll     /* nanoseconds: two changes of threads on the caller's core */
-#define PAUSE_PER_LOSS 32          /* time of work with one helper less, per time lost */
+#define LATE 200000ll              /* nanoseconds, beyond the time of the caller's own chunks */
+#define LOST_BY_WAKING 20000ll     /* nanoseconds: two context switches on the caller's core */
+#define PAUSE_PER_LOSS 32          /* working time with one helper less, per time lost */
 #define LONGEST_PAUSE 2000000000ll /* nanoseconds */
-#define MOST_BALANCE 4000000ll     /* nanoseconds: the cost of one wait that is forgiven */
+#define MOST_BALANCE 4000000ll     /* nanoseconds: the longest single wait that is tolerated */
 
 typedef struct {
     pthread_t thread;
@@ -60,7 +60,7 @@ static _Atomic int64_t chunks_done;
 static _Atomic(const operation *) current;
 static _Atomic int stopping;
 static _Atomic int helpers;               /* workers that may take chunks; only the caller changes it */
-static _Atomic int caller_core = -1;      /* core where this operation was begun */
+static _Atomic int caller_core = -1;      /* core on which this operation started */
 static _Atomic int has_worker_on_its_core;
 static _Atomic int caller_is_asleep;      /* set until the last chunk is done */
 static pthread_mutex_t caller_lock = PTHREAD_MUTEX_INITIALIZER; /* one program at a time */
@@ -70,10 +70,10 @@ static worker workers[MAX_WORKERS];
 static int num_workers;
 static uint64_t op_number;
 #if defined(__linux__)
-static cpu_set_t allowed_cores; /* cores of the caller when the workers were started */
+static cpu_set_t allowed_cores; /* affinity of the caller when the workers were started */
 #endif
-static int64_t pause_length, pause_left; /* nanoseconds of work until one helper more is tried */
-static int64_t balance;                  /* nanoseconds that helpers have saved, less what they cost */
+static int64_t pause_length, pause_left; /* nanoseconds of work until another helper is tried */
+static int64_t balance;                  /* nanoseconds that helpers have saved, minus their cost */
 
 static int64_t now(void) {
     struct timespec t;
@@ -81,7 +81,7 @@ static int64_t now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* The number of the core that this thread is on, -1 where the system does not say. */
+/* The number of the core of this thread; -1 if the system does not provide it. */
 static int this_core(void) {
 #if defined(__linux__)
     return sched_getcpu();
@@ -90,7 +90,7 @@ static int this_core(void) {
 #endif
 }
 
-/* Leave this core to the caller, for any other that the process may use; 0 where there is none. */
+/* Move from this core, which the caller uses, to any other allowed one; 0 if there is none. */
 static int leave_core(int core) {
 #if defined(__linux__)
     cpu_set_t others = allowed_cores;
@@ -102,7 +102,7 @@ static int leave_core(int core) {
 #endif
 }
 
-/* Take one chunk of the operation on offer and do it; 0 if there is none left. */
+/* Take one chunk of the current operation and compute it; 0 if none is left. */
 static int do_one_chunk(void) {
     uint64_t seen = atomic_load_explicit(&ticket, memory_order_acquire);
     for (;;) {
@@ -114,7 +114,7 @@ static int do_one_chunk(void) {
             const operation *op = atomic_load_explicit(&current, memory_order_acquire);
             op->run(op->args, (int64_t)next);
             atomic_fetch_add(&chunks_done, 1);
-            if (atomic_load(&caller_is_asleep)) { /* read after the count was raised: see wait_for */
+            if (atomic_load(&caller_is_asleep)) { /* read after the count was incremented: see wait_for */
                 pthread_mutex_lock(&sleep_lock);
                 pthread_cond_signal(&all_done);
                 pthread_mutex_unlock(&sleep_lock);
@@ -129,7 +129,7 @@ static int has_work(const worker *self) {
     return self < workers + atomic_load(&helpers) && (seen & MAX_CHUNKS) < (seen >> 20 & MAX_CHUNKS);
 }
 
-/* Sleep until there is work, or, `ignoring` what there is now, until the next call for help. */
+/* Sleep until there is work or, with `ignoring`, until the next wake-up even if there is work now. */
 static void sleep_until_called(worker *self, int ignoring) {
     pthread_mutex_lock(&sleep_lock);
     atomic_store(&self->is_asleep, 1);
@@ -181,21 +181,21 @@ static void wait_for(int64_t count) {
         relax();
     }
     pthread_mutex_lock(&sleep_lock);
-    atomic_store(&caller_is_asleep, 1); /* before the count is read: one of the two sees the other */
+    atomic_store(&caller_is_asleep, 1); /* set before the count is read: one of the two sees the other */
     while (atomic_load(&chunks_done) < count) pthread_cond_wait(&all_done, &sleep_lock);
     atomic_store(&caller_is_asleep, 0);
     pthread_mutex_unlock(&sleep_lock);
 }
 
-/* Do an operation together; returns the nanoseconds that were lost by it, beyond the balance. */
+/* Run an operation with helpers; returns the nanoseconds that they cost beyond the balance. */
 static int64_t run_shared(const operation *op, int64_t count) {
     int64_t start = now(), waited = 0, own = 0;
     atomic_store_explicit(&chunks_done, 0, memory_order_relaxed);
     atomic_store_explicit(&current, op, memory_order_release);
     atomic_store_explicit(&caller_core, this_core(), memory_order_relaxed);
     op_number++;
-    /* Sequentially consistent, with `is_asleep` read after it: a worker that goes to sleep now has either
-     * seen this ticket or is seen asleep. */
+    /* Sequentially consistent, with `is_asleep` read afterwards: a worker that goes to sleep now has either
+     * seen this ticket or is seen as asleep. */
     atomic_store(&ticket, op_number << 40 | (uint64_t)count << 20);
     call_helpers();
     while (do_one_chunk()) own++;
@@ -203,7 +203,7 @@ static int64_t run_shared(const operation *op, int64_t count) {
     if (atomic_load_explicit(&chunks_done, memory_order_acquire) < count) {
         wait_for(count);
         waited = now() - end;
-        if (waited <= LATE + end - start) waited = 0; /* some chunk has to be the last */
+        if (waited <= LATE + end - start) waited = 0; /* a normal wait: some chunk has to be the last */
     }
     if (atomic_exchange(&has_worker_on_its_core, 0) && !waited) waited = LOST_BY_WAKING;
     balance += own ? (end - start) / own * (count - own) - waited : -waited;
@@ -213,7 +213,7 @@ static int64_t run_shared(const operation *op, int64_t count) {
     return missing;
 }
 
-/* Set the number of helpers for the next operation, after one that took these nanoseconds, or lost `lost`. */
+/* Set the number of helpers for the next operation, after one that took `nanoseconds` or lost `lost`. */
 static void choose_helpers(int64_t nanoseconds, int64_t lost) {
     if (lost) {
         helpers--;
@@ -241,7 +241,7 @@ static void run_locked(const operation *op, int64_t count) {
     if (lost || is_short_of_help) choose_helpers(lost ? 0 : now() - start, lost);
 }
 
-/* Run operations in order, for the given rows and items; each sees the results of those before it. */
+/* Run operations in order, for the given rows and items; each sees the results of the previous ones. */
 void infer_run(const operation *ops, int64_t num_ops, int64_t num_rows, int64_t num_items) {
     pthread_mutex_lock(&caller_lock);
     for (const operation *op = ops; op < ops + num_ops; op++) {
@@ -269,7 +269,7 @@ static void join_workers(void) {
     atomic_store(&stopping, 0);
 }
 
-/* A forked child has none of its parent's threads, and locks in whatever state they were. */
+/* Reset the pool in a forked child, which has no threads of its parent, and locks in an arbitrary state. */
 static void forget_workers(void) {
     helpers = num_workers = 0;
     atomic_store(&ticket, 0);
@@ -285,7 +285,7 @@ static int start_worker(worker *it) {
     return pthread_create(&it->thread, NULL, work, it);
 }
 
-/* Compute with `num_threads` threads from now on, the caller's included; returns how many there are. */
+/* Use `num_threads` threads from now on, including the caller's; returns the actual number. */
 int64_t infer_set_threads(int64_t num_threads) {
     static int is_registered;
     pthread_mutex_lock(&caller_lock);
@@ -299,7 +299,7 @@ int64_t infer_set_threads(int64_t num_threads) {
         if (sched_getaffinity(0, sizeof allowed_cores, &allowed_cores)) CPU_ZERO(&allowed_cores);
 #endif
         while (num_workers < num_threads - 1 && num_workers < MAX_WORKERS) {
-            if (start_worker(&workers[num_workers])) break; /* fewer will do */
+            if (start_worker(&workers[num_workers])) break; /* fewer are enough */
             num_workers++;
         }
         helpers = num_workers;
