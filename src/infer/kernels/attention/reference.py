@@ -13,7 +13,7 @@ p - w + 1 .. p:
 
 A *soft cap* c bounds the scores: s becomes c tanh(s / c) before the softmax (Gemma 2). A *sink* is one more
 score of each query head, without a value: it takes its share of the softmax and adds nothing (gpt-oss). A
-kernel that supports neither must not be chosen for a layer that has them.
+layer with either must not use a kernel that does not support it.
 
 The drafts of a tree (execution/trees.py) do not see all positions before them: `sees_QK` replaces the rule
 above.

@@ -1,6 +1,6 @@
 """Copy one block of the KV cache to another, in all layers at once.
 
-A sequence about to write into a block that others read first gets its own copy (copy on write). To the cache,
+A sequence about to write into a block that others read gets its own copy first (copy on write). To the cache,
 the block is one number; in memory it is 2 * L pieces, one for the keys and one for the values of each layer,
 each in a separate plane of all blocks:
 

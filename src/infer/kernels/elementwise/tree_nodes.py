@@ -10,8 +10,8 @@ which depends on the number of drafts (speculative/tree.py):
 
     links     a line per node at a depth, those with children first: node, place among the ids, nodes it sees
 
-A node has the slot at its number after the text, is rotated by its depth, and sees the text and its
-ancestors, as in the step that verifies it (execution/trees.py).
+Node n has the n-th slot after the text's end, is rotated by its depth, and sees the text and its ancestors,
+as in the step that verifies it (execution/trees.py).
 
 Shapes:  S rows, M tokens of a turn, W best ids of each, C nodes at a depth, R rows of state, B blocks of the
 longest table, N drafts.

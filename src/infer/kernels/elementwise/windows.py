@@ -9,7 +9,7 @@ of a draft, the host writes a code with its index. Nothing waits between that st
 the device itself judges which drafts are accepted.
 
     lines of a window     row, length, row sampled as, row that goes on, token, position, slot of each table,
-                          and a flag if the row goes on from here: 1 and 0: already decided, -1: to be judged
+                          and a flag if the row goes on from here: 1 yes, 0 no, -1 to be judged
     token                 -1: padding, which is -1 in all lines; below: draft number -2 - token
     position              below -1: -2 - position tokens after the row's last token, if only the device knows
                           its position; then it also computes the length, the slots and the last token

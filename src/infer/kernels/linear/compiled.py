@@ -131,7 +131,7 @@ class CompiledLinears:
 
     @property
     def num_ready(self) -> tuple[int, ...]:
-        """The number of variants that each kernel is compiled for, or expected to be."""
+        """The number of shapes or variants for which each kernel is compiled, or expected to be."""
         return (
             *(len(kernel.ready) for kernel in (*self._kernels, self.low_rank)),
             *(other.num_ready for other in self._others),

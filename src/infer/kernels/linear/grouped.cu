@@ -46,7 +46,7 @@ __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.
 template <int COUNT>
 __device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
-// Copy 16 bytes to shared memory; and arrive at a barrier once all copies that this thread has issued are complete.
+// Copy 16 bytes to shared memory, and arrive at a barrier once all copies that this thread has issued are complete.
 __device__ __forceinline__ void copy_piece(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }

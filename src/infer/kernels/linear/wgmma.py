@@ -227,7 +227,7 @@ def has_fp8_tokens(M: int, K: int, form: CodedForm) -> bool:
 
 
 def max_coded(K: int, form: CodedForm, profile: LinearProfile = H200.linear) -> int:
-    """The most tokens for codes of this form; above, the library multiplies, FP8 on its own tensor cores."""
+    """The most tokens for codes of this form; with more, the library multiplies (FP8 on FP8 tensor cores)."""
     if form.codes != "fp8":
         return profile.coded_tokens
     most = profile.fp8_tokens

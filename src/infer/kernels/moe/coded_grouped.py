@@ -4,7 +4,7 @@ Rows are sorted by expert in the same way. There are three ways to multiply them
 
     few rows of an expert   in CUDA C++, if the kernels were compiled (coded_cuda.py)
                             otherwise, a program multiplies a block of rows by 32 rows of their expert's
-                            matrix, unpacked tile by tile; gate and up are one product, the gate a launch
+                            matrix, unpacked tile by tile; gate and up are one product before the gate
     many rows               all matrices are unpacked first, into memory for one of the two stacks: the
                             product of many rows takes much longer than unpacking
 
