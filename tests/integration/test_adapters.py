@@ -365,7 +365,7 @@ TENSORS: list[tuple[dict[str, tuple[int, ...]], str]] = [
     ({f"{LAYER}.self_attn.q_proj.lora_A.weight": (4, 8)}, "lora_A alone"),
     ({f"{LAYER}.self_attn.q_proj.lora_magnitude_vector": (4,)}, "DoRA"),
     ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 8)}, "lora_A alone"),
-    ({"base_model.model.model.norm.weight": (64,)}, "no matrix of a LoRA adapter"),
+    ({"base_model.model.model.norm.weight": (64,)}, "not a matrix of a LoRA adapter"),
     ({f"{LAYER}.other.lora_A.weight": (4, 8), f"{LAYER}.other.lora_B.weight": (8, 4)}, "another model"),
     (
         {f"{LAYER}.mlp.down_proj.lora_A.weight": (4, 8), f"{LAYER}.mlp.down_proj.lora_B.weight": (8, 4)},
@@ -375,7 +375,7 @@ TENSORS: list[tuple[dict[str, tuple[int, ...]], str]] = [
         {"base_model.model.lm_head.lora_A.weight": (4, 8), "base_model.model.lm_head.lora_B.weight": (8, 4)},
         r"A \[4, 8\] and B \[8, 4\]",
     ),
-    ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8)}, "no matrix of a LoRA adapter"),
+    ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 8)}, "not a matrix of a LoRA adapter"),
     ({}, "no tensors"),
 ]
 

@@ -396,7 +396,7 @@ def test_fp8_needs_a_gpu(root: Path) -> None:
     source = resolve_model(str(dense(root, "llama")), show_progress=False)
     with pytest.raises(
         ConfigError,
-        match="fp8 needs a GPU; int8 has the same bytes and errs less; possible here: auto, none, .*int8",
+        match="fp8 needs a GPU; int8 has the same size and smaller errors; possible here: auto, none, .*int8",
     ):
         load_model(source, device="cpu", quantization="fp8")
 

@@ -152,7 +152,7 @@ def _other_speeds(before: Report, after: Report, band: float) -> list[str]:
             found.append(
                 f"measured ceiling, {MEASURES[name].title}: {show(name, old)} and {show(name, new)}; "
                 f"the machine itself was {'faster' if new > old else 'slower'} in the second, "
-                "and what is called better or worse may be no more than that"
+                "which may be the whole reason why figures are better or worse"
             )
     return found
 
@@ -167,7 +167,7 @@ def _warm_caches(before: Report, after: Report) -> list[str]:
         if len(known) == 2 and abs(known[0] - known[1]) > CACHED_BAND:
             found.append(
                 f"cached share of prompt tokens of {row.name}: {show('cached_share', known[0])} and "
-                f"{show('cached_share', known[1])}; one may have met a warm prefix cache"
+                f"{show('cached_share', known[1])}; one may have hit a warm prefix cache"
             )
     return found
 

@@ -170,7 +170,7 @@ def choose_ids(endpoint: Endpoint, plan: Plan, notes: list[str]) -> Plan:
         refusal, size = error, size // 2
     if (error := _try(endpoint, Turn(text="the time", max_tokens=1))) is not None:
         raise ConfigError(_no_answer(error))
-    notes.append(f"the server takes no token ids, so prompts are words and about as long: {refusal}")
+    notes.append(f"the server accepts no token ids, so prompts are words, about as long: {refusal}")
     return replace(plan, as_text=True, vocab_size=DEFAULT_VOCAB)
 
 

@@ -80,9 +80,9 @@ def bench_soak(
     faults = judge(soak, plan.slo)
     verdict = f"FAILED: {'; '.join(faults)}" if faults else "passed"
     if soak.seconds < LEAST_JUDGED_S:
-        notes.append(f"growth of memory is judged from {LEAST_JUDGED_S:g} s on")
+        notes.append(f"memory growth is judged only in a soak of {LEAST_JUDGED_S:g} s or more")
     if not soak.host_bytes:
-        notes.append("the memory of the server could not be read: it is another machine's or user's")
+        notes.append("the server's memory could not be read: it is on another machine or another user's")
     errors = dict.fromkeys(re.sub(r"\d+", "N", trace.error) for trace in soak.traces if trace.error)
     notes += [f"an error was: {error}" for error in [*errors][:5]]
     about = f"{concurrency} clients for {duration_s:g} s, a third of them hang up"

@@ -47,9 +47,7 @@ def _run(student: Student, next_batch: object, lengths: dict[int, int], size: in
         if unknown := [name for name in batch if name not in left]:
             raise Wrong(f"request {unknown[0]} is in the batch {batch}, but neither runs nor waits")
         if dropped := [name for name in running if name not in batch]:
-            raise Wrong(
-                f"request {dropped[0]} runs and is left out of the batch {batch}: its text stands still"
-            )
+            raise Wrong(f"request {dropped[0]} is running, but is left out of the batch {batch}")
         joined = [name for name in batch if name not in running]
         expect(
             joined == waiting[: len(joined)],

@@ -41,9 +41,9 @@ def check(student: Student) -> None:
             except TypeError as error:
                 raise Wrong(f"allowed({text!r}, ...) must return a set of tokens ({error})") from error
             if missing := sorted(right - got):
-                raise Wrong(f"after {text!r} the token {missing[0]!r} may come, and allowed leaves it out")
+                raise Wrong(f"after {text!r} the token {missing[0]!r} may come, but allowed leaves it out")
             if extra := sorted(got - right):
-                raise Wrong(f"after {text!r} the token {extra[0]!r} must not come, and allowed lets it")
+                raise Wrong(f"after {text!r} the token {extra[0]!r} must not come, but allowed has it")
             if not right:
                 break
             text += rng.choice(sorted(right))

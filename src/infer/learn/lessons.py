@@ -66,16 +66,16 @@ def check_file(lesson: str, path: Path, *, seconds: float = CHECK_SECONDS) -> Ch
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return CheckResult(False, f"it had not ended after {seconds:g} s: is there a loop without an end?")
+        return CheckResult(False, f"it did not end within {seconds:g} s: is there an endless loop?")
     if done.returncode == 0:
         is_whole = done.stdout.endswith(RIGHT)
-        return CheckResult(is_whole, "" if is_whole else "it ended the process before the check was done")
+        return CheckResult(is_whole, "" if is_whole else "it ended the process before the check was complete")
     if done.returncode == 1 and done.stdout:
         return CheckResult(False, done.stdout.strip())
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return CheckResult(False, f"the process was ended by {name}: memory may have run out")
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    last = (done.stderr.strip().splitlines() or ["there is no output"])[-1]
     return CheckResult(False, f"the process ended with code {done.returncode}: {last}")
 
 

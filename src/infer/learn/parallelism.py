@@ -40,7 +40,7 @@ def check(student: Student) -> None:
             size = mine_up.size + mine_down.size
             expect(
                 size == (up.size + down.size) // num_ranks,
-                f"rank {rank} holds {size} of {up.size + down.size} weights; its share is 1/{num_ranks}",
+                f"rank {rank} has {size} of {up.size + down.size} weights; its share is 1/{num_ranks}",
             )
             try:
                 sums += mine_down @ np.maximum(mine_up @ x, 0)

@@ -89,7 +89,7 @@ def check(student: Student) -> None:
     expect(
         got >= GOOD_ENOUGH * right,
         f"with this rule {got} prompt tokens are found in the cache; the engine's own rule finds {right}. "
-        "Which blocks are likely to be asked for again?",
+        "Which blocks are likely to be needed again?",
     )
 
 

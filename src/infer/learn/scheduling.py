@@ -43,7 +43,7 @@ def check(student: Student) -> None:
     expect(
         mine <= MUCH_BETTER * first_come,
         f"requests wait {mine:.2f} s on average; in order of arrival it is {first_come:.2f} s, and at most "
-        f"{MUCH_BETTER * first_come:.2f} s is asked for. Which requests should go first, so that few "
+        f"{MUCH_BETTER * first_come:.2f} s is required. Which requests should go first, so that few "
         "wait for many?",
     )
 

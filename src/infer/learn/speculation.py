@@ -72,7 +72,7 @@ def check(student: Student) -> None:
     expect(
         totals.num_accepted >= ENOUGH * totals.num_drafts,
         f"{totals.num_accepted} of {totals.num_drafts} guesses were right, in texts that repeat themselves "
-        f"after {PERIOD} tokens; {ENOUGH:.0%} are asked for",
+        f"after {PERIOD} tokens; {ENOUGH:.0%} are required",
     )
 
 

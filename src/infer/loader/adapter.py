@@ -199,7 +199,7 @@ def _sides(
             continue  # compared when the adapter is loaded
         if found is None or not name.startswith(PREFIX):
             is_dora = "lora_magnitude_vector" in name
-            what = "DoRA" if is_dora else "no matrix of a LoRA adapter"
+            what = "DoRA" if is_dora else "not a matrix of a LoRA adapter"
             raise CheckpointError(f"{directory / WEIGHTS} has {name!r}, {what}, which cannot be served")
         side = found["side"] or found["of_embedding"]
         sides.setdefault(found["module"].removeprefix(PREFIX), {})[side] = tensor

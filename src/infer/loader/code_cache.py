@@ -217,7 +217,7 @@ def _make_room(folder: Path, num_bytes: int) -> None:
     allowed = min(shutil.disk_usage(folder).free // 2, MAX_BYTES)
     if num_bytes > allowed:
         raise OSError(
-            f"they take {short_bytes(num_bytes)}, more than {short_bytes(allowed)}, half of what is free"
+            f"they take {short_bytes(num_bytes)}, more than {short_bytes(allowed)}, half of the free space"
         )
     taken = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):

@@ -81,7 +81,7 @@ def warn_if_slow(dtype: torch.dtype, device: torch.device) -> None:
         dtype is torch.float16 or dtype is torch.bfloat16 and not cpu_has_amx()
     ):
         log.warning(
-            "%s is slow on this CPU, which has no instructions for matrices of it; without dtype and "
+            "%s is slow on this CPU, which has no matrix instructions for it; without dtype and "
             "quantization the weights are kept in int8 or int4, which is several times faster; "
             "dtype=float32 is faster too, and exact",
             str(dtype).removeprefix("torch."),

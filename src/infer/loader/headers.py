@@ -82,7 +82,7 @@ def choose_family(raw: Mapping[str, Any], path: Path, model_impl: str) -> Family
         except ConfigError as error:
             why = str(error)
             families = f"; families here: {', '.join(family.name for family in FAMILIES)}"
-            families += " (docs/adding-a-model.md tells how to add one)"
+            families += " (docs/adding-a-model.md explains how to add one)"
             if model_impl != "auto":
                 raise ConfigError(
                     f"{why}; model_impl=auto may run it with the code of {IMPL}{families}"

@@ -169,7 +169,7 @@ def _check_name(quantization: str, kind: str) -> None:
     names = _possible(allowed)
     if quantization in SCHEMES or quantization in _CPU_FORMS:
         where = "a GPU" if kind == "cpu" else "a CPU"
-        better = "; int8 has the same bytes and errs less" if quantization == "fp8" else ""
+        better = "; int8 has the same size and smaller errors" if quantization == "fp8" else ""
         raise ConfigError(f"quantization={quantization} needs {where}{better}; possible here: {names}")
     where = "a CPU" if kind == "cpu" else "a GPU"
     if quantization.lower() in NOT_BUILT_SCHEMES:

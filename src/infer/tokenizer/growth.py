@@ -56,7 +56,7 @@ def check_normalized(num_chars: int, growth: int) -> None:
     """Refuse a text that the normalizer could make too long."""
     if num_chars * growth > MAX_NORMALIZED:
         raise RequestError(
-            f"prompt has {num_chars} characters, and this model's tokenizer takes at most "
+            f"prompt has {num_chars} characters, and this model's tokenizer accepts at most "
             f"{MAX_NORMALIZED // growth}; shorten it",
             param="prompt",
         )

@@ -56,7 +56,7 @@ class Allowance:
         """Charge `count`; raises an error if the budget or the time is used up."""
         self._left[of] -= count
         if self._left[of] < 0:
-            raise jinja2.exceptions.SecurityError(f"{of} of this template make more than a rendering may")
+            raise jinja2.exceptions.SecurityError(f"{of} of this template exceed the limit of a rendering")
         if time.monotonic() > self._deadline:
             raise jinja2.exceptions.SecurityError(f"this template runs for more than {MAX_SECONDS:g} seconds")
 

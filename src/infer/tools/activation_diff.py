@@ -223,7 +223,7 @@ def _load(source: str, dtype: str) -> nn.Module:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two models from a shell; 0: they agree, 1: they differ, 2: one could not be loaded."""
     parser = argparse.ArgumentParser(
-        prog="python -m infer.tools.activation_diff", description="name where two models part"
+        prog="python -m infer.tools.activation_diff", description="find the first difference of two models"
     )
     parser.add_argument("ours", help="model directory, GGUF file or hub id")
     parser.add_argument("reference", help="the same, or hf:DIR to load it with transformers")

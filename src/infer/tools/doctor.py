@@ -96,7 +96,7 @@ def _advice(
     is_arm = platform.machine() in ("aarch64", "arm64")
     wanted = {"asimddp"} if is_arm else {"avx2"}
     if flags and not wanted & flags:
-        advice.append("this processor has no instructions for products of bytes: the portable kernels run")
+        advice.append("this processor has no instructions for 8-bit products, so the portable kernels run")
     if not num_gpus and has_kernels:
         advice.append(
             "a model of fewer parameters or bits: a GGUF file in Q4_0, Q4_1 (the default model's) or Q4_K "

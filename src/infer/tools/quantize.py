@@ -418,7 +418,7 @@ def _warn_of_groups(recipe: Recipe, sizes: set[int]) -> None:
         )  # fmt: skip
     if recipe.group_size % 32 and len(short) < len(sizes) and recipe.bits <= 4:
         log.warning(
-            "groups of %d are no multiple of 32: this engine will keep the file in 8 bits or unpacked, "
+            "groups of %d are not a multiple of 32: this engine will keep the file in 8 bits or unpacked, "
             "not in 4; use --group-size 32, 64 or 128",
             recipe.group_size,
         )

@@ -185,7 +185,7 @@ class RecordFile(EngineObserver):
     def _end(self, error: OSError) -> None:
         """Truncate the file after its last whole line."""
         assert self._file is not None
-        logger.warning("recording to %s ended: %s; the engine goes on", self.path, error.strerror)
+        logger.warning("recording to %s ended: %s; the engine continues", self.path, error.strerror)
         try:
             os.ftruncate(self._file, self._num_bytes)
         except OSError as fault:  # a pipe or a device: there is nothing to cut

@@ -158,7 +158,7 @@ def cached(*shares: float | None, **figures: float) -> Report:
 def test_a_prefix_cache_that_was_warm_in_one_of_two_reports_is_said() -> None:
     found = compare(cached(0.02, 0.5, 0.1), cached(0.9, 0.55, 0.1))
     assert found.differences == [
-        "cached share of prompt tokens of w0: 2 % and 90 %; one may have met a warm prefix cache"
+        "cached share of prompt tokens of w0: 2 % and 90 %; one may have hit a warm prefix cache"
     ]
     assert compare(cached(0.9), cached(0.02)).differences != []
     assert compare(cached(0.2), cached(0.29)).differences == []
@@ -176,8 +176,8 @@ def test_a_machine_that_was_slower_in_one_of_two_reports_is_said_once() -> None:
         at_speed(copy_gb_per_s=16.7, matmul_tflops=0.26),
     )
     assert compare(quick, slow).differences == [
-        "measured ceiling, copy: 30.5 GB/s and 16.7 GB/s; the machine itself was slower in the second, and "
-        "what is called better or worse may be no more than that"
+        "measured ceiling, copy: 30.5 GB/s and 16.7 GB/s; the machine itself was slower in the second, "
+        "which may be the whole reason why figures are better or worse"
     ]
     assert (
         "copy: 16.7 GB/s and 30.5 GB/s; the machine itself was faster" in compare(slow, quick).differences[0]

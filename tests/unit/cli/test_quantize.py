@@ -37,7 +37,7 @@ def test_groups_that_no_form_of_4_bits_keeps_are_warned_of(caplog: pytest.LogCap
     for recipe in (Recipe(scheme="gptq", group_size=48), Recipe(scheme="awq", group_size=48)):
         caplog.clear()
         _warn_of_groups(recipe, {64, 96})
-        assert "groups of 48 are no multiple of 32" in caplog.text and len(caplog.records) == 1
+        assert "groups of 48 are not a multiple of 32" in caplog.text and len(caplog.records) == 1
     caplog.clear()
     _warn_of_groups(Recipe(scheme="gptq", group_size=128), {64, 256})
     assert caplog.messages == ["groups of 128 are larger than rows of 64: each of these rows is one group"]

@@ -241,7 +241,7 @@ def test_a_disk_that_cannot_take_them_is_a_line_in_the_log(
     caplog.clear()
     with caplog.at_level(logging.WARNING, "infer"):
         load(path)
-    assert "codes are not kept for the next start" in caplog.text and "half of what is free" in caplog.text
+    assert "codes are not kept for the next start" in caplog.text and "half of the free space" in caplog.text
     assert not list(folder.iterdir())
 
 

@@ -221,7 +221,7 @@ def test_pip_puts_the_wheel_in_scratch_and_progress_adds_up(
             "Looking\nERROR: No matching distribution found for tiny",
             r"code 3 \(No matching distribution found",
         ),
-        ("", r"code 3 \(it said nothing\)"),
+        ("", r"code 3 \(no output\)"),
     ],
 )
 def test_what_pip_says_is_put_in_one_line(

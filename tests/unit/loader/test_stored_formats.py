@@ -663,7 +663,7 @@ def test_a_symmetric_file_with_other_zeros(tmp_path: Path) -> None:
         ({"cols": torch.full((4,), K, dtype=torch.int32)}, "not a sparse matrix"),
         (
             {"full_rows": torch.ones(K, 2)},
-            "full_rows, whole rows beside the sparse weights, are not supported",
+            "full_rows, dense rows next to the sparse weights, are not supported",
         ),
     ],
 )

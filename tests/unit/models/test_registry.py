@@ -54,7 +54,7 @@ def test_an_unknown_model_is_told_what_is_supported_and_how_to_add_one(raw: Any,
     found, advice, families = str(caught.value).split("; ")
     assert given in found and found.endswith("which no family here has code for")
     assert advice == "model_impl=auto may run it with the code of transformers"
-    assert families.endswith("(docs/adding-a-model.md tells how to add one)")
+    assert families.endswith("(docs/adding-a-model.md explains how to add one)")
     assert all(family.name in families for family in FAMILIES)
 
 

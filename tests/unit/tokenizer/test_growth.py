@@ -86,7 +86,7 @@ def test_a_text_that_could_become_too_long_is_refused(model: Path, monkeypatch: 
     monkeypatch.setattr(growth, "MAX_NORMALIZED", 1800)
     tokenizer = Tokenizer.from_directory(rewrite(model, normalizer={"type": "NFC"}))
     assert tokenizer.encode("a" * 100)
-    with pytest.raises(RequestError, match="101 characters, and this model's tokenizer takes at most 100"):
+    with pytest.raises(RequestError, match="101 characters, and this model's tokenizer accepts at most 100"):
         tokenizer.encode("a" * 101)
 
 

@@ -129,7 +129,7 @@ def test_a_disk_that_fills_up_ends_the_recording_and_not_the_engine(
     record = Record(path)  # whole lines only
     assert 0 < record.num_steps < 20
     [warning] = [entry.message for entry in caplog.records if "recording" in entry.message]
-    assert "File too large; the engine goes on" in warning
+    assert "File too large; the engine continues" in warning
 
 
 def test_a_failed_step_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

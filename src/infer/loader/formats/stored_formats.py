@@ -435,7 +435,7 @@ def _measure_squeezellm(module: StoredModule) -> Layout:
         module.check("rows", (num_rows + 1,))
         module.check("cols", module.leaves["vals"].shape)
     if "full_rows" in module.leaves and bool(module.read("full_rows").any()):
-        module.fail("full_rows, whole rows beside the sparse weights, are not supported")
+        module.fail("full_rows, dense rows next to the sparse weights, are not supported")
     count = math.prod(module.leaves["vals"].shape) if sparse else 0
     codes = StoredCodes("lut4", size, size, num_outliers=count)
     return Layout(num_rows, size, bits, 0, f"lut{bits}{'-sparse' if sparse else ''}", codes)
