@@ -161,7 +161,7 @@ def headers_of_config(path: Path, name: str, model_impl: str = "auto") -> ModelH
 
 
 def stored_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """Return the dtype that holds most bytes of the weights; None for block formats.
+    """Return the dtype with the most bytes of the weights; None for block formats.
 
     It is also None if any matrix is quantized.
     """

@@ -55,7 +55,7 @@ class LoadedModel:
     name: str
     dtype: torch.dtype  # dtype of the activations and of the KV cache
     device: torch.device
-    max_seq_len: int  # prompt + output, in tokens: the model's context, or less if asked for
+    max_seq_len: int  # prompt + output, in tokens: the model's context, or a smaller setting
     eos_ids: tuple[int, ...]  # any of these ends an answer
     source: ModelSource | None = None  # its files; None: random weights, and no tokenizer
     weights: str = "as stored"  # form of the weights: int8, int4, int4+int8, fp32, bf16 (quantization.py)
@@ -195,7 +195,7 @@ def kv_scales_of(plan: WeightPlan) -> torch.Tensor | None:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here."""
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
     num_gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device != "cpu" and torch.cuda._is_in_bad_fork():
         raise EngineError(

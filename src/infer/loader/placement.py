@@ -212,7 +212,7 @@ def _has_expert(module: nn.Module, expert: int | None) -> bool:
 
 
 def _places(module: nn.Module, place: Place) -> list[Place]:
-    """The place itself, or one per expert where a tensor holds the matrices of all of them."""
+    """Return the place itself, or one per expert if a tensor has the matrices of all experts."""
     if not isinstance(module, ExpertLinear) or place.expert is not None:
         return [place]
     return [replace(place, expert=expert) for expert in range(module.num_experts)]

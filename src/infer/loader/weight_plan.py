@@ -433,7 +433,7 @@ def _is_mxfp4_stack(spec: WeightSpec, settings: Settings) -> bool:
 
 
 def _network(headers: ModelHeaders, dtype: torch.dtype, device: torch.device, rank: Rank = ALONE) -> Model:
-    """The network of a rank, uninitialised and without its matrices."""
+    """Build the network of a rank, uninitialised and without its matrices."""
     config = rank_config(headers.config, rank)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -503,7 +503,7 @@ def _layers(model: Model) -> list[Projected]:
 
 
 def _others(model: Model) -> Iterable[nn.Parameter]:
-    """The parameters that belong to no projection; a tied embedding is its head's."""
+    """Return the parameters that belong to no projection; a tied embedding belongs to the head's."""
     projected = {id(tensor) for layer in _layers(model) for tensor in layer.stored.tensors.values()}
     if isinstance(model.embedding, Embedding) and model.embedding.table is not None:
         projected.add(id(model.embedding.weight))

@@ -223,7 +223,7 @@ def read_settings(raw: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
 
 
 def _with_method(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Set `quant_method` to fp8 if the settings describe that format in other words, as some tools do."""
+    """Set `quant_method` from the fields or names that other tools use for it: `quant_algo`, fbgemm_fp8."""
     method, algorithm = settings.get("quant_method"), settings.get("quant_algo")
     if algorithm and method in (None, "modelopt"):
         is_fp8 = str(algorithm).upper().startswith("FP8")
