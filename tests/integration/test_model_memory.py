@@ -56,7 +56,7 @@ def test_a_model_comes_back_in_the_process_that_kept_its_weights(checkpoint: str
         assert 'infer_model_state{model_name="b",state="asleep"} 1.0' in page
         assert 'infer_model_state{model_name="a",state="asleep"} 0.0' in page
         assert 'infer_model_host_bytes{model_name="b"}' in page
-        # one that ends in its sleep is not started again, and the model is loaded anew
+        # a process that ends while asleep is not restarted, and the model is reloaded
         (sleeping,) = both - {pid}
         os.kill(sleeping, signal.SIGKILL)
         wait_until(lambda: engines(server) == {pid})

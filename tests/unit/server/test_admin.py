@@ -487,7 +487,7 @@ def test_without_the_default_the_model_served_longest_is_the_default() -> None:
     ("failures", "is_lost"),
     [
         ((None, EngineLost("five times")), False),
-        ((EngineStopped("it is being started again"), EngineLost("five times")), False),
+        ((EngineStopped("it is being restarted"), EngineLost("five times")), False),
         ((EngineLost("four times"), EngineLost("five times")), True),
     ],
 )

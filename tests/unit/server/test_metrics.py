@@ -229,7 +229,7 @@ def test_a_prompt_that_does_not_fit_is_no_success_but_an_error_by_its_code(
 
 
 @pytest.mark.parametrize(
-    "failure", [QueueFull("too many are waiting"), EngineStopped("the engine is being started again")]
+    "failure", [QueueFull("too many are waiting"), EngineStopped("the engine is being restarted")]
 )
 def test_a_request_that_an_engine_does_not_take_is_in_no_count_of_ends(failure: EngineError) -> None:
     fake = FakeClient()

@@ -486,7 +486,7 @@ def test_a_request_keeps_the_model_of_an_alias_when_its_engine_goes_down(
     async def scene(stage: Stage) -> None:
         with recording(RequestRecord("req-1", 0.0)):
             held = await stage.state.use_model("both")
-            stage.engines[held.name].failure = EngineStopped("it is being started again")
+            stage.engines[held.name].failure = EngineStopped("it is being restarted")
             assert not held.is_up
             async with asyncio.timeout(30):
                 assert await stage.state.use_model("both") is held, "the other one would wait for its room"
@@ -671,7 +671,7 @@ def test_adapters_shadow_no_model_and_come_back_with_theirs(
         await stage.ok("sql")
         assert (stage.loaded, stage.engines["b"].adapters) == (["b"], {"sql": "/sql"})
         assert await load("sql", "/new", replace=True) == 200
-        stage.engines["b"].adapters = {"sql": "/sql"}  # as an engine that was started again
+        stage.engines["b"].adapters = {"sql": "/sql"}  # as a restarted engine
         await stage.fleet._restore_adapters("b", stage.engines["b"])
         assert stage.engines["b"].adapters == {"sql": "/new"}
         await stage.fleet.unload("b")

@@ -175,7 +175,7 @@ def test_the_share_of_a_model_that_is_down_or_gone_goes_to_the_others(oracle: LL
     of_v2 = next(user for user in USERS if choose_model(NINE_TO_ONE, "chat", f"user {user}") == "v2")
     ask_it = {**body, "user": of_v2}
     assert served(ask(site, "/v1/completions", ask_it)) == "v2"
-    site.clients[2].failure = EngineStopped("it is being started again")
+    site.clients[2].failure = EngineStopped("it is being restarted")
     assert served(ask(site, "/v1/completions", ask_it)) == "v1"
     site.clients[2].failure = None
     assert served(ask(site, "/v1/completions", ask_it)) == "v2"
@@ -189,10 +189,10 @@ def test_the_share_of_a_model_that_is_down_or_gone_goes_to_the_others(oracle: LL
 def test_an_alias_of_models_that_are_all_down_says_so(oracle: LLM) -> None:
     site = make_site(oracle)
     for client in site.clients:
-        client.failure = EngineStopped("it is being started again")
+        client.failure = EngineStopped("it is being restarted")
     body = {"model": "chat", "prompt": "a", "max_tokens": 1}
     answer = site.request("POST", "/v1/completions", json=body)
-    assert answer.status_code == 503 and "being started again" in answer.text
+    assert answer.status_code == 503 and "being restarted" in answer.text
 
 
 def test_the_alias_is_listed_with_its_weights(oracle: LLM) -> None:

@@ -109,7 +109,7 @@ class Gate:
         board.count_request(1)  # before reading the flags, so that a drain misses no request
         try:
             if board.is_starting or board.is_draining:
-                what = "draining and takes no new requests" if board.is_draining else "starting"
+                what = "draining and accepts no new requests" if board.is_draining else "starting"
                 message = f"the server is {what}; try again in a few seconds"
                 refusal = ApiError.for_now(message, **{REFUSED_HEADER: "1"})
                 await refusal.response()(scope, receive, send)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 BEGIN_S = 2.0  # seconds after which the headers of a stream are sent, if its request was accepted
 PING_S = 15.0  # seconds between two pings before the first token
-TAKEN_POLL_S = 0.1  # seconds between two checks if a slow engine has accepted the request
+TAKEN_POLL_S = 0.1  # seconds between two checks whether a slow engine has accepted the request
 LAST_READ_S = 30.0  # seconds beyond a job's own time limit for a client to read the rest
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -168,7 +168,7 @@ def new_steps(snapshot: LiveSnapshot, seen: LiveSnapshot | None) -> list[list[in
 
 @router.get(LIVE_PATH)
 async def look(http: HttpRequest, model: str | None = None, replica: int = Query(0, ge=0)) -> Response:
-    """Show what an engine is doing, as server-sent events without end."""
+    """Show what an engine is doing, as an endless stream of server-sent events."""
     state: ServerState = http.app.state.server
     feeds: LiveFeeds = http.app.state.live
     wanted = model or state.default_model or ""
