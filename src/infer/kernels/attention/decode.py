@@ -535,7 +535,7 @@ def attend_decode(
     S, N, H = q_SNH.shape
     chosen = work.choose(S, has_codes=kv.scales is not None, decodes_only=False)
     if chosen.by == "cuda" and tree_2S is None:
-        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
+        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ supports neither caps nor sinks"
         return attend_decode_cuda(q_SNH, kv, work, out=out)
     if chosen.by == "torch" or not use_triton(q_SNH):
         result = attend_decode_reference(q_SNH, kv, rows_S, lens_S, tree_2S)
@@ -560,7 +560,7 @@ def attend_projected(
     S, N, G = qkv_SX.shape[0], transform.num_heads, transform.num_kv_heads
     H = qkv_SX.shape[1] // (N + 2 * G)
     if work.choose(S, has_codes=kv.scales is not None, decodes_only=True).by == "cuda":
-        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ knows neither caps nor sinks"
+        assert kv.softcap is None and kv.sinks_N is None, "CUDA C++ supports neither caps nor sinks"
         return attend_projected_cuda(qkv_SX, transform, kv, work)
     if not use_triton(qkv_SX):
         return attend_projected_reference(qkv_SX, transform, kv, rows_S, lens_S)

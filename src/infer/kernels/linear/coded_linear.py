@@ -243,9 +243,9 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
 
 _NOT_FP8 = Declined("for codes in fp8 and tokens in bfloat16")
 _NO_FP8_LAYOUT = Declined("the library has no layout for these sizes or groups")
-_NO_FP8_UNITS = Declined("the GPU has no matrix units for it: compute capability 8.9, in blocks 9.0")
+_NO_FP8_UNITS = Declined("needs FP8 tensor cores: compute capability 8.9, or 9.0 for scales of blocks")
 _NOT_W8A8 = Declined("for files whose scheme rounds tokens to 8 bits")
-_NO_INT8 = Declined("for compute capability 8.0 to 9.x: others have no fast units for int8")
+_NO_INT8 = Declined("for compute capability 8.0 to 9.x: other GPUs have no fast int8 tensor cores")
 _WAYS: tuple[Way[LinearProblem, CudaConfig | Multiply], ...] = (
     Way("Triton, unpacked tile by tile", _covers_few),
     Way("library, fp8", _covers_fp8),

@@ -38,7 +38,7 @@ Shape = tuple[int, int, int, bool, CodedForm | None]  # bucket of tokens, N, K, 
 Config = TypeVar("Config")
 
 _MAX_COMPILERS = 16
-_NO_CUT = Declined("sizes that no cut fits, or more tokens than are faster here")
+_NO_CUT = Declined("unsupported sizes, or too many tokens to be faster")
 _NOT_ALIGNED = Declined("rows are not bfloat16, or do not start at multiples of 16 bytes")
 _LONG_SECONDS = 1.0  # compile time worth a log line; cubins from disk take less
 
@@ -120,7 +120,7 @@ class CudaLinear(Generic[Config]):
                 first, last, self.source.name, error,
             )  # fmt: skip
             self.ready.clear()
-            self.why_not = Declined(f"it is to be compiled and {error}")
+            self.why_not = Declined(f"it cannot be compiled: {error}")
             return False
         if (seconds := time.perf_counter() - start) > _LONG_SECONDS:
             logger.info(

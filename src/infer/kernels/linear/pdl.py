@@ -246,7 +246,7 @@ def choose(num_tokens: int, matrix: Matrix, profile: LinearProfile = H200.linear
             f"more than {most:,} columns and rows, or {profile.pdl_bytes >> 20} MiB: wgmma.cu is faster"
         )
     config = choose_config(num_tokens, N, K, gated=bool(activation), form=form, num_sms=profile.num_sms)
-    return config or Declined("sizes or codes that no cut fits")
+    return config or Declined("unsupported sizes or codes")
 
 
 def variant_for(config: PdlConfig, matrix: Matrix, num_tokens: int, adds: bool, parts: bool) -> Variant:

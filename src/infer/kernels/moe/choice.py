@@ -27,7 +27,7 @@ class ExpertsProblem(NamedTuple):
 
 def _covers_few(problem: ExpertsProblem) -> str | Declined:
     if problem.few is None or not problem.few.num_ready:
-        return Declined("needs a whole Hopper, bfloat16, no bias, no shared expert and sizes that it can cut")
+        return Declined("needs a full Hopper GPU, bfloat16, no bias, no shared expert and supported sizes")
     last = problem.few.tokens[-1]
     return "few" if problem.few.is_for(problem.num_tokens) else Declined(f"for up to {last} tokens")
 
@@ -35,19 +35,19 @@ def _covers_few(problem: ExpertsProblem) -> str | Declined:
 def _why_not_coded(problem: ExpertsProblem) -> str:
     """The reason why coded kernels that depend on the batch do not support a problem; "" if they do."""
     if not problem.is_coded or problem.has_bias or problem.invariant:
-        return "for coded weights without a bias, unless rows must not depend on each other"
+        return "for coded weights without a bias, unless rows must be independent of each other"
     return ""
 
 
 def _covers_many(problem: ExpertsProblem) -> str | Declined:
     if problem.invariant or problem.has_bias:
-        return Declined("without a bias, unless rows must not depend on each other")
+        return Declined("without a bias, unless rows must be independent of each other")
     if problem.is_coded and isinstance(unpacked := _covers_unpacked(problem), Declined):
         return unpacked
     is_many = problem.num_tokens * problem.num_choices >= MIN_ROWS * problem.num_experts
     if not is_many or not all(kernel is not None and kernel.num_ready for kernel in problem.many):
-        what = f"{MIN_ROWS} rows to each expert and sizes that it can cut"
-        return Declined(f"needs a whole Hopper, bfloat16, {what}")
+        what = f"{MIN_ROWS} rows per expert and supported sizes"
+        return Declined(f"needs a full Hopper GPU, bfloat16, {what}")
     return "many"
 
 
@@ -56,7 +56,7 @@ def _covers_unpacked(problem: ExpertsProblem) -> str | Declined:
         return Declined(why)
     is_many = problem.num_tokens * problem.num_choices > MAX_ROWS * problem.num_experts
     if not is_many or not problem.has_bands:
-        return Declined(f"for more than {MAX_ROWS} rows to each expert, and matrices of whole bands")
+        return Declined(f"for more than {MAX_ROWS} rows per expert, and matrices of whole bands")
     return "unpacked"
 
 
@@ -64,7 +64,7 @@ def _covers_grouped(problem: ExpertsProblem) -> str | Declined:
     if why := _why_not_coded(problem):
         return Declined(why)
     if not all(kernel is not None and kernel.num_ready for kernel in problem.grouped):
-        return Declined("needs a whole Hopper, bfloat16 and sizes that it can cut")
+        return Declined("needs a full Hopper GPU, bfloat16 and supported sizes")
     return "cuda"
 
 

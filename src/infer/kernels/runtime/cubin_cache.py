@@ -74,7 +74,7 @@ def _wait_for(lock: IO[bytes], path: Path) -> None:
             logger.info("waiting for another process to compile lock=%s seconds=%.0f", path, waited)
             is_said = True
         time.sleep(_POLL_SECONDS)
-    logger.warning("another process does not finish compiling, so this one compiles too lock=%s", path)
+    logger.warning("another process has not finished compiling, so this one compiles too lock=%s", path)
 
 
 def _forget(path: Path) -> None:

@@ -130,7 +130,7 @@ def first_error(log: str) -> str:
     """The line of a compiler's output that names the error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next(
-        (line for line in lines if "error" in line or "fatal" in line), (lines or ["it did not say why"])[-1]
+        (line for line in lines if "error" in line or "fatal" in line), (lines or ["no reason given"])[-1]
     )
 
 

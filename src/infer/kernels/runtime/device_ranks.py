@@ -130,8 +130,8 @@ def check_alike(names: Sequence[str]) -> None:
     if len(set(names)) > 1:
         found = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
         raise ConfigError(
-            f"{len(names)} ranks need GPUs of one kind, but {found}; choose equal ones with "
-            "CUDA_VISIBLE_DEVICES, or ask for one rank"
+            f"{len(names)} ranks need GPUs of one kind, but {found}; select equal ones with "
+            "CUDA_VISIBLE_DEVICES, or use one rank"
         )
 
 

@@ -134,4 +134,4 @@ def _check(nccl: Any, code: int) -> None:
     if code:
         nccl.ncclGetErrorString.restype = ctypes.c_char_p
         reason = nccl.ncclGetErrorString(code).decode()
-        raise DeviceLost(f"NCCL failed: {reason}; with NCCL_DEBUG=WARN it says why")
+        raise DeviceLost(f"NCCL failed: {reason}; set NCCL_DEBUG=WARN for details")

@@ -119,4 +119,4 @@ def _make_manager() -> type:
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    logger.warning("compiled kernels of Triton are not kept reason=%r", reason)
+    logger.warning("Triton's compiled kernels are not kept for the next start reason=%r", reason)
