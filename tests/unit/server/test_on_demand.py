@@ -680,6 +680,30 @@ def test_adapters_shadow_no_model_and_come_back_with_theirs(
     play(monkeypatch, oracle, scene)
 
 
+def test_a_model_unloaded_while_its_adapters_come_back_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("b")
+        await stage.fleet.load_adapter("sql", "/sql", "b")
+        await stage.fleet._retire(stage.state.models["b"])
+        may_restore, is_restoring = asyncio.Event(), asyncio.Event()
+
+        async def set_adapter(self: Gated, name: str, path: str, *, replaces: bool = False) -> None:
+            is_restoring.set()
+            await may_restore.wait()
+
+        monkeypatch.setattr(Gated, "set_adapter", set_adapter)
+        answer = asyncio.create_task(stage.ask("b"))
+        await is_restoring.wait()
+        await stage.fleet.unload("b")
+        may_restore.set()
+        assert (await answer).status_code == 503
+        assert stage.loaded == [] and stage.engines["b"].is_closed
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_adapters_given_to_several_models_are_refused_with_the_way(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:

@@ -231,6 +231,28 @@ def test_an_error_in_an_answer_does_not_end_a_channel(caplog: pytest.LogCaptureF
     assert [record.getMessage() for record in caplog.records] == ["message failed name=ForgetPrefixes"]
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("what", ["\udc80", object(), asyncio.CancelledError()])
+def test_an_answer_that_cannot_be_sent_fails_alone(what: Any, is_slow: bool) -> None:
+    async def later() -> Any:
+        await asyncio.sleep(0)
+        if isinstance(what, BaseException):
+            raise what
+        return what
+
+    def answer(message: FromFirst) -> Any:
+        if isinstance(message, Scrape):
+            return {"a": 1}
+        return later() if is_slow or isinstance(what, BaseException) else what
+
+    async def ask(channel: Channel[Any]) -> Any:
+        with pytest.raises(EngineError):
+            await asyncio.wait_for(channel.call(GetUses()), 5)
+        return await channel.call(Scrape())
+
+    assert over_channel(answer, ask) == {"a": 1}
+
+
 @pytest.mark.parametrize("question", [Unserve(cast(Any, "0"), 1.0), LoadOnDemand("m"), GetUses()])
 def test_a_message_of_a_wrong_type_fails_alone(question: Question[Any]) -> None:
     """A field that does not fit, a message for the other end, an answer that is not what was asked for."""

@@ -184,10 +184,10 @@ class Fleet:
         self._loading[name] = loading
         try:
             model = await loading  # the load is cancelled with its caller
-            if loading in self._ended_by:
-                raise asyncio.CancelledError
             for client in () if replaces else model.clients:  # an on-demand model is back
                 await self._restore_adapters(model.name, client)
+            if loading in self._ended_by:
+                raise asyncio.CancelledError
         except asyncio.CancelledError:
             if not loading.cancelled() and loading.exception() is None:  # it became ready at the same moment
                 await self._close(loading.result())

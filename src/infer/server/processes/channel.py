@@ -26,26 +26,27 @@ logger = logging.getLogger(__name__)
 
 _SIZE_BYTES = 4
 T = TypeVar("T")
+P = TypeVar("P")  # encoded with the frame, decoded after it
 Received = TypeVar("Received", bound=ProcessMessage)  # the messages that this end may receive
 
 
-class NumberedMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class NumberedMessage(msgspec.Struct, Generic[P], frozen=True, tag=True, array_like=True):
     """A message with its number."""
 
     number: int
-    message: msgspec.Raw
+    message: P
 
 
-class NumberedAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class NumberedAnswer(msgspec.Struct, Generic[P], frozen=True, tag=True, array_like=True):
     """The answer to the question with a number."""
 
     number: int
-    result: msgspec.Raw
+    result: P
     failure: Failure | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_frame = msgspec.msgpack.Decoder(NumberedMessage | NumberedAnswer).decode
+_decode_frame = msgspec.msgpack.Decoder(NumberedMessage[msgspec.Raw] | NumberedAnswer[msgspec.Raw]).decode
 
 
 class Channel(Generic[Received]):
@@ -91,7 +92,7 @@ class Channel(Generic[Received]):
 
     def tell(self, message: ProcessMessage) -> None:
         """Send a message that needs no answer."""
-        self._send(NumberedMessage(0, msgspec.Raw(_encode(message))))
+        self._send(NumberedMessage(0, message))
 
     async def call(self, question: Question[T]) -> T:
         """Send a question and wait for the answer; raises the error of the other end."""
@@ -99,19 +100,19 @@ class Channel(Generic[Received]):
         done: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._calls[number] = done
         try:
-            self._send(NumberedMessage(number, msgspec.Raw(_encode(question))))
+            self._send(NumberedMessage(number, question))
             answer: T = msgspec.msgpack.decode(await done, type=question.answer_type())
             return answer
         finally:
             del self._calls[number]
 
-    def _send(self, frame: NumberedMessage | NumberedAnswer) -> None:
+    def _send(self, frame: NumberedMessage[Any] | NumberedAnswer[Any]) -> None:
         if self.is_closed:
             raise EngineStopped("a process of the server has ended")
         data = _encode(frame)
         self._writer.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
 
-    def _resolve(self, answered: NumberedAnswer) -> None:
+    def _resolve(self, answered: NumberedAnswer[msgspec.Raw]) -> None:
         done = self._calls.get(answered.number)
         if done is None or done.done():
             return
@@ -123,28 +124,30 @@ class Channel(Generic[Received]):
     def _carry_out(self, number: int, data: msgspec.Raw) -> None:
         try:
             answer = self._answer(self._decode(data))
+            if inspect.isawaitable(answer):
+                task = asyncio.ensure_future(self._reply(number, data, answer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._send_answer(NumberedAnswer(number, answer))
         except Exception as error:
             self._fail(number, data, error)
-            return
-        if inspect.isawaitable(answer):
-            task = asyncio.ensure_future(self._reply(number, data, answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        elif number:
-            self._send(NumberedAnswer(number, msgspec.Raw(_encode(answer))))
 
     async def _reply(self, number: int, data: msgspec.Raw, answer: Awaitable[Any]) -> None:
         try:
-            result = await answer
+            self._send_answer(NumberedAnswer(number, await answer))
+        except asyncio.CancelledError:  # the answer's own, unless the channel closes
+            self._send_answer(NumberedAnswer(number, None, to_failure(EngineStopped("cancelled"))))
+            raise
         except Exception as error:
             self._fail(number, data, error)
-            return
-        if number and not self.is_closed:
-            self._send(NumberedAnswer(number, msgspec.Raw(_encode(result))))
+
+    def _send_answer(self, answer: NumberedAnswer[Any]) -> None:
+        if answer.number and not self.is_closed:
+            self._send(answer)
 
     def _fail(self, number: int, data: msgspec.Raw, error: Exception) -> None:
         """Send an error to the process that asked; if it expects no answer, log the error."""
         if not number:
             logger.error("message failed name=%s", msgspec.msgpack.decode(data)[0], exc_info=error)
-        elif not self.is_closed:
-            self._send(NumberedAnswer(number, msgspec.Raw(_encode(None)), to_failure(error)))
+        self._send_answer(NumberedAnswer(number, None, to_failure(error)))

@@ -243,7 +243,7 @@ async def run(launch: WorkerLaunch) -> None:
     http = uvicorn_config(state, Fleet(state, metrics), ask=channel.call)
     server = HttpServer(http, socket.socket(fileno=launch.listener), board)
     serving = asyncio.create_task(server.serve())
-    ends = [asyncio.create_task(worker.stopping.wait()), listening]
+    ends = [asyncio.create_task(worker.stopping.wait()), listening, serving]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     await serving

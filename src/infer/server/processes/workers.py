@@ -178,7 +178,10 @@ class Workers:
     # -- life and death -----------------------------------------------------------------------------
 
     async def _run(self, process: _Process) -> None:
-        await process.channel.run()
+        try:
+            await process.channel.run()
+        except Exception:
+            logger.exception("channel failed process=%d", process.number)
         if self._is_closing:
             return
         how = spell_end(await asyncio.to_thread(_wait, process.child))
