@@ -78,10 +78,11 @@ def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> Engin
             f"replicas={replica.count} need a GPU each, but {have}{where}; set replicas={len(gpus)} or less, "
             "or share_device to let replicas share GPUs and divide device_memory"
         )
-    if replica.count > 1 and config.load.tensor_parallel_size > 1:
+    if replica.count > 1 < (load := config.load).num_ranks:
         raise ConfigError(
-            f"replicas={replica.count} with tensor_parallel_size={config.load.tensor_parallel_size} is not "
-            "supported on GPUs; start a server for each group, with GPUs of its own in CUDA_VISIBLE_DEVICES"
+            f"replicas={replica.count} with tensor_parallel_size={load.tensor_parallel_size} and "
+            f"pipeline_parallel_size={load.pipeline_parallel_size} is not supported on GPUs; start a server "
+            "for each group, with GPUs of its own in CUDA_VISIBLE_DEVICES"
         )
     turn = replica.number % len(gpus)
     num_sharing = len(range(turn, replica.count, len(gpus)))

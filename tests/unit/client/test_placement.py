@@ -72,12 +72,15 @@ def test_more_replicas_than_gpus_are_refused(
         places(3, **knobs)
 
 
-def test_replicas_of_ranks_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_replicas_of_ranks_are_refused_on_gpus(
+    tensor: int, pipeline: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Machine(monkeypatch, num_gpus=4)
-    with pytest.raises(
-        ConfigError, match=r"replicas=2 with tensor_parallel_size=2 is not .* a server for each"
-    ):
-        places(2, tensor_parallel_size=2)
+    sizes = f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipeline}"
+    with pytest.raises(ConfigError, match=rf"replicas=2 with {sizes} is not .* a server for each"):
+        places(2, shares=shares, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
 def test_replicas_that_share_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
