@@ -62,7 +62,10 @@ class ReplicaActor:
         server = orders["server"] | {"host": host, "port": 0}
         with socket.create_server((host, 0)) as free:
             self._address = {"master_addr": host, "master_port": free.getsockname()[1]}
-        models = {name: knobs | self._address for name, knobs in orders["models"].items()}
+        models = {
+            name: knobs | self._address if knobs["nnodes"] > 1 else knobs
+            for name, knobs in orders["models"].items()
+        }
         self._process = ReplicaProcess(orders | {"server": server, "models": models})
 
     def address(self) -> dict[str, Any]:

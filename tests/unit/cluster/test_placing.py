@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from infer.cluster.placing import spread
+from infer.cluster import placing
+from infer.cluster.placing import ReplicaActor, spread
 from infer.cluster.serve import bundle_of
 from infer.config.settings import EngineConfig
 
@@ -62,3 +64,22 @@ def test_gpus_are_on_as_few_nodes_and_a_number_that_was_given_is_kept() -> None:
     assert shared == [{"CPU": 2.0, "GPU": 1.0}], "ranks that share a GPU are on one node"
     bundles, knobs = place(cpu(64), tensor_parallel_size=2, nnodes=2, device="cpu")
     assert bundles == [{"CPU": 1.0}] * 2 and knobs["nnodes"] == 2
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_only_a_replica_on_several_nodes_gets_an_address_for_ranks(
+    nnodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one node the address has no effect, and the start line would say so of knobs that nobody set."""
+    started: list[Any] = []
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"))
+    monkeypatch.setattr(placing, "import_ray", lambda: ray)
+    monkeypatch.setattr(placing, "ReplicaProcess", started.append)
+    config = EngineConfig.from_knobs(tensor_parallel_size=2, nnodes=nnodes)
+    actor = ReplicaActor({"models": {"m": config.knobs()}, "server": {}})
+    knobs = started[0]["models"]["m"]
+    if nnodes == 1:
+        assert knobs == config.knobs()
+    else:
+        assert knobs == config.knobs() | actor.address()
+        assert knobs["master_addr"] == "127.0.0.2"
