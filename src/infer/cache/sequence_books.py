@@ -31,7 +31,7 @@ class SequenceBooks:
     enters_tree: bool  # True: its full blocks enter the prefix tree
     tables: list[list[int]]  # blocks of its tokens, in order
     starts: list[int]  # index of the first block of each table
-    num_entered: int = 0  # blocks of each table that are in the tree, up to the cursor
+    num_entered: int = 0  # number of leading blocks of each table that are in the tree
     cursor: int = ROOT  # number of the tree node after which its next full block goes
     host_tables: list[list[int]] | None = None  # host blocks of a swapped sequence; None: not swapped
     uncounted: tuple[int, Sequence[PrefixNode], int] | None = None  # see `PrefixTree.record`, until admitted

@@ -46,7 +46,7 @@ def load_random(
 ) -> LoadedModel:
     """Make a random model with the shape in `config_dir/config.json`, without tokenizer and EOS tokens.
 
-    `quantization`, `home` and `rank` as in load.py; auto means none, because there are no codes to keep.
+    `quantization`, `home` and `rank` as in load.py; there are no stored codes to keep, so auto means none.
     """
     if read_hf_config(config_dir).get("quantization_config"):
         raise ConfigError(
@@ -99,9 +99,9 @@ class RandomMatrix:
 
 
 def make_generator(device: torch.device | str, seed: int) -> torch.Generator:
-    """Make a random generator, even in a process that deferred an import that PyTorch 2.13 needs for it."""
+    """Make a random generator; imports what PyTorch 2.13 needs for it, if client/imports.py deferred it."""
     with suppress(ImportError):  # an older PyTorch, which does not need the module
-        importlib.import_module("torch._prims.rng_prims")  # client/imports.py defers what would import it
+        importlib.import_module("torch._prims.rng_prims")
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -1,8 +1,8 @@
 """The factor by which the normalizer of a tokenizer.json can lengthen a text.
 
-A normalizer is a list of steps, each of which may replace one character by many: four steps that replace one
-by a hundred turn a byte into 10^8. The bound below is a product over the steps, so it needs no text. A file
-is checked before the library loads it, because the library normalizes added tokens while loading.
+A normalizer is a list of steps, each of which may replace one character by many: four steps that each replace
+a character by a hundred turn one byte into 10^8 characters. The bound below is a product over the steps, so
+it needs no text. A file is checked before the library loads it: that normalizes added tokens while loading.
 
     Replace "ab" by 10 characters    5        a text can be all "ab"
     Replace a regex by c             2 c + 1  it may match the empty text, on both sides of a character

@@ -223,7 +223,7 @@ async def make_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Merge the client's fields with the model's defaults; the last three depend on the route."""
+    """Merge the client's fields with the model's defaults; routes name the keyword arguments differently."""
     fields: dict[str, Any] = dict(model.encoder.sampling_defaults)
     if body.use_beam_search:  # the model's defaults do not apply
         fields = {"temperature": 0.0}
