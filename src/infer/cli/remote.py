@@ -69,7 +69,7 @@ class RemoteModel:
         counts: bool = False,
         is_patient: bool = False,
     ) -> None:
-        """Ask a server for its models; only the parameters named in `sampling` are sent with a request.
+        """Ask a server for its models; only `max_tokens` and the parameters named in `sampling` are sent.
 
         `counts` also asks it for token counts, which not every server has. With `is_patient` a full server is
         asked again.
@@ -124,7 +124,7 @@ class RemoteModel:
     def _body(self, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.name, "stream": True}
         body |= {name: getattr(params, name) for name in self.sampling}
-        body["max_tokens"] = params.max_tokens
+        body["max_tokens"] = params.max_tokens  # always: a server's default for completions is 16
         if "logit_bias" in body:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
         if params.structured is not None:
@@ -286,7 +286,7 @@ def is_remote(args: argparse.Namespace) -> bool:
 def open_server(args: argparse.Namespace, **options: bool) -> RemoteModel:
     """The model of the server that `--url` names; the knobs of an engine are refused.
 
-    The user's settings are sent, and always a seed: each answer has its own (`flags.nth_draw`).
+    The user's settings are sent, and always `max_tokens` and a seed (`flags.nth_draw`).
     Options are the same as for `RemoteModel`.
     """
     knobs = flags.knobs_from(args)

@@ -192,6 +192,17 @@ def test_a_conversation_over_the_wire_draws_as_one_held_here_does(infer: Infer) 
     assert len(set(sent)) == 4
 
 
+@pytest.mark.parametrize("arguments", [(), ("--raw",)])
+def test_max_tokens_and_a_seed_are_sent_even_if_not_given(infer: Infer, arguments: tuple[str, ...]) -> None:
+    bodies: list[dict[str, Any]] = []
+    with server(ONE_MODEL, PIECE % b'"stop"', bodies=bodies) as url:
+        infer("generate", "--url", url, "hi", *arguments)
+    prompt = "prompt" if arguments else "messages"
+    assert set(bodies[0]) - {"stream_options"} == {"model", "stream", prompt, "max_tokens", "seed"}
+    assert bodies[0]["max_tokens"] == 512
+    assert "with its defaults except --max-tokens;" in " ".join(infer("generate", "--help").out.split())
+
+
 def test_a_setting_is_sent_from_then_on(infer: Infer) -> None:
     bodies: list[dict[str, Any]] = []
     with server(ONE_MODEL, PIECE % b'"stop"', bodies=bodies) as url:
