@@ -138,7 +138,7 @@ class ToolBox:
     def _may_call(self, name: str) -> bool:
         while not self._is_allowed[name]:
             drop_typed()  # keys pressed before the call was shown are not consent
-            said = input(f"call it? [y]es, [n]o, [a]lways call {name}: ").strip().lower()
+            said = input(f"call it? [y]es, [n]o, [a]lways call {name}, then Enter: ").strip().lower()
             if said in ("y", "yes", "n", "no"):
                 return said.startswith("y")
             self._is_allowed[name] = said in ("a", "always")

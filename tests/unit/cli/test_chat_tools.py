@@ -138,7 +138,7 @@ def test_a_call_is_shown_asked_for_made_and_its_result_goes_back(
     assert outcome.code == 0
     assert outcome.out == "Let me see. \nIt is 5.\n", "and nothing that a function printed"
     assert "[the model calls add(a=2, b=3)]\nadding\n[add: 5]\n" in outcome.err
-    assert prompts[1] == "call it? [y]es, [n]o, [a]lways call add: "
+    assert prompts[1] == "call it? [y]es, [n]o, [a]lways call add, then Enter: "
     call = {"id": "id10", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
     assert llm.chats[1] == [
         {"role": "user", "content": "what is 2 and 3?"},
