@@ -13,7 +13,6 @@ from infer.cli import asking, flags
 from infer.cli.answer import notice
 from infer.cli.conversation import ChatSession, check_template
 from infer.cli.remote import RemoteModel, open_server
-from infer.cli.terminal import working
 from infer.errors import InferError, closest
 from infer.loader.find.source import check_model
 
@@ -158,8 +157,7 @@ def _model(conversation: ChatSession, name: str) -> None:
         if isinstance(old, RemoteModel):
             conversation.llm = open_server(args)
         else:
-            with working(f"looking for {name}"):
-                check_model(name)  # refuses a missing model while the old one is still there
+            check_model(name)  # refuses a missing model while the old one is still there
             old.close()  # memory may not hold both
             is_closed = True
             conversation.llm = asking.open_llm(args)

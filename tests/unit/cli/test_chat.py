@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 from infer.cli import flags
 from infer.cli.chat_commands import complete
 from infer.cli.conversation import ChatSession
-from infer.errors import DeviceLost, EngineError, EngineStopped
+from infer.errors import DeviceLost, EngineError, EngineStopped, ModelSourceError
 from tests.unit.cli.ctrl_c import press_ctrl_c
 from tests.unit.cli.fake_llm import FakeLLM
 
@@ -390,6 +391,20 @@ def test_model_goes_on_with_another_model(
     assert outcome.llm.knobs == {"model": str(tmp_path)}
     assert outcome.llm.chats[-1] == [user("one"), assistant("ONE"), user("two")]
     assert "[fake, context of 1000 tokens]" in outcome.err and "  fake; others: " in outcome.err
+
+
+def test_what_the_search_for_a_model_says_has_its_own_line(
+    infer: Infer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(name: str) -> None:
+        print(f"asking the hub for {name}", file=sys.stderr)
+        raise ModelSourceError("the hub knows no such model")
+
+    monkeypatch.setattr("infer.cli.chat_commands.check_model", check)
+    monkeypatch.setattr("infer.cli.terminal.is_terminal", lambda stream: stream is sys.stderr)
+    err = infer("chat", stdin="/model nope/nope\n").err
+    assert "asking the hub for nope/nope\ninfer: error: the hub knows no such model\n" in err
+    assert "\rasking" not in err and "looking for" not in err
 
 
 def test_tab_offers_commands_settings_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
