@@ -1,7 +1,7 @@
 """Every setting: its default, help, flag and YAML key come from one field.
 
 resolve.py     EngineConfig + machine + model -> ResolvedConfig: every setting has a value
-unused.py      settings that have no effect because of others, for the start line
+unused.py      settings that have no effect because of others, for a warning
 settings.py    the sections of an engine: load, cache, scheduler, run
 server.py      the section of a server
 knobs.py       the parts of a knob: flag, YAML key, keyword, row of the docs; other spellings; --config files

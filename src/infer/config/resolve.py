@@ -116,6 +116,7 @@ class ResolvedConfig(ModelFacts):
     deterministic: bool
     reasons: Mapping[str, str]  # reasons for decisions that the settings left open, by the name of the knob
     overruled: Mapping[str, str]  # knobs that another knob overrides: their actual values, and why
+    unused: Mapping[str, str]  # knobs that were given and have no effect, and why
 
     @property
     def has_fixed_kv_scales(self) -> bool:
@@ -165,7 +166,8 @@ def resolve(config: EngineConfig, machine: Machine, model: ModelFacts) -> Resolv
         record_cpu_step=is_ours and run.record_cpu_step is not False,
         deterministic=run.deterministic,
         reasons=_reasons(config, scheduler, machine, model),
-        overruled=_overruled(asked, scheduler, model, backends),
+        overruled=_overruled(asked, model, backends),
+        unused=unused_knobs(asked, asdict(scheduler)),
     )
 
 
@@ -432,9 +434,7 @@ def _reasons(
     return reasons
 
 
-def _overruled(
-    config: EngineConfig, scheduler: ResolvedScheduler, model: ModelFacts, backends: Chosen
-) -> dict[str, str]:
+def _overruled(config: EngineConfig, model: ModelFacts, backends: Chosen) -> dict[str, str]:
     """Return the actual values of knobs that another knob overrides, and why."""
     cache, found = config.cache, dict[str, str]()
     if config.run.record_cpu_step and backends[:2] != ("c", "c"):
@@ -447,5 +447,4 @@ def _overruled(
         found["block_size"] = f"{model.max_seq_len} (max_seq_len), because kv_cache_backend is contiguous"
     if type(cache)().block_size != cache.block_size < model.state_tokens:
         found["block_size"] = f"{model.state_tokens}, because a block must hold the state of a layer"
-    decided = {name: getattr(scheduler, name) for name in ("max_batch_size", "max_num_batched_tokens")}
-    return found | {name: f"without effect: {why}" for name, why in unused_knobs(config, decided).items()}
+    return found

@@ -1,7 +1,7 @@
 """Settings that have no effect because of other settings, as one list of rules.
 
     two knobs contradict each other             refused, where the section is made (settings.py)
-    a knob has no effect because of another     named in the start line, with the reason: these rules
+    a knob has no effect because of another     a warning when the engine is built: these rules
 
 A knob counts as given when its value is not its default.
 """

@@ -178,6 +178,8 @@ def build_engine(
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
     logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
+    for name, why in config.unused.items():
+        logger.warning("%s is without effect: %s", name, why)
     logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
     return engine
 

@@ -20,9 +20,7 @@ from infer.config.settings import FAST_PRODUCTS_COST
 PRODUCTS = {"exact": "exact", "fast": f'"fast, activations in 8 bits: {FAST_PRODUCTS_COST}"'}
 
 
-def describe_engine(
-    model: str, config: ResolvedConfig, size: CacheSize, *, attention: tuple[str, str]
-) -> str:
+def describe_engine(model: str, config: ResolvedConfig, size: CacheSize, attention: tuple[str, str]) -> str:
     """Return the line: a fixed text and the decisions of the start as key=value.
 
     `attention`: the kernels that compute attention for prompts, and for decoding rows.

@@ -192,9 +192,7 @@ def test_deterministic_needs_a_kernel_that_can() -> None:
         resolved(Machine(device="cpu"), deterministic=True)
 
 
-def test_the_start_line_names_knobs_without_effect() -> None:
-    config = resolved(CPU, swap_blocks=4, preemption="recompute", use_prefix_caching=False)
+def test_the_start_line_names_knobs_that_another_turns_off() -> None:
+    config = resolved(CPU, kv_cache_backend="naive")
     line = describe_engine("tiny", config, CacheSize(4, 16, 1024), attention=("c", "c"))
-    assert line.endswith(
-        'note="swap_blocks is without effect: preemption is recompute, and no prefixes are cached"'
-    )
+    assert line.endswith('note="use_prefix_caching is off, because kv_cache_backend is naive"')

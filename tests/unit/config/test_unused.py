@@ -1,4 +1,4 @@
-"""A knob that the start line calls without effect has none, for every two knobs; the others are taken.
+"""A knob that the log calls without effect has none, for every two knobs; the others are taken.
 
 Every two knobs that `infer serve` lists are accepted, or refused with advice.
 """
@@ -183,11 +183,12 @@ def example(row: KnobRow) -> Any:
 
 
 def overruled(machine: Machine = MACHINES[0], **knobs: Any) -> list[str]:
-    """The knobs that the start line mentions, of a server that accepts these."""
+    """The knobs that the start line or a warning mentions, of a server that accepts these."""
     of_server = {name: value for name, value in knobs.items() if ALL_KNOBS[name].section == "server"}
     ServerConfig(**of_server)
     config = EngineConfig.from_knobs(**{k: v for k, v in knobs.items() if k not in of_server})
-    return list(resolve(config, machine, MODEL).overruled)
+    found = resolve(config, machine, MODEL)
+    return [*found.overruled, *found.unused]
 
 
 # Every pair of knobs that is refused, written by hand; a change to what goes together changes these tables.

@@ -80,6 +80,12 @@ def test_another_vocabulary_is_refused_before_weights_are_read(
         open_model(config, show_progress=False)
 
 
+def test_a_knob_without_effect_is_a_warning(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="infer")
+    LLM(checkpoint, speculative_method="suffix", prompt_lookup_max=3, **KNOBS)
+    assert caplog.messages == ["prompt_lookup_max is without effect: the speculative method is not ngram"]
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
