@@ -143,14 +143,12 @@ def build_app(
         app.add_middleware(CORSMiddleware, **cors_options(config))
     if check_host:
         app.add_middleware(HostCheck, allowed_host=config.allowed_host)
-    ignores_unknown = config.unknown_fields == "ignore"
-    endpoint = config.otlp_traces_endpoint
     app.add_middleware(
         AccessLog,
         metrics=fleet.metrics,
         is_logged=config.access_log,
-        ignores_unknown=ignores_unknown,
+        ignores_unknown=config.unknown_fields == "ignore",
         stories=state.stories,
-        tracing=None if endpoint is None else Tracing(endpoint),
+        tracing=None if config.otlp_traces_endpoint is None else Tracing(config.otlp_traces_endpoint),
     )
     return app

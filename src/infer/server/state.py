@@ -127,6 +127,7 @@ class RequestRecord:
     unknown: dict[str, None] = field(default_factory=dict)  # unknown fields, in order
     status: int = 0  # 0: no response has started
     models: list[ServedModel] = field(default_factory=list)  # held until the end; the last one serves it
+    load_s: float = 0.0  # seconds that it waited for a model to be loaded
     adapter: str = ""  # name of the requested LoRA adapter
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -290,9 +291,11 @@ class ServerState:
         try:
             async with asyncio.timeout(limit_s):
                 while (chosen := self._choose(wanted)) in self.loadable and self._find(chosen) is None:
+                    asked_at = perf_counter()
                     await self.demand(chosen)
                     if (record := _RECORD.get()) is not None:
                         record.mark("load")
+                        record.load_s += perf_counter() - asked_at
         except TimeoutError:
             raise RequestTimeout(
                 f"model {wanted!r} was not loaded after {limit_s:g} s; try again later"

@@ -154,6 +154,24 @@ def test_names_are_known_before_anything_is_loaded(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 1}}),
+        ("/api/embed", {"input": "a"}),
+    ],
+)
+def test_the_wait_for_a_model_is_the_load_duration_of_ollamas_api(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, path: str, body: dict[str, Any]
+) -> None:
+    async def scene(stage: Stage) -> None:
+        first = (await stage.client.post(path, json={"model": "b", **body})).json()
+        assert 0 < first["load_duration"] < first["total_duration"]
+        assert (await stage.client.post(path, json={"model": "b", **body})).json()["load_duration"] == 0
+
+    play(monkeypatch, oracle, scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
         ("/v1/embeddings", {"input": "a"}),
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [1]}),

@@ -451,11 +451,9 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
 
 def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool = False) -> None:
     """Reject what the model cannot do, in Ollama's words: clients look for them and retry without it."""
-    for field, is_wanted, how in (
-        ("tools", has_tools, encoder.dialect),
-        ("think", body.think, encoder.think),
-    ):
-        if is_wanted and how is None:
+    lacks = {"tools": has_tools and encoder.dialect is None, "think": body.think and encoder.think is None}
+    for field, is_lacking in lacks.items():
+        if is_lacking:
             word = "tools" if field == "tools" else "thinking"
             raise RequestError(f'"{body.model}" does not support {word}; leave {field} out', param=field)
 
@@ -493,6 +491,14 @@ def now() -> str:
 def nanoseconds(start: float, end: float) -> int:
     """Return the nanoseconds between two times of `perf_counter`."""
     return max(int((end - start) * 1e9), 0)
+
+
+def spent() -> dict[str, int]:
+    """Return the time of the current request so far, and how much of it was the wait for its model."""
+    record = current_record()
+    assert record is not None, "the access log gives every request a record"
+    total = nanoseconds(record.arrived_at, perf_counter())
+    return {"total_duration": total, "load_duration": nanoseconds(0.0, record.load_s)}
 
 
 class OllamaWriter(PartWriter):
@@ -561,13 +567,12 @@ class OllamaWriter(PartWriter):
 
     def ending(self) -> dict[str, Any]:
         """Return why the answer ended, how long it took and how many tokens it has."""
-        record, at = current_record(), perf_counter()
-        first_at, usage = self.generation.first_at or at, self.generation.usage()
+        at, usage = perf_counter(), self.generation.usage()
+        first_at = self.generation.first_at or at
         return {
             "done": True,
             "done_reason": "length" if self.finish_reason == FinishReason.LENGTH else "stop",
-            "total_duration": nanoseconds(self._started_at if record is None else record.arrived_at, at),
-            "load_duration": 0,  # a model is loaded before it is served
+            **spent(),
             "prompt_eval_count": usage["prompt_tokens"],
             "prompt_eval_duration": nanoseconds(self._started_at, first_at),
             "eval_count": usage["completion_tokens"],
@@ -666,16 +671,10 @@ async def generate(body: OllamaGenerate, http: Request) -> Response:
 @router.post("/api/embed", response_model=None)
 async def embed(body: OllamaEmbed, http: Request) -> Response:
     """Return one vector per text."""
-    started_at = perf_counter()
     most: dict[str, Any] = {"truncate_prompt_tokens": None} if body.truncate is False else {}
     wishes: dict[str, Any] = {"input": body.input, "dimensions": body.dimensions}
     vectors, num_tokens = await _vectors(http, body.model, wishes | CUT_AT_END | most)
-    rest = {
-        "model": body.model,
-        "total_duration": nanoseconds(started_at, perf_counter()),
-        "load_duration": 0,
-        "prompt_eval_count": num_tokens,
-    }
+    rest = {"model": body.model, **spent(), "prompt_eval_count": num_tokens}
     return await list_response(b'{"embeddings":[', vectors, rest, body)
 
 
