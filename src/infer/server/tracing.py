@@ -15,6 +15,7 @@ thread of OpenTelemetry's SDK sends them; a slow or dead collector does not dela
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from time import perf_counter, time_ns
 from typing import Any
@@ -28,6 +29,24 @@ from infer.server.state import RequestRecord
 
 TRACEPARENT = "traceparent"
 PATH = "/v1/traces"  # path of OTLP over HTTP at a collector
+SDK = "opentelemetry"  # logger above all of the SDK's
+REPEAT_S = 300.0  # seconds between two warnings
+
+logger = logging.getLogger(__name__)
+
+
+class CollectorWarning(logging.Handler):
+    """Turns the SDK's several lines for each lost batch into one warning that names the endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(logging.WARNING)
+        self._endpoint, self._next_at = endpoint, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the first line, and drop the lines of the next `REPEAT_S` seconds."""
+        if perf_counter() >= self._next_at:
+            self._next_at = perf_counter() + REPEAT_S
+            logger.warning("cannot send to otlp_traces_endpoint=%s: %s", self._endpoint, record.getMessage())
 
 
 class Tracing:
@@ -54,6 +73,8 @@ class Tracing:
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("infer", __version__)
         self._propagator = propagation.TraceContextTextMapPropagator()
+        self._warning = CollectorWarning(endpoint)
+        logging.getLogger(SDK).addHandler(self._warning)
         self._offset_ns = time_ns() - int(1e9 * perf_counter())  # time of day minus perf_counter
 
     def begin(self, scope: Scope, record: RequestRecord) -> Any:
@@ -79,18 +100,15 @@ class Tracing:
         """Close the span of a request and add the spans of its stages."""
         parent = self._api.set_span_in_context(span)
         for name, start, end, facts in record.spans or ():
-            stage = self._tracer.start_span(
-                name, context=parent, start_time=self._at(start), attributes=facts
-            )
+            stage = self._tracer.start_span(name, parent, start_time=self._at(start), attributes=facts)
             stage.end(end_time=self._at(end))
         span.update_name(f"{scope['method']} {route}")
-        model = record.model_name
         told: dict[str, str | int | None] = {
             "http.request.method": scope["method"],
             "http.route": route,
             "http.response.status_code": record.status,
             "infer.request_id": record.request_id,
-            "gen_ai.request.model": model,
+            "gen_ai.request.model": record.model_name,
             "gen_ai.usage.input_tokens": record.num_prompt_tokens,
             "gen_ai.usage.output_tokens": record.num_output_tokens,
             "error.type": None if record.error is None else str(record.error.code or record.error.status),
@@ -103,6 +121,7 @@ class Tracing:
     def close(self) -> None:
         """Send the remaining spans; the SDK also does this when the process exits."""
         self._provider.shutdown()
+        logging.getLogger(SDK).removeHandler(self._warning)
 
     def _at(self, seconds: float) -> int:
         return self._offset_ns + int(1e9 * seconds)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import importlib.util
+import logging
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -94,6 +96,27 @@ def test_stages_follow_each_other_and_are_noted_only_where_a_request_is_traced(i
     assert prefill.facts["gen_ai.usage.input_tokens"] == 7
     assert decode.facts["gen_ai.usage.output_tokens"] == 5
     assert decode.facts["gen_ai.response.finish_reason"] == "length"
+
+
+def test_what_the_sdk_logs_is_one_warning_that_names_the_endpoint(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracing, "import_module", lambda name: MagicMock())  # a SDK that sends nothing
+    monkeypatch.setattr(logging.getLogger("opentelemetry"), "propagate", False)  # only the server's handlers
+    sdk = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    sending = Tracing(ENDPOINT)
+    for _ in range(3):
+        sdk.warning("Transient error %s encountered while exporting", "HTTPConnectionPool(...)")
+    sdk.error("Failed to export spans batch due to timeout, max retries or shutdown.")
+    said = f"cannot send to otlp_traces_endpoint={ENDPOINT}: Transient error HTTPConnectionPool(...)"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages == [f"{said} encountered while exporting"]
+    monkeypatch.setattr(sending._warning, "_next_at", 0.0)
+    sdk.error("Failed")
+    assert caplog.messages[1:] == [f"cannot send to otlp_traces_endpoint={ENDPOINT}: Failed"]
+    assert capsys.readouterr().err == "", "nothing comes from Python's last resort"
+    sending.close()
+    assert not logging.getLogger("opentelemetry").handlers
 
 
 @pytest.fixture
