@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infer.cache.layout import KVLayout, blocks_of_sequence
-from infer.config.knobs import parse_bytes
+from infer.config.knobs import format_bytes, parse_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.config.settings import CacheConfig
 from infer.errors import ConfigError, NoRoom
@@ -304,12 +304,3 @@ def size_cache(
             f"{format_bytes(num_tables * size.bytes_per_block)}; set it to that or more, or leave it out"
         )
     return replace(size, num_host_blocks=num_host_blocks // num_tables * num_tables)  # equal for all tables
-
-
-def format_bytes(count: float) -> str:
-    """Return a size in words: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

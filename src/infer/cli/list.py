@@ -10,6 +10,7 @@ from typing import Any
 
 from infer.cli import flags
 from infer.cli.answer import notice, write_out
+from infer.config.knobs import format_bytes
 
 HELP = "list the models that were downloaded"
 DESCRIPTION = "List the models in this user's caches: the default model and models of the hub."
@@ -21,7 +22,7 @@ examples:
 """
 
 FLAGS: flags.Rows = {"--json": (bool, "print one JSON object per model")}
-HEADER = ("NAME", "REVISION", "SIZE", "LAST USED", "PATH")
+HEADER = ("NAME", "REVISION", "SIZE", "DOWNLOADED", "PATH")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     def row(model: CachedModel) -> tuple[str, ...]:
         revision = "-" if model.revision is None else " ".join([*model.refs, model.revision[:8]])
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
-        return model.name, revision, spell_bytes(model.num_bytes), used, str(model.path)
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.downloaded))
+        return model.name, revision, format_bytes(model.num_bytes), at, str(model.path)
 
     rows = [HEADER, *map(row, models)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -49,11 +50,3 @@ def run(args: argparse.Namespace) -> int:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         write_out("  ".join(padded).rstrip() + "\n")
     return 0
-
-
-def spell_bytes(count: int) -> str:
-    """Return a size with its unit: 98.4 MB."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infer.cli import flags
 from infer.cli.answer import write_out
 from infer.cli.interrupts import importing
+from infer.config.knobs import format_bytes
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, NoRoom
 
@@ -182,7 +183,7 @@ def _forms_json(forms: Forms) -> dict[str, Any]:
 def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     """Return the plan as a table."""
     from infer.engine.cache_fit import cache_share
-    from infer.tools.memory_plan import format_bytes, in_form
+    from infer.tools.memory_plan import in_form
 
     cache, num_planes = plan.cache, plan.layout.num_planes
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
@@ -264,8 +265,6 @@ def _draft_json(draft: DraftMemory) -> dict[str, Any]:
 
 def _scheme_table(forms: Forms) -> list[str]:
     """Return the lines that compare the quantizations of the weights."""
-    from infer.tools.memory_plan import format_bytes
-
     head = f"  {'quantization':>12}{'weights':>12}{'per token':>12}{'KV tokens':>14}"
     lines = [head + (f"{'tokens/s':>11}" if forms.bandwidth else "") + "   kept in"]
     for scheme in forms.schemes:
@@ -285,7 +284,7 @@ def _scheme_table(forms: Forms) -> list[str]:
 
 def _context_table(plan: MemoryPlan) -> list[str]:
     """Return the table of the contexts that fit at each concurrency."""
-    from infer.tools.memory_plan import CONCURRENCIES, format_bytes
+    from infer.tools.memory_plan import CONCURRENCIES
 
     columns = [count for count in CONCURRENCIES if count <= plan.resolved.scheduler.max_batch_size]
     head = f"  {'context':>9}{'KV each':>12}{'at once':>10}   " + "".join(f"{f'x{n}':>6}" for n in columns)

@@ -7,7 +7,7 @@ import sys
 
 from infer.cli import flags
 from infer.cli.answer import notice
-from infer.cli.list import spell_bytes
+from infer.config.knobs import format_bytes
 from infer.errors import ConfigError
 
 HELP = "remove a downloaded model from the cache"
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = find_cached(args.name, args.revision)
     revisions = f"{len(found)} revisions, " if len(found) > 1 else ""
-    size = spell_bytes(sum(model.num_bytes for model in found))
+    size = format_bytes(sum(model.num_bytes for model in found))
     if not args.yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"to remove {args.name} without a terminal to ask at, add --yes")
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
         if said.strip().lower() not in ("y", "yes"):
             notice("nothing was removed")
             return 0
-    notice(f"removed {args.name}: {spell_bytes(remove_cached(found))} freed")
+    notice(f"removed {args.name}: {format_bytes(remove_cached(found))} freed")
     return 0

@@ -266,6 +266,15 @@ def parse_bytes(text: str, name: str = "a size") -> int:
     return int(size)
 
 
+def format_bytes(count: float) -> str:
+    """Return a size in words: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def host_size(text: str, name: str) -> str | None:
     """Return a size of host memory with its unit; a small number alone is GiB, zero in any unit is None."""
     size = text.strip()

@@ -23,8 +23,9 @@ import torch
 from infer import __version__
 from infer.cache.block_allocator import BlockAllocator
 from infer.cache.layout import KVLayout
-from infer.cache.memory import CacheSize, StepBytes, format_bytes
+from infer.cache.memory import CacheSize, StepBytes
 from infer.cache.paged_pool import PagedKVCachePool
+from infer.config.knobs import format_bytes
 from infer.config.own_code import load_code
 from infer.config.resolve import ResolvedConfig, ResolvedScheduler
 from infer.config.settings import EngineConfig

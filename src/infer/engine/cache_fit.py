@@ -25,12 +25,12 @@ from infer.cache.memory import (
     StepBytes,
     check_host_blocks,
     fit_cache,
-    format_bytes,
     graph_pool_bytes,
     kv_bytes_per_token,
     workspace_share,
 )
 from infer.config.defaults import CPU_SHARE
+from infer.config.knobs import format_bytes
 from infer.config.resolve import ResolvedConfig, ResolvedScheduler
 from infer.config.settings import CacheConfig, EngineConfig
 from infer.engine.device_memory import look

@@ -17,7 +17,8 @@ from typing import NamedTuple, cast
 import torch
 
 from infer.cache.kv_store import KVStore
-from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes, format_bytes
+from infer.cache.memory import GRAPH_WORKSPACE, CacheSize, StepBytes
+from infer.config.knobs import format_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.config.speculation import WINDOW_TOKENS

@@ -23,9 +23,9 @@ from collections.abc import Callable
 import torch
 
 from infer.cache.host_bytes import free_host_bytes, host_memory
-from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory, format_bytes
+from infer.cache.memory import GPU_RUNTIME_BYTES, DeviceMemory
 from infer.config.defaults import GPU_SHARE
-from infer.config.knobs import parse_memory
+from infer.config.knobs import format_bytes, parse_memory
 from infer.errors import ConfigError, NoRoom
 from infer.kernels.runtime.dispatch import is_gpu
 

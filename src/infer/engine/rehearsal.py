@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from infer.cache.memory import GRAPH_WORKSPACE, StepBytes, format_bytes, graph_pool_bytes
+from infer.cache.memory import GRAPH_WORKSPACE, StepBytes, graph_pool_bytes
+from infer.config.knobs import format_bytes
 from infer.config.resolve import ResolvedScheduler
 from infer.engine import device_memory
 from infer.engine.gc_freeze import collect

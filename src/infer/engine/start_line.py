@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from infer.cache.memory import CacheSize, format_bytes
+from infer.cache.memory import CacheSize
+from infer.config.knobs import format_bytes
 from infer.config.resolve import ResolvedConfig
 from infer.config.settings import FAST_PRODUCTS_COST
 

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from infer.cache.host_bytes import free_host_bytes
-from infer.cache.memory import format_bytes
 from infer.config.backends import OPERATIONS, available
+from infer.config.knobs import format_bytes
 from infer.config.resolve import Machine, choose_backends
 from infer.config.settings import FAST_PRODUCTS_COST, FAST_PRODUCTS_GAIN, EngineConfig
 from infer.engine.device_memory import look

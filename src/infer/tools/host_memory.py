@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from infer.cache.host_bytes import free_host_bytes
-from infer.cache.memory import format_bytes
-from infer.config.knobs import parse_bytes
+from infer.config.knobs import format_bytes, parse_bytes
 from infer.errors import ConfigError
 from infer.tools import nvml
 

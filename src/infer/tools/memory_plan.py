@@ -35,9 +35,8 @@ from infer.cache.memory import (
     check_host_blocks,
     kv_bytes_per_token,
 )
-from infer.cache.memory import format_bytes as format_bytes
 from infer.config.defaults import GPU_SHARE
-from infer.config.knobs import parse_bytes
+from infer.config.knobs import format_bytes, parse_bytes
 from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import EngineConfig
 from infer.engine.adapters import needed_room, network_of

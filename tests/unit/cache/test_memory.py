@@ -15,12 +15,12 @@ from infer.cache.memory import (
     StepBytes,
     check_host_blocks,
     fit_cache,
-    format_bytes,
     kv_bytes_per_token,
     pinned_bytes,
     size_cache,
     workspace_share,
 )
+from infer.config.knobs import format_bytes
 from infer.config.resolve import resolve_scheduler
 from infer.config.settings import CacheConfig, EngineConfig
 from infer.engine.cache_fit import step_bytes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.cli.list import spell_bytes
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 
@@ -43,7 +43,7 @@ def test_list_shows_every_cached_revision(infer: Infer, hub: Path) -> None:
     outcome = infer("list")
     assert (outcome.code, outcome.err) == (0, "")
     header, *rows = outcome.out.splitlines()
-    assert header.split() == ["NAME", "REVISION", "SIZE", "LAST", "USED", "PATH"]
+    assert header.split() == ["NAME", "REVISION", "SIZE", "DOWNLOADED", "PATH"]
     cells = {tuple(row.split()[:3]) for row in rows}
     assert cells == {
         ("org/name", "main", "bbbbbbbb"),
@@ -53,10 +53,17 @@ def test_list_shows_every_cached_revision(infer: Infer, hub: Path) -> None:
     assert all(row.split()[-1].startswith(str(hub.parents[1])) for row in rows)
 
 
+def test_list_shows_when_a_model_was_downloaded_not_when_its_files_were_read(infer: Infer, hub: Path) -> None:
+    for file in (hub / "blobs" / "c", hub / "blobs" / "w", default_model.models_dir() / default_model.FILE):
+        os.utime(file, (2e9, 1e9))
+    rows = [json.loads(line) for line in infer("list", "--json").out.splitlines()]
+    assert [row["downloaded"] for row in rows] == [1e9, 1e9, 1e9]
+
+
 def test_list_prints_json(infer: Infer, hub: Path) -> None:
     rows = [json.loads(line) for line in infer("list", "--json").out.splitlines()]
     newest = next(row for row in rows if row["revision"] == NEW)
-    assert newest.pop("last_used") > 0
+    assert newest.pop("downloaded") > 0
     assert newest == {
         "name": "org/name",
         "revision": NEW,
@@ -80,7 +87,7 @@ def test_an_empty_cache_is_said_to_be_empty(
 
 def test_rm_removes_one_revision_or_all(infer: Infer, hub: Path) -> None:
     outcome = infer("rm", "org/name", "--revision", "main", "--yes")
-    assert (outcome.code, outcome.err) == (0, "removed org/name: 2.0 kB freed\n"), "a shared blob stays"
+    assert (outcome.code, outcome.err) == (0, "removed org/name: 2.0 KiB freed\n"), "a shared blob stays"
     assert (hub / "snapshots" / OLD / "config.json").read_bytes() == b"x" * 500
     assert infer("rm", "org/name", "--yes").code == 0
     assert not hub.exists() and hub.parent.exists()
@@ -88,7 +95,7 @@ def test_rm_removes_one_revision_or_all(infer: Infer, hub: Path) -> None:
 
 
 def test_rm_removes_the_default_model(infer: Infer, hub: Path) -> None:
-    assert "1.2 kB freed" in infer("rm", default_model.NAME, "--yes").err
+    assert "1.2 KiB freed" in infer("rm", default_model.NAME, "--yes").err
     assert not (default_model.models_dir() / default_model.FILE).exists()
     assert (hub / "snapshots" / NEW).is_dir()
 
@@ -120,7 +127,7 @@ def test_rm_asks(
 
     monkeypatch.setattr(builtins, "input", say)
     assert infer("rm", "org/name", is_typed=True).code == 0
-    assert asked[0].startswith("remove org/name (2 revisions, 3.0 kB) from ")
+    assert asked[0].startswith("remove org/name (2 revisions, 2.9 KiB) from ")
     assert hub.exists() != is_removed
 
 
@@ -130,8 +137,3 @@ def test_the_default_model_answers_to_the_name_that_list_shows(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(default_model, "default_model_file", lambda show_progress: tmp_path / "there")
     assert resolve_model(default_model.NAME).path == tmp_path / "there"
-
-
-def test_sizes_are_spelt_as_people_say_them() -> None:
-    spelt = [spell_bytes(count) for count in (7, 1500, 98_362_432, 16_000_000_000)]
-    assert spelt == ["7 bytes", "1.5 kB", "98.4 MB", "16.0 GB"]

