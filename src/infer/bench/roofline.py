@@ -147,20 +147,21 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, scale: float =
 
 
 def copy_bandwidth(device: torch.device, *, scale: float = 1.0) -> float:
-    """Return the bytes per second, reads plus writes, of the best of several copies of a large tensor."""
+    """Return the bytes per second, reads plus writes, of the best copy of a large tensor in 0.3 s."""
     num_pieces = int(scale * (1 << (14 if is_gpu(device) else 11)))
     source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device=device).repeat(num_pieces)
     target = torch.empty_like(source)
-    return 2 * len(source) / best_seconds(lambda: target.copy_(source), device)
+    return 2 * len(source) / best_seconds(lambda: target.copy_(source), device, seconds=0.3)
 
 
-def best_seconds(work: object, device: torch.device, tries: int = 7) -> float:
-    """Return the shortest time of several calls, because disturbances only make a call longer."""
+def best_seconds(work: object, device: torch.device, tries: int = 7, seconds: float = 0.0) -> float:
+    """Return the shortest time of `tries` calls, or more in `seconds`, because disturbances add time."""
     assert callable(work)
     work()
     synchronize(device)
-    best = float("inf")
-    for _ in range(tries):
+    best, end = float("inf"), perf_counter() + seconds
+    while tries > 0 or perf_counter() < end:
+        tries -= 1
         start = perf_counter()
         work()
         synchronize(device)

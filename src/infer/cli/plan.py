@@ -105,21 +105,20 @@ def run(args: argparse.Namespace) -> int:
     except NoRoom as error:
         plan = error  # the sizes of every form are shown before the error
     bandwidth = None if args.bandwidth is None else args.bandwidth * 1e9
-    if bandwidth is None and args.gpu_memory is None:
+    is_measured = bandwidth is None and args.gpu_memory is None
+    if is_measured:
         bandwidth = copy_bandwidth(machine.device, scale=0.5)
     if bandwidth is not None:  # stages run one after the other, and the ranks of a CPU share its memory
         bandwidth /= load.num_ranks if machine.kind == "cpu" else 1
-    forms = Forms(compare_schemes(config, headers, machine), bandwidth)
+    forms = Forms(compare_schemes(config, headers, machine), bandwidth, is_measured)
     if isinstance(plan, NoRoom):
-        refused = {"model": headers.source.name, "error": str(plan), **_forms_json(forms)}
-        write_out(
-            json.dumps(refused, indent=2) + "\n" if args.json else "\n".join(_scheme_table(forms)) + "\n"
-        )
+        told = {"model": headers.source.name, "error": str(plan), **_forms_json(forms)}
+        text = "\n".join(_scheme_table(forms)) + "\n"
+    else:
+        told, text = to_json(plan, forms), to_text(plan, load.model, forms)
+    write_out(json.dumps(told, indent=2) + "\n" if args.json else text)
+    if isinstance(plan, NoRoom):
         raise plan
-    text = (
-        json.dumps(to_json(plan, forms), indent=2) + "\n" if args.json else to_text(plan, load.model, forms)
-    )
-    write_out(text)
     return 0
 
 
@@ -128,6 +127,7 @@ class Forms(NamedTuple):
 
     schemes: list[SchemePlan]
     bandwidth: float | None  # None: not known
+    is_measured: bool  # True: the bandwidth was measured by this command
 
     def tokens_per_second(self, scheme: SchemePlan) -> float | None:
         """Return the highest decode speed of one sequence."""
@@ -217,23 +217,19 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
             f"{format_bytes(cache.bytes_per_token)} each"
             + (f", {format_bytes(draft.beside.per_token)} the draft's" if draft.name else ""),
         ),
+        *([("workspace", plan.workspace, "of attention")] if plan.workspace else []),
+        *([("runtime", plan.machine.runtime, "of the GPU")] if plan.machine.runtime else []),
     ]
-    if plan.workspace:
-        rows.append(("workspace", plan.workspace, "of attention"))
-    if plan.machine.runtime:
-        rows.append(("runtime", plan.machine.runtime, "of the GPU"))
     last = f", for a rank of stage {len(plan.stages) - 1}, the last" if len(plan.stages) > 1 else ""
     rows.append(("in all", plan.total, f"of {format_bytes(plan.memory)}{last}"))
+    if plan.host_cache:
+        rows.append(("host memory", plan.host_cache, "for what is swapped or evicted"))
     held = f", other processes hold {format_bytes(plan.machine.others)}" if plan.machine.others else ""
     lines = [
         f"{plan.choice.headers.source.name} on {where} with {format_bytes(plan.memory)} for it{held}",
         "",
     ]
     lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
-    if plan.host_cache:
-        lines.append(
-            f"  {'host memory':12}{format_bytes(plan.host_cache):>11}   for what is swapped or evicted"
-        )
     lines += ["", *_context_table(plan), "", *_scheme_table(forms), ""]
     if plan.longest_sequence < plan.choice.max_seq_len:
         lines.append(
@@ -279,7 +275,8 @@ def _scheme_table(forms: Forms) -> list[str]:
     lines.append("  (*: the form of this plan)")
     if forms.bandwidth is None:
         return [*lines, "  (--bandwidth GB/S of the GPU adds tokens per second)"]
-    return [*lines, f"  (tokens/s: at most, of one sequence, at {forms.bandwidth / 1e9:,.0f} GB/s)"]
+    measured = ", measured just now: more on a less busy machine" if forms.is_measured else ""
+    return [*lines, f"  (tokens/s: at most, of one sequence, at {forms.bandwidth / 1e9:,.0f} GB/s{measured})"]
 
 
 def _context_table(plan: MemoryPlan) -> list[str]:

@@ -475,6 +475,12 @@ def test_experts_that_a_token_does_not_meet_are_not_read(infer: Infer, tmp_path:
     assert plan["schemes"][0]["bytes_per_token"] < 0.6 * plan["weights"]
 
 
+def test_a_measured_bandwidth_is_said_to_be_measured(infer: Infer, model: Path) -> None:
+    said = "at 10 GB/s, measured just now: more on a less busy machine)"
+    assert said in infer("plan", str(model), "--device", "cpu").out
+    assert "measured" not in infer("plan", str(model), "--device", "cpu", "--bandwidth", "10").out
+
+
 def test_a_bandwidth_that_is_none(infer: Infer, shape: Path) -> None:
     outcome = infer("plan", str(shape), "--gpu-memory", "24GiB", "--bandwidth", "-1")
     assert (
