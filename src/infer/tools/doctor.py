@@ -149,10 +149,8 @@ def _quantized_products() -> str:
     if is_for(gpu_of(device)):
         fp8 = f"fp8: {tuned.fp8_tokens:,}, in blocks {tuned.fp8_group_tokens}"
         few = f"up to {tuned.coded_tokens} tokens ({fp8}) CUDA C++, norm and gate fused; experts in Triton"
-    many = "unpacked to the dtype, fp8 on matrix units of 8 bits"
-    if nvidia_capability(device) < (8, 9):
-        many = "unpacked to the dtype: no matrix units for fp8"
-    return f"fp8, int8, int4; {few}; above {many}"
+    cores = "fp8 on" if nvidia_capability(device) >= (8, 9) else "no"
+    return f"fp8, int8, int4; {few}; above unpacked to the dtype, {cores} fp8 tensor cores"
 
 
 def _backends(has_kernels: bool, num_gpus: int) -> list[tuple[str, str]]:

@@ -133,8 +133,8 @@ def _attention(
     unlike = "" if model.has_plain_scores else "scores have a soft cap or sinks"
     if model.layer_specs:
         unlike = "layers have heads of several sizes"
-    no_cudnn = unlike or ("" if windows == {None} else "for models without sliding windows")
-    no_cudnn = "for models without states" if model.delta is not None else no_cudnn
+    no_cudnn = unlike or ("" if windows == {None} else "only for models without sliding windows")
+    no_cudnn = "only for models without states" if model.delta is not None else no_cudnn
     for num_kv_heads, head_dim in dict.fromkeys(model.kv_heads) or [(model.num_kv_heads, model.head_dim)]:
         kind = replace(model, num_kv_heads=num_kv_heads, head_dim=head_dim)
         yield from _attention_of(config, kind, dtype, backends, gpu, unlike, no_cudnn)

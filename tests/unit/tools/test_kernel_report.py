@@ -16,15 +16,15 @@ from scripts.make_checkpoint import make_checkpoint
 from tests.data.record_kernel_choices import COMMON, FILE, MODELS, lines
 
 WAYS: tuple[Way[int, str], ...] = (
-    Way("few", lambda count: "a" if count < 3 else Declined("for less than 3")),
-    Way("even", lambda count: "b" if count % 2 == 0 else Declined("for even numbers")),
+    Way("few", lambda count: "a" if count < 3 else Declined("only for less than 3")),
+    Way("even", lambda count: "b" if count % 2 == 0 else Declined("only for even numbers")),
     Way("rest", lambda count: "c"),
 )
 
 
 def test_the_first_way_that_covers_a_problem_runs() -> None:
     assert [choose(WAYS, count) for count in (1, 4, 5)] == ["a", "b", "c"]
-    assert explain(WAYS, 5) == ("rest", (("few", "for less than 3"), ("even", "for even numbers")))
+    assert explain(WAYS, 5) == ("rest", (("few", "only for less than 3"), ("even", "only for even numbers")))
     with pytest.raises(AssertionError, match="no kernel covers 5"):
         choose(WAYS[:2], 5)
 
@@ -51,7 +51,7 @@ def test_doctor_explains_each_kernel(model: str, capsys: pytest.CaptureFixture[s
         "layers.*.attention.qkv   1024 -> 4096, bfloat16\n            1 tokens  Triton, dot products\n"
         in text
     )
-    assert "not CUDA C++, pdl.cu: it is for compute capability 9.0 and 132 SMs" in text
+    assert "not CUDA C++, pdl.cu: only for compute capability 9.0 and 132 SMs" in text
 
 
 def test_doctor_says_the_same_in_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:

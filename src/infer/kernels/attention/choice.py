@@ -43,14 +43,14 @@ class DecodeLaunch(NamedTuple):
 
 
 def _covers_reference(problem: DecodeProblem) -> DecodeLaunch | Declined:
-    return DecodeLaunch("torch") if problem.backend == REFERENCE else Declined("for backend torch_ref")
+    return DecodeLaunch("torch") if problem.backend == REFERENCE else Declined("only for backend torch_ref")
 
 
 def _why_not_projected(problem: DecodeProblem) -> str:
     most = problem.profile.projected_heads
     if not problem.decodes_only:
-        return "for steps in which every token decodes"
-    return f"for up to {most} kv heads of all rows" if problem.heads > most else ""
+        return "only for steps in which every token decodes"
+    return f"only for up to {most} kv heads of all rows" if problem.heads > most else ""
 
 
 def _covers_projected_cuda(problem: DecodeProblem) -> DecodeLaunch | Declined:
@@ -58,7 +58,7 @@ def _covers_projected_cuda(problem: DecodeProblem) -> DecodeLaunch | Declined:
         return Declined(why)
     most = problem.profile.cuda_projected_heads.get(problem.head_dim, 0)
     if problem.backend == "auto" and not problem.has_codes and problem.heads > most:
-        return Declined(f"for up to {most} kv heads of all rows, with heads of {problem.head_dim}")
+        return Declined(f"only for up to {most} kv heads of all rows, with heads of {problem.head_dim}")
     return _by_cuda(problem, DecodeLaunch("cuda", is_projected=True))
 
 
@@ -70,7 +70,7 @@ def _covers_projected(problem: DecodeProblem) -> DecodeLaunch | Declined:
 def _covers_cuda(problem: DecodeProblem) -> DecodeLaunch | Declined:
     most = problem.profile.projected_heads
     if problem.backend == "auto" and not problem.has_codes and problem.heads <= most:
-        return Declined(f"for more than {most} kv heads of all rows")
+        return Declined(f"only for more than {most} kv heads of all rows")
     return _by_cuda(problem, DecodeLaunch("cuda"))
 
 
@@ -108,7 +108,7 @@ def least_for_cudnn(
     """The shortest prompt, in tokens, for which cuDNN is faster."""
     if dtype.itemsize != 2 or head_dim not in profile.cudnn_min_lens:
         sizes = ", ".join(map(str, profile.cudnn_min_lens)) or "none on this GPU"
-        return Declined(f"for heads of 16-bit numbers of these sizes: {sizes}")
+        return Declined(f"only for heads of 16-bit numbers of these sizes: {sizes}")
     least = profile.cudnn_min_lens[head_dim]
     is_few = num_heads <= profile.cudnn_few_heads
     return profile.cudnn_few_heads_min_lens.get(head_dim, least) if is_few else least
@@ -117,18 +117,18 @@ def least_for_cudnn(
 def _covers_cudnn(problem: PromptProblem) -> str | Declined:
     num_tokens, num_heads, head_dim, dtype, backend, profile, is_fresh, no_cudnn = problem
     if backend != "auto" or not is_fresh:
-        return Declined("for backend auto and prompts without a cached part")
+        return Declined("only for backend auto and prompts without a cached part")
     if no_cudnn:
         return Declined(no_cudnn)
     least = least_for_cudnn(profile, num_heads, head_dim, dtype)
     if isinstance(least, Declined):
         return least
-    return "cudnn" if num_tokens >= least else Declined(f"for {least:,} tokens and more")
+    return "cudnn" if num_tokens >= least else Declined(f"only for {least:,} tokens and more")
 
 
 def _covers_flash(problem: PromptProblem) -> str | Declined:
     if problem.backend != "flash" or not problem.is_fresh:
-        return Declined("for backend flash and prompts without a cached part")
+        return Declined("only for backend flash and prompts without a cached part")
     return "flash"
 
 

@@ -168,7 +168,7 @@ def _multiply_unpacked(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor
 def _covers_few(problem: LinearProblem) -> Multiply | Declined:
     most = problem.gpu.profile.linear.few_coded_tokens
     if problem.num_tokens > most or problem.dtype.itemsize != 2:
-        return Declined(f"for up to {most} tokens of 16 bits")
+        return Declined(f"only for up to {most} tokens of 16 bits")
     return _multiply_few
 
 
@@ -192,7 +192,7 @@ def _covers_int8(problem: LinearProblem) -> Multiply | Declined:
     if not problem.int8_tokens or problem.form != CodedForm("int8") or problem.dtype.itemsize != 2:
         return _NOT_W8A8
     if problem.num_rows % 16 or problem.K % 16:
-        return Declined("for sizes that are multiples of 16")
+        return Declined("only for sizes that are multiples of 16")
     has_units = _INT8_UNITS <= problem.gpu.capability < _NO_INT8_UNITS
     return multiply_in_int8 if has_units else _NO_INT8
 
@@ -241,11 +241,11 @@ def multiply_in_int8(x_MK: torch.Tensor, w: CodedWeights, bias_N: torch.Tensor |
     return y_MN
 
 
-_NOT_FP8 = Declined("for codes in fp8 and tokens in bfloat16")
+_NOT_FP8 = Declined("only for codes in fp8 and tokens in bfloat16")
 _NO_FP8_LAYOUT = Declined("the library has no layout for these sizes or groups")
 _NO_FP8_UNITS = Declined("needs FP8 tensor cores: compute capability 8.9, or 9.0 for scales of blocks")
-_NOT_W8A8 = Declined("for files whose scheme rounds tokens to 8 bits")
-_NO_INT8 = Declined("for compute capability 8.0 to 9.x: other GPUs have no fast int8 tensor cores")
+_NOT_W8A8 = Declined("only for files whose scheme rounds tokens to 8 bits")
+_NO_INT8 = Declined("only for compute capability 8.0 to 9.x: other GPUs have no fast int8 tensor cores")
 _WAYS: tuple[Way[LinearProblem, CudaConfig | Multiply], ...] = (
     Way("Triton, unpacked tile by tile", _covers_few),
     Way("library, fp8", _covers_fp8),

@@ -66,12 +66,12 @@ class CompiledLinears:
         self._kernels = (self.pdl, self.wgmma, self.wgmma_more, self.coded_pdl, self.coded)
         ways: list[LinearWay] = [Way(kernel.name, kernel.covers) for kernel in self._kernels]
         self.dense_ways, self.coded_ways = tuple(ways[:3]), tuple(ways[3:])
-        self.pdl.why_not = self.wgmma.why_not = Declined("for the matrices of the layers")
-        self.wgmma_more.why_not = Declined("for gates, and matrices that write into the residual stream")
+        self.pdl.why_not = self.wgmma.why_not = Declined("only for the matrices of the layers")
+        self.wgmma_more.why_not = Declined("only for gates, and matrices that write into the residual stream")
         if not self._enabled:
             sms = f"compute capability 9.0 and {profile.num_sms} SMs"
             for kernel in self._kernels:
-                kernel.why_not = Declined(f"it is for {sms}")
+                kernel.why_not = Declined(f"only for {sms}")
         self._coded: dict[Matrix, None] = {}
         self._layers: dict[Matrix, None] = {}
         self._heads: dict[Matrix, None] = {}

@@ -89,7 +89,7 @@ class CudaLinear(Generic[Config]):
     def covers(self, problem: LinearProblem) -> Config | Declined:
         """The configuration of the loaded kernel for a matrix."""
         if problem.num_tokens not in self.tokens:
-            return Declined(f"for {self.tokens[0]} to {self.tokens[-1]} tokens")
+            return Declined(f"only for {self.tokens[0]} to {self.tokens[-1]} tokens")
         shape = (self.bucket(problem.num_tokens), problem.N, problem.K, problem.gated, problem.form)
         config = self.ready.get(shape)
         if config is None:
@@ -149,7 +149,7 @@ class CudaLinear(Generic[Config]):
                 else:
                     size = f"a matrix of {matrix.N} by {matrix.K}"
                     self.why_not = Declined(
-                        f"for all matrices of the layers or none: {size} has {config.why}"
+                        f"only for all matrices of the layers or none: {size} has {config.why}"
                     )
                     return None
                 variants |= dict.fromkeys(self._variants_of(matrix, config, bucket))

@@ -176,11 +176,11 @@ def _covers_parts(problem: problems.LinearProblem) -> problems.SplitConfig | Dec
     return problems.SplitConfig(parts) if parts > 1 else _FILLS_THE_GPU
 
 
-_MORE_THAN_DOTS = Declined(f"for up to {GEMV_MAX_M} tokens")
-_MORE_THAN_SMALL = Declined(f"for up to {MAX_SMALL_M} tokens")
+_MORE_THAN_DOTS = Declined(f"only for up to {GEMV_MAX_M} tokens")
+_MORE_THAN_SMALL = Declined(f"only for up to {MAX_SMALL_M} tokens")
 _TENSOR_CORES_WIN = Declined("tensor cores are faster for a matrix of this size")
 _LIBRARY_WINS = Declined("the library is faster for a matrix of this size")
-_ONE_RESULT = Declined("for 16-bit results that the next norm adds to the residual stream")
+_ONE_RESULT = Declined("only for 16-bit results that the next norm adds to the residual stream")
 _FILLS_THE_GPU = Declined("the whole product has a tile for each SM, or parts would take longer to add")
 _WAYS: tuple[Way[problems.LinearProblem, Plan | None], ...] = (
     Way("Triton, dot products", _covers_dots),

@@ -29,19 +29,19 @@ def _covers_few(problem: ExpertsProblem) -> str | Declined:
     if problem.few is None or not problem.few.num_ready:
         return Declined("needs a full Hopper GPU, bfloat16, no bias, no shared expert and supported sizes")
     last = problem.few.tokens[-1]
-    return "few" if problem.few.is_for(problem.num_tokens) else Declined(f"for up to {last} tokens")
+    return "few" if problem.few.is_for(problem.num_tokens) else Declined(f"only for up to {last} tokens")
 
 
 def _why_not_coded(problem: ExpertsProblem) -> str:
     """The reason why coded kernels that depend on the batch do not support a problem; "" if they do."""
     if not problem.is_coded or problem.has_bias or problem.invariant:
-        return "for coded weights without a bias, unless rows must be independent of each other"
+        return "only for coded weights without a bias, unless rows must be independent of each other"
     return ""
 
 
 def _covers_many(problem: ExpertsProblem) -> str | Declined:
     if problem.invariant or problem.has_bias:
-        return Declined("without a bias, unless rows must be independent of each other")
+        return Declined("only without a bias, unless rows must be independent of each other")
     if problem.is_coded and isinstance(unpacked := _covers_unpacked(problem), Declined):
         return unpacked
     is_many = problem.num_tokens * problem.num_choices >= MIN_ROWS * problem.num_experts
@@ -56,7 +56,7 @@ def _covers_unpacked(problem: ExpertsProblem) -> str | Declined:
         return Declined(why)
     is_many = problem.num_tokens * problem.num_choices > MAX_ROWS * problem.num_experts
     if not is_many or not problem.has_bands:
-        return Declined(f"for more than {MAX_ROWS} rows per expert, and matrices of whole bands")
+        return Declined(f"only for more than {MAX_ROWS} rows per expert, and matrices of whole bands")
     return "unpacked"
 
 
@@ -69,7 +69,7 @@ def _covers_grouped(problem: ExpertsProblem) -> str | Declined:
 
 
 def _covers_tiles(problem: ExpertsProblem) -> str | Declined:
-    return "tiles" if problem.is_coded else Declined("for coded weights")
+    return "tiles" if problem.is_coded else Declined("only for coded weights")
 
 
 EXPERT_WAYS: tuple[Way[ExpertsProblem, str], ...] = (

@@ -1,7 +1,7 @@
 """Kernel selection: every operation has a list of kernels, and the first one that covers a problem runs.
 
-    for way in ways:   covers(problem) ──► a launch                         this kernel runs
-                                       ──► Declined("for 1 to 8 tokens")    the next one is tried
+    for way in ways:   covers(problem) ──► a launch                              this kernel runs
+                                       ──► Declined("only for 1 to 8 tokens")    the next one is tried
 
 A problem consists of sizes and facts about the GPU, not of tensors, so the choice can also be computed for a
 GPU that is not present: `infer doctor --kernels MODEL --profile l4` prints it, with the reason why each
