@@ -17,7 +17,7 @@ throughput but no goodput.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -78,13 +78,16 @@ class Slo:
     tpot: float | None = None
     e2e: float | None = None
 
+    def __str__(self) -> str:
+        """Return the limits as `read_slo` reads them."""
+        return ",".join(f"{name}={limit:g}" for name, limit in asdict(self).items() if limit is not None)
+
     def is_met(self, trace: RequestTrace) -> bool:
         """Return True if a request met all limits."""
         if not trace.is_ok:
             return False
         seen = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2e": trace.e2e}
-        limits = {name: getattr(self, name) for name in seen}
-        return all(limit is None or seen[name] <= limit for name, limit in limits.items())
+        return all(limit is None or seen[name] <= limit for name, limit in asdict(self).items())
 
 
 def read_slo(text: str) -> Slo:

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,7 @@ def bench_server(
     _warm_up(endpoint, plan)
     jobs = {workload.name: partial(_bench, endpoint, workload, plan, tell, notes) for workload in workloads}
     rows, is_partial = run_rows(jobs, plan.repeats)
+    meaning = f"goodput and in SLO count requests within {plan.slo} (seconds)" if str(plan.slo) else ""
     return make_report(
         "serve",
         rows,
@@ -135,12 +136,12 @@ def bench_server(
             "transport": endpoint.url.partition("://")[0],
             "sent": dict(endpoint.extra),
             "prompts": "words" if plan.as_text else f"token ids below {plan.vocab_size}",
-            "slo": {name: getattr(plan.slo, name) for name in ("ttft", "tpot", "e2e")},
+            "slo": asdict(plan.slo),
         },
         seed=plan.seed,
         repeats=plan.repeats,
         warmup=plan.warmup,
-        notes=list(dict.fromkeys([*filter(None, [plan.note]), *notes])),
+        notes=list(dict.fromkeys([*filter(None, [plan.note, meaning]), *notes])),
         is_partial=is_partial,
         served_by=served.version,
     )

@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import msgspec
 
 from infer.bench.workloads import Arrival, Session, Turn, Workload
-from infer.errors import ConfigError
+from infer.errors import ConfigError, closest
 from infer.tools.typed_json import read_json
 
 MAX_LEN = 1 << 24  # tokens of one prompt or output
@@ -223,7 +223,7 @@ LOADS: dict[str, Callable[[random.Random, int, float], TraceRequest]] = {
 def draw_trace(name: str, *, num_requests: int, seed: int) -> list[TraceRequest]:
     """Return the requests of a built-in load; the same seed gives the same requests."""
     if name not in LOADS:
-        raise ConfigError(f"workload must be one of {', '.join(LOADS)}, got {name!r}")
+        raise ConfigError(f"workload must be one of {', '.join(LOADS)}, got {name!r}{closest(name, LOADS)}")
     rng = random.Random(f"{name} {seed}")
     requests: list[TraceRequest] = []
     now = 0.0

@@ -118,6 +118,8 @@ def test_a_server_is_benchmarked_into_a_report(server: ThreadServer) -> None:
     assert figures["num_errors"].values == [0, 0]
     assert figures["num_output_tokens"].values == [480, 480]
     assert figures["goodput_share"].median == 1
+    assert "goodput and in SLO count requests within ttft=60 (seconds)" in report.notes
+    assert report.config["slo"] == {"ttft": 60.0, "tpot": None, "e2e": None}
     assert figures["queue_mean_s"].median == pytest.approx(0.25)
     assert figures["num_preemptions"].median == 1
     assert figures["client_cpu_share"].median > 0

@@ -124,6 +124,11 @@ def test_knobs_and_a_config_file_reach_the_scheduler(infer: Infer, trace: Path, 
             ["--workload", "weather"],
             "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers",
         ),
+        (
+            ["--workload", "burst"],
+            "workload must be one of mixed, shared_prefix, long_prompts, bursty, newcomers, got 'burst'; did "
+            "you mean 'bursty'?",
+        ),
         (["--workload", "mixed", "--policy", "best"], "--policy must be all, or some of fcfs"),
         (["--workload", "mixed", "--trace", "a.jsonl"], "--trace and --workload both name a load;"),
         (["--trace", "absent.jsonl"], "cannot read absent.jsonl"),
