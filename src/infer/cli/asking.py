@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import shlex
 import stat
 import sys
 import threading
@@ -98,14 +99,18 @@ def open_llm(args: argparse.Namespace, observer: EngineObserver | None = None) -
     """Load the model that flags name; torch is imported here and not before."""
     knobs = flags.knobs_from(args)
     config = EngineConfig.from_knobs(**knobs)  # knobs that contradict each other are refused at once
-    adapters = list(config.adapters.modules)
-    if len(adapters) > 1:
-        raise ConfigError(f"{len(adapters)} LoRA adapters are named, but this command uses one; give one")
+    names = list(config.adapters.modules)
+    if len(names) > 1:
+        first, *_, last = config.adapters.lora_modules
+        hint = (
+            "" if "=" in last else f"; if {last!r} is the prompt, write --lora {shlex.quote(first)} before it"
+        )
+        raise ConfigError(f"{len(names)} LoRA adapters are named, but this command uses one; give one{hint}")
     with working(f"loading {knobs.get('model') or 'the default model'}: importing PyTorch"), importing():
         from infer.frontend.llm import LLM
 
     llm = LLM(**knobs, show_progress=True, observer=observer)
-    llm.adapter = "".join(adapters)
+    llm.adapter = "".join(names)
     if llm.has_chat_template:
         logger.info("chat template model=%s template=%s", llm.name, llm.encoder.template_in_use)
     return llm

@@ -127,10 +127,11 @@ class SpeculationConfig:
                 "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min are "
                 "for ngram; choose one with speculative_method, or leave the knobs of the other out"
             )
-        for name in ("adaptive_speculation", "synthetic_acceptance"):
+        for flag in ("--no-adaptive-speculation", "--synthetic-acceptance"):
+            name = flag.removeprefix("--no").strip("-").replace("-", "_")
             if self.speculative_decoding is None and not self.is_on and self._is_given(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is for drafts, and speculative decoding is off; "
+                    f"{name}={getattr(self, name)} ({flag}) needs drafts, and speculative decoding is off; "
                     f"turn it on with speculative_decoding, or leave {name} out"
                 )
 

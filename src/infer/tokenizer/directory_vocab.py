@@ -207,7 +207,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
+        said = error if isinstance(error, OSError) else "not text; give a directory or a tokenizer.json"
+        raise CheckpointError(f"cannot read {path}: {said}") from None
 
 
 def _nothing_found(directory: Path) -> str:

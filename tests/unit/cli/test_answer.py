@@ -74,3 +74,13 @@ def test_knobs_that_contradict_each_other_are_refused_before_torch_is_imported(
     args = build_parser().parse_args(["generate", "hi", "--preemption", "swap", "--swap-blocks", "0"])
     with pytest.raises(ConfigError, match="preemption=swap needs host memory"):
         open_llm(args)
+
+
+@pytest.mark.parametrize(
+    ("last", "hint"), [("hi", "; if 'hi' is the prompt, write --lora x=/nope before it"), ("y=/nope", "")]
+)
+def test_a_prompt_that_was_read_as_an_adapter_is_named(last: str, hint: str) -> None:
+    args = build_parser().parse_args(["generate", "--lora-modules", "x=/nope", last])
+    with pytest.raises(ConfigError) as caught:
+        open_llm(args)
+    assert str(caught.value) == (f"2 LoRA adapters are named, but this command uses one; give one{hint}")

@@ -145,9 +145,13 @@ def test_a_method_in_place_of_a_model_is_a_method() -> None:
         ({"synthetic_acceptance": 1.5}, "synthetic_acceptance must be at most 1, got 1.5"),
         (
             {"synthetic_acceptance": 0.5},
-            "synthetic_acceptance=0.5 is for drafts, and speculative decoding is",
+            r"synthetic_acceptance=0.5 \(--synthetic-acceptance\) needs drafts, and speculative decoding",
         ),
-        ({"adaptive_speculation": False}, "with speculative_decoding, or leave adaptive_speculation out"),
+        (
+            {"adaptive_speculation": False},
+            r"adaptive_speculation=False \(--no-adaptive-speculation\) needs drafts, .*; turn it on with "
+            "speculative_decoding, or leave adaptive_speculation out",
+        ),
         ({"prompt_lookup_max": 4, "suffix_max_answers": 3}, "choose one with speculative_method"),
         ({"speculative_method": "draft_model"}, "name them with draft_model"),
         ({"speculative_method": "tree"}, "speculative_method=tree needs the files of a drafter"),

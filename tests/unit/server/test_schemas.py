@@ -84,6 +84,7 @@ def test_an_unknown_field_is_refused_with_the_closest_name() -> None:
         (CompletionRequest, "input", "; this route takes prompt"),
         (EmbeddingRequest, "prompt", "; this route takes input"),
         (DetokenizeRequest, "prompt", "; this route takes tokens"),
+        (TokenizeRequest, "content", "; this route takes prompt"),
     ],
 )
 def test_a_field_of_another_route_is_refused_with_where_it_belongs(body: Any, field: str, hint: str) -> None:

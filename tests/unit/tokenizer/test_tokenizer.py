@@ -227,6 +227,11 @@ def test_unreadable_directories_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {}}')
     with pytest.raises(CheckpointError, match="cannot read"):
         Tokenizer.from_directory(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xc3")
+    with pytest.raises(
+        CheckpointError, match=r"model\.gguf: not text; give a directory or a tokenizer\.json"
+    ):
+        Tokenizer.from_directory(tmp_path / "model.gguf")
     (tmp_path / "tokenizer_config.json").write_text("[1")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         Tokenizer.from_directory(tmp_path)

@@ -488,6 +488,7 @@ class TokenizeRequest(Conversation):
     """`POST /tokenize`: a text, or a conversation."""
 
     is_answered = False
+    elsewhere = {"content": "this route takes prompt"}
     neutral = {"chat_template": CHAT_NEUTRAL["chat_template"]}
 
     model: Name | None = None

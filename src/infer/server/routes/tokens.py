@@ -29,12 +29,11 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         (ids,) = await encode_prompts(encoder, [body.prompt], "prompt", add_special=add_special)
     else:
         check_has_template(encoder)
-        options = body.chat_template_kwargs
         ids = await asyncio.to_thread(
             encoder.encode_chat,
             body.messages or [],
             tools=body.tools,
-            template_options=options,
+            template_options=body.chat_template_kwargs,
             opening=read_opening(body),
         )
     strings = None
