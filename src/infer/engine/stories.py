@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from infer.engine.stats import Histogram
 from infer.finish_reason import FinishReason
@@ -75,9 +76,6 @@ class EngineStory(msgspec.Struct, kw_only=True):
     begun_at: float = 0.0  # time of its first admission
     first_at: float = 0.0
     ended_at: float = 0.0
-    begun_step: int = 0
-    first_step: int = 0
-    ended_step: int = 0
     waited_steps: int = 0  # steps before its first admission
     finish_reason: FinishReason | None = None  # None: it has not ended
     error: str | None = None
@@ -108,8 +106,9 @@ class EngineStory(msgspec.Struct, kw_only=True):
     num_accepted: int = 0
     mask_s: float = 0.0  # seconds that steps waited for masks of any request while it ran
     num_jumped: int = 0  # forced tokens that were appended without a step for each
-    step_tokens: float = 0.0  # average number of tokens of a step while it decoded
-    num_prompts_beside: int = 0  # tokens of prompts that were computed while it decoded
+    num_steps: int = 0  # steps after its first token, without those while it was away
+    num_step_tokens: int = 0  # tokens of all requests in these steps
+    num_prompts_beside: int = 0  # tokens of others' prompts in these steps
     events: list[StoryEvent] = []
     num_omitted: int = 0  # events between the first and the last kept ones
     limits: EngineLimits = EngineLimits()
@@ -119,8 +118,8 @@ class _Life:
     """A request that has not ended: its story so far, and the engine's sums at its start."""
 
     __slots__ = (
-        "accepted_step", "away_since", "begun_before", "chunks_then", "group", "held_then", "last_events",
-        "masks_then", "num_lost", "story", "tokens_then",
+        "accepted_step", "away_since", "begun_before", "group", "held_then", "last_events", "masks_then",
+        "num_lost", "story", "work",
     )  # fmt: skip
 
     def __init__(self, request: Request, added_at: float) -> None:
@@ -134,9 +133,10 @@ class _Life:
             is_structured=params.structured is not None,
         )
         self.group: SequenceGroup | None = None
-        self.accepted_step = self.begun_before = self.chunks_then = 0
+        self.accepted_step = self.begun_before = 0
         self.held_then: tuple[float, ...] = ()
-        self.masks_then = self.tokens_then = self.away_since = 0.0
+        self.masks_then = self.away_since = 0.0
+        self.work = np.zeros(3, np.int64)  # `_work` of its own steps; while it runs, less the sums so far
         self.num_lost = 0  # tokens that its preempted sequence had computed
         self.last_events: deque[StoryEvent] | None = None
 
@@ -188,6 +188,11 @@ class Stories:
         sums[self.hold] += now - self._held_since
         return tuple(sums)
 
+    def _work(self) -> np.ndarray:
+        """Return the number of steps so far, of their tokens, and of their prompt tokens."""
+        steps = self._step_tokens
+        return np.array([sum(steps.counts), steps.total, self._chunk_tokens], np.int64)
+
     # -- events of a request ----------------------------------------------------------------------
 
     def add(self, request: Request, added_at: float) -> None:
@@ -218,18 +223,19 @@ class Stories:
             if life.away_since:
                 story.away_s += now - life.away_since
                 life.away_since = 0.0
+                life.work -= self._work()
             life.note(RETURNED, self._scheduler.step, now, seq.num_computed, len(self._scheduler.running))
             return
-        self._end_wait(life, now)
-        story.begun_at, story.begun_step = now, self._scheduler.step
+        self._end_wait(life, story, now)
+        story.begun_at = now
         story.num_cached, story.num_from_host = seq.num_computed, seq.num_from_host
         life.masks_then = self.mask_s
         self._num_begun += 1
 
-    def _end_wait(self, life: _Life, now: float) -> None:
+    def _end_wait(self, life: _Life, story: EngineStory, now: float) -> None:
         """Record the seconds that a request has waited for each reason since it was accepted."""
-        story, sums = life.story, self._sums(now)
-        story.held_s = tuple(after - before for after, before in zip(sums, life.held_then, strict=True))
+        pairs = zip(self._sums(now), life.held_then, strict=True)
+        story.held_s = tuple(after - before for after, before in pairs)
         story.waited_steps = self._scheduler.step - life.accepted_step
         story.num_overtakers = max(self._num_begun - life.begun_before - story.num_ahead, 0)
 
@@ -240,7 +246,7 @@ class Stories:
         if life is None:
             return
         if life.story.first_at:
-            life.chunks_then += num_tokens  # `num_prompts_beside` must not count its own tokens
+            life.work[-1] -= num_tokens  # `num_prompts_beside` must not count its own tokens
             return
         story = life.story
         story.num_chunks += 1
@@ -261,7 +267,8 @@ class Stories:
         story.num_swaps += num_moved > 0
         story.num_moved += num_moved
         life.num_lost = 0 if num_moved else num_computed
-        life.away_since = life.away_since or now
+        if not life.away_since:
+            life.away_since, life.work = now, life.work + self._work()
         kind = SWAPPED_OUT if num_moved else PREEMPTED
         life.note(kind, self._scheduler.step, now, num_computed, len(self._scheduler.running))
 
@@ -276,9 +283,8 @@ class Stories:
         if life is None or life.story.first_at:
             return
         story = life.story
-        story.first_at, story.first_step = self._clock(), self._scheduler.step
-        story.away_first_s = story.away_s
-        life.tokens_then, life.chunks_then = self._step_tokens.total, self._chunk_tokens
+        story.first_at, story.away_first_s = self._clock(), story.away_s
+        life.work = np.zeros(3, np.int64) if life.away_since else -self._work()
         if story.num_computed and not story.num_preemptions:
             self._prefill_s = MEMORY * self._prefill_s + story.first_at - story.begun_at
             self._prefill_tokens = MEMORY * self._prefill_tokens + story.num_computed
@@ -289,9 +295,9 @@ class Stories:
         if life is None:
             return
         story = life.story
-        story.ended_at, story.ended_step = self._clock(), self._scheduler.step
+        story.ended_at = self._clock()
         story.finish_reason, story.error = reason, None if error is None else error[:MAX_ERROR]
-        self._complete(life, story.ended_at)
+        self._complete(life, story, story.ended_at)
         del self._live[request_id]
         self._ended.pop(request_id, None)
         self._ended[request_id] = story
@@ -304,24 +310,18 @@ class Stories:
         """Return the current story of a request; None: it is unknown, or forgotten."""
         now = self._clock()
         if (life := self._live.get(request_id)) is not None:
-            kept = life.story
-            life.story = msgspec.structs.replace(kept, events=kept.events.copy())
-            try:
-                self._complete(life, now)
-                story = life.story
-            finally:
-                life.story = kept
+            story = msgspec.structs.replace(life.story, events=life.story.events.copy())
+            self._complete(life, story, now)
         elif (ended := self._ended.get(request_id)) is not None:
             story = ended
         else:
             return None
         return msgspec.structs.replace(story, now=now, limits=self._limits())
 
-    def _complete(self, life: _Life, now: float) -> None:
+    def _complete(self, life: _Life, story: EngineStory, now: float) -> None:
         """Fill the fields that are computed only at the end, or for a query."""
-        story, scheduler = life.story, self._scheduler
         if life.group is not None and not story.begun_at:
-            self._end_wait(life, now)
+            self._end_wait(life, story, now)
         if life.away_since:
             story.away_s += now - life.away_since
             story.is_away = story.finish_reason is None
@@ -334,9 +334,8 @@ class Stories:
         if story.begun_at and story.is_structured:
             story.mask_s = self.mask_s - life.masks_then
         if story.first_at:
-            num_steps = (story.ended_step or scheduler.step) - story.first_step
-            story.step_tokens = (self._step_tokens.total - life.tokens_then) / max(num_steps, 1)
-            story.num_prompts_beside = self._chunk_tokens - life.chunks_then
+            work = life.work if life.away_since else life.work + self._work()
+            story.num_steps, story.num_step_tokens, story.num_prompts_beside = work.tolist()
         for seq in () if life.group is None else life.group.sequences:
             if seq.finish_reason != FinishReason.DROPPED:
                 story.num_output += max(len(seq.tokens) - seq.num_prompt, 0)

@@ -131,11 +131,17 @@ def test_a_request_that_others_overtook_is_told_so() -> None:
 
 
 def preempted(**knobs: Any) -> Lives:
-    """Two requests that grow until one of them has to go."""
+    """Two requests that grew until one of them had to go."""
+    world = growing(**knobs)
+    world.run()
+    return world
+
+
+def growing(**knobs: Any) -> Lives:
+    """Two requests that will not both fit."""
     world = Lives(num_blocks=10, use_prefix_caching=False, **knobs)
     world.add("a", prompt_of(12), max_tokens=16)
     world.add("b", prompt_of(12, start=3), max_tokens=16)
-    world.run()
     return world
 
 
@@ -164,6 +170,31 @@ def test_what_was_swapped_says_how_many_blocks_moved() -> None:
     assert f"It was preempted once because the cache was full: {moved}, it was out for" in world.said("b")
     assert [event.kind for event in story.events] == [0, 2, 3]
     assert "swap_blocks" not in world.advice("b")
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize(
+    "knobs",
+    [{"preemption": "recompute"}, {"preemption": "swap", "num_host_blocks": 20, "cost": PreemptionCost()}],
+)
+def test_a_preempted_request_counts_only_the_steps_it_was_in(knobs: dict[str, Any], steps_ahead: int) -> None:
+    world = preempted(steps_ahead=steps_ahead, **knobs)
+    story, ids = world.story("b"), [chunk.seq_id for chunk in world.plans[0].chunks]
+    own = [plan for plan in world.plans if ids[1] in [chunk.seq_id for chunk in plan.chunks]]
+    own = own[1 + steps_ahead :]  # less those that ran before its first token was read
+    assert story.num_preemptions and len(own) < len(world.plans) - 3
+    assert story.num_steps == len(own)
+    assert story.num_step_tokens == sum(plan.chunks.num_tokens for plan in own)
+    assert f"It has generated 16 tokens in {len(own)} steps after the first" in world.said("b")
+
+
+def test_the_steps_of_a_request_do_not_grow_while_it_is_out() -> None:
+    world, seen = growing(), set()
+    while world.engine.has_work:
+        world.step()
+        story = world.story("b")
+        seen |= {(story.num_steps, story.num_step_tokens)} if story.is_away else set()
+    assert len(seen) == 1 and world.story("b").num_preemptions == 1
 
 
 def test_a_cached_prefix_says_what_it_saved() -> None:

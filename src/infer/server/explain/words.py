@@ -235,7 +235,6 @@ def _preemptions(story: EngineStory) -> str:
 
 
 def _decode(story: EngineStory, seconds: float) -> str:
-    num_steps = (story.ended_step or story.first_step) - story.first_step
     tokens = spell_count(story.num_output, "token")
     if story.num_output < 2:
         return f"It has generated {tokens}."
@@ -243,8 +242,8 @@ def _decode(story: EngineStory, seconds: float) -> str:
     beside = ""
     if story.num_prompts_beside:
         beside = f"; {story.num_prompts_beside:,} tokens of prompts were computed in these steps"
-    steps = f" in {spell_count(num_steps, 'step')} after the first" if num_steps else " so far"
-    size = f", steps of {story.step_tokens:.1f} tokens on average" if story.step_tokens else ""
+    steps = f" in {spell_count(story.num_steps, 'step')} after the first" if story.num_steps else ""
+    size = f", steps of {story.num_step_tokens / story.num_steps:.1f} tokens on average" if steps else ""
     return f"It has generated {tokens}{steps}, {pace}{size}{beside}."
 
 
