@@ -15,7 +15,7 @@ from infer.client.client import InProcessClient
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
-from infer.errors import ConfigError, RequestError
+from infer.errors import ConfigError, EngineLost, RequestError
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import open_model
 from infer.scheduling.request import Request, StepOutput
@@ -195,18 +195,40 @@ def test_what_the_engine_has_forgotten_the_server_still_knows(oracle: LLM) -> No
         await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers=headers)
         told = await story(http, "r")
         assert told["sentences"][0].startswith("Its engine has no record of it")
-        assert told["sentences"][1:] == ["It has generated 2 tokens.", "It ended with length."]
-        assert "no record of it" in (await http.get("/explain/r", headers={"accept": "text/plain"})).text
+        assert told["sentences"][1].startswith("The server had it for ")
+        assert told["sentences"][2].startswith("It has generated 2 tokens, ")
+        assert told["sentences"][-1].startswith("It ended with length: max_tokens or the end of the context")
+        text = (await http.get("/explain/r", headers={"accept": "text/plain"})).text
+        assert "no record of it" in text and "faster" not in text, "no rule can be applied"
 
     async def refused(http: httpx.AsyncClient) -> None:
         answer = await http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r"})
         assert answer.status_code == 422
         told = await story(http, "r")
-        assert told["sentences"][0].startswith("It was rejected, or failed before its first token: ")
-        assert told["sentences"][1:] == ["It ended with error."] and told["status"] == 422
+        assert told["sentences"][0] == "It was rejected, or failed before its first token."
+        assert told["sentences"][-1] == f"It ended with an error: {answer.json()['error']['message']}."
+        assert told["status"] == 422
 
     serve(oracle, ScriptedClient(speaks), script)
     serve(oracle, ScriptedClient(refuses), refused)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_error_of_an_engine_that_died_is_kept(oracle: LLM, is_stream: bool) -> None:
+    async def dies(request: Request) -> AsyncGenerator[StepOutput, None]:
+        yield outputs_of(request, [300, 301])[0]
+        raise EngineLost("signal 9 (Killed) ended the engine process")
+
+    async def script(http: httpx.AsyncClient) -> None:
+        body = {"prompt": "x", "max_tokens": 2, "stream": is_stream}
+        answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "r"})
+        assert "signal 9 (Killed)" in answer.text
+        told = await story(http, "r")
+        assert told["prompts"][0]["output_tokens"] == 1 and told["state"] == "ended"
+        assert "It ended with an error: signal 9 (Killed) ended the engine process." in told["sentences"]
+        assert told["prompts"][0]["error"] == "signal 9 (Killed) ended the engine process"
+
+    serve(oracle, ScriptedClient(dies), script)
 
 
 def test_a_body_of_many_prompts_has_a_story_for_the_first_ones(oracle: LLM, engine: InProcessClient) -> None:

@@ -282,7 +282,7 @@ def test_a_request_that_was_aborted_while_it_waited() -> None:
     gone = ServedRequest(
         request_id="r", owner="", path="/", arrived_at=100.0, arrived=0.0, key="k", marks=[], is_gone=True
     )
-    assert sentences(world.story("b"), gone)[-1] == "It was aborted: its client left before the end."
+    assert [*sentences(world.story("b"), gone)][-1] == "It was aborted: its client left before the end."
 
 
 def test_a_request_that_failed_says_why() -> None:
@@ -299,7 +299,7 @@ def test_a_stop_string_is_the_servers_to_tell() -> None:
     world.step()
     world.abort("a", 0)
     part = ServedPart(engine_id="a", model="m", engine="0", submitted_at=0.0, finish_reason=FinishReason.STOP)
-    assert sentences(world.story("a"), None, part)[-1].startswith("It ended with stop")
+    assert [*sentences(world.story("a"), None, part)][-1].startswith("It ended with stop")
 
 
 def test_a_running_request_is_told_as_far_as_it_is() -> None:
@@ -339,12 +339,12 @@ def test_a_constraint_is_being_compiled_and_fails() -> None:
     world.add("a", [5], structured=Structured(kind="regex", text="(", param="guided_regex"))
     story = world.engine.explain("a")
     assert story is not None and state_of(story) == "compiling"
-    assert sentences(story)[0].startswith("Its constraint is being compiled, for ")
+    assert [*sentences(story)][0].startswith("Its constraint is being compiled, for ")
     assert woken.acquire(timeout=60)
     world.engine.step()
     story = world.engine.explain("a")
     assert story is not None and story.finish_reason == "error"
-    assert sentences(story)[0].startswith("Its constraint could not be compiled, which took ")
+    assert [*sentences(story)][0].startswith("Its constraint could not be compiled, which took ")
 
 
 def test_only_the_last_stories_are_kept_and_none_where_they_are_off() -> None:
@@ -387,7 +387,7 @@ def test_a_step_that_was_under_way_is_no_fault_of_the_server() -> None:
         marks=[("parse", 100.1), ("tokenize", 100.4), ("load", 101.9), ("submit", 102.0)], ended_at=115.0,
     )  # fmt: skip
     part = ServedPart(engine_id="a", model="m", engine="0", submitted_at=102.0)
-    assert sentences(story, served, part)[:2] == [
+    assert [*sentences(story, served, part)][:2] == [
         "The server had it for 2.0 s before it went to the engine (reading the body 100 ms, tokenizing "
         "300 ms, loading the model 1.5 s, picking an engine 100 ms).",
         "The engine, which accepts requests between two steps, received it 3.0 s later.",

@@ -45,10 +45,7 @@ async def explain(fleet: Fleet, name: str, owner: str | None) -> dict[str, Any] 
         "created": int(served.arrived),
         "status": served.status or None,
         "state": "ended" if served.ended_at else slowest["state"],
-        "total_ms": slowest["total_ms"],
-        "milliseconds": slowest["milliseconds"],
-        "sentences": slowest["sentences"],
-        "advice": slowest["advice"],
+        **{key: slowest[key] for key in ("total_ms", "milliseconds", "sentences", "advice")},
         "num_prompts": served.num_parts,
         "prompts": prompts,
     }
@@ -99,22 +96,25 @@ async def _count_alike(fleet: Fleet, served: ServedRequest, part: ServedPart) ->
 
 def _without_engine(served: ServedRequest, part: ServedPart) -> dict[str, Any]:
     """Return the story of a request without its engine's part."""
-    first = part.first_at or part.last_at or served.ended_at or part.submitted_at
+    first = part.first_at or served.ended_at or part.submitted_at
     seconds = {"API": part.submitted_at - served.arrived_at, "engine": first - part.submitted_at}
     if part.last_at:
         seconds |= {"decode": part.last_at - first, "out": max(served.ended_at - part.last_at, 0.0)}
     said = [FORGOTTEN]
     if served.error is not None and not part.first_at:
-        said = [f"It was rejected, or failed before its first token: {served.error}"]
-    if part.num_tokens:
-        said.append(f"It has generated {words.spell_count(part.num_tokens, 'token')}.")
+        said = ["It was rejected, or failed before its first token."]
+    story = EngineStory(
+        request_id=part.engine_id, added_at=part.submitted_at, first_at=part.first_at, ended_at=part.last_at,
+        finish_reason=part.finish_reason, error=served.error, num_output=part.num_tokens,
+    )  # fmt: skip
     if part.finish_reason is not None:
-        said.append(f"It ended with {part.finish_reason}.")
+        said += words.sentences(story, served, part)
     return {
         "engine_id": part.engine_id,
         "engine": part.engine,
         "state": "ended" if part.finish_reason is not None else "unknown",
         "finish_reason": part.finish_reason,
+        "error": served.error,
         "output_tokens": part.num_tokens,
         "total_ms": words.to_ms(sum(seconds.values())),
         "milliseconds": {stage: words.to_ms(value) for stage, value in seconds.items()},
@@ -144,7 +144,7 @@ def to_json(story: EngineStory, served: ServedRequest, part: ServedPart, alike: 
         "longest_gap_ms": words.to_ms(part.longest_gap_s),
         "total_ms": words.to_ms(sum(seconds.values())),
         "milliseconds": {stage: words.to_ms(value) for stage, value in seconds.items()},
-        "sentences": words.sentences(story, served, part),
+        "sentences": [*words.sentences(story, served, part)],
         "advice": advise(Case(story, seconds, alike, words.taken_s(story, part), words.load_s(served))),
         "queue": {
             "steps": story.waited_steps,

@@ -89,12 +89,8 @@ def state_of(story: EngineStory) -> str:
 
 def sentences(
     story: EngineStory, served: ServedRequest | None = None, part: ServedPart | None = None
-) -> list[str]:
-    """Return the story of a request as a list of sentences."""
-    return list(_sentences(story, served, part))
-
-
-def _sentences(story: EngineStory, served: ServedRequest | None, part: ServedPart | None) -> Iterator[str]:
+) -> Iterator[str]:
+    """Yield the sentences of a request's story."""
     seconds = stages(story, served, part)
     if served is not None:
         yield _api(seconds["API"], served)
@@ -307,6 +303,7 @@ def held_ms(story: EngineStory) -> dict[str, float]:
 
 def to_text(title: str, seconds: Mapping[str, float], said: Sequence[str], advice: Sequence[str]) -> str:
     """Format the whole story as plain text."""
-    lines = [title, "", *bar(seconds), "", *said, ""]
-    lines += ["What would have made it faster:", *(f"- {each}" for each in advice)]
+    lines = [title, "", *bar(seconds), "", *said]
+    if advice:
+        lines += ["", "What would have made it faster:", *(f"- {each}" for each in advice)]
     return "\n".join(lines) + "\n"
