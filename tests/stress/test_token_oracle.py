@@ -168,7 +168,7 @@ def test_every_request_gets_its_own_tokens(number: int, squeeze: dict[str, Any])
 def test_no_adapter_reads_what_another_has_cached(number: int, squeeze: dict[str, Any]) -> None:
     world = make_world(pairwise_rows()[number] | squeeze, adapters=("a", "b"))
     Traffic(world, f"adapters {number}", num_requests=40).run()
-    assert world.verify() > 5  # max_batch_size=1 takes no n > 1
+    assert world.verify() > 3  # max_batch_size=1 takes no n > 1
     world.check_idle()
 
 
