@@ -425,11 +425,12 @@ class Server:
     def stop(self) -> int:
         """End it as a service manager does; returns the exit code."""
         self.process.terminate()
-        try:
-            return self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        with self.process:  # closes its pipe
+            try:
+                return self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                return self.process.wait()
 
 
 def _children(pid: int) -> list[int]:

@@ -139,10 +139,7 @@ def test_an_engine_that_runs_out_of_memory_ends_its_requests_and_is_replaced(
             endings = ask_while(server, lambda pid=engine: os.kill(pid, signal.SIGKILL))
             assert len(endings) == NUM_STREAMS
             for ending in endings:
-                assert (
-                    "the engine process ended with signal 9 (Killed), which the system sends when memory"
-                    in ending
-                ), ending
+                assert "the engine process ended with signal 9 (Killed)" in ending, ending
             wait_until(lambda: is_served(server.url), 60)
             assert complete(server.url, "The river") == expected
             assert server.metrics()["infer_engine_restarts_total"] == number + 1
