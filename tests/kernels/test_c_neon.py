@@ -107,7 +107,7 @@ def test_a_group_takes_the_cycles_that_were_measured(loops: dict[str, list[str]]
     """As LLVM models a Neoverse N1: its own model is there from version 17 on."""
     analyzer = next((path for name in ANALYZERS if (path := shutil.which(name)) and is_recent(path)), None)
     if analyzer is None:
-        pytest.skip("no llvm-mca from 17 on; on Debian: apt-get install llvm-19")
+        pytest.skip("needs llvm-mca 17 or later; on Debian: apt-get install llvm-19")
     if any("smmla" in text for body in loops.values() for text in body):
         pytest.skip("measured on a processor without i8mm")
     for name, measured in MEASURED.items():

@@ -2,7 +2,7 @@
 
 Each API process keeps the requests that it is serving, and the last ones that it has served. A request
 belongs to the API key that it came with: it is found only by an id and its *owner* together, so that an id
-that somebody else chose, guessed or saw reveals nothing.
+that was chosen, guessed or seen by the owner of another key reveals nothing.
 
     x-request-id: req-7f             the id of a response: chatcmpl-KEY, cmpl-KEY, msg_KEY or resp_KEY
     req-7f/chatcmpl-KEY-0            the id in the engine and the log; any of these finds the request

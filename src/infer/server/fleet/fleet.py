@@ -322,7 +322,7 @@ class Fleet:
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
         """Wake the engines of a sleeping model; None: there is none, or it has another config."""
-        model, _ = self._asleep.pop(name, (None, 0))  # nobody else closes a model that wakes
+        model, _ = self._asleep.pop(name, (None, 0))  # so that only this task can close it
         if model is None:
             return None
         self._note_asleep()

@@ -157,7 +157,7 @@ class OnDemand:
     def _forget(self, name: str, ended: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not ended.cancelled():
-            ended.exception()  # marks it as retrieved, even if nobody waits any more
+            ended.exception()  # marks it as retrieved, even if no request waits any more
 
     async def _make_room(self) -> None:
         if self._leaving:

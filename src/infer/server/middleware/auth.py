@@ -15,7 +15,7 @@ or as `x-api-key: KEY`, as Anthropic's clients do.
 
 With `cache_isolation=key`, a keyed hash of the API key is stored in the request's record and becomes part of
 the salt of its prompts, so that two keys share no cached prefix. The hash is keyed with a secret that is
-derived from all API keys: every API process has the same secret, and nobody can compute it without them.
+derived from all API keys: every API process has the same secret, which cannot be computed without them.
 
 A plain hash of the API key is the asker, by which an alias of several models chooses one (state.py).
 """

@@ -3,8 +3,8 @@
     [ is_starting | is_draining | running requests of each process | connections of each process ]
 
 Every process writes its own counts; process 0 also writes the two flags, and resets the requests of a process
-that died. A read is a load from memory, so a drain stops all processes at the same moment and nobody waits
-for a message.
+that died. A read is a load from memory, so a drain stops all processes at the same moment, without a
+message.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class LiveFeed:
 
     async def next(self, seen: LiveSnapshot | None) -> LiveSnapshot:
         """Wait for a snapshot after `seen`; all waiters share one request."""
-        if monotonic() - self._asked_at > 2 * MAX_INTERVAL_S:  # nobody has watched for a while
+        if monotonic() - self._asked_at > 2 * MAX_INTERVAL_S:  # no page has asked for a while
             self._last = None
         while self._last is None or (seen is not None and self._last.number == seen.number):
             if self._asking is None:
