@@ -87,8 +87,9 @@ class KnowingModel(Knowing):
         """One draft for each place."""
         return [self._drafts(seq, len(seq.drafts)) for seq in self._begun]
 
-    def note(self, plan: StepPlan) -> None:
-        """See a plan: nothing to do."""
+    def note(self, plan: StepPlan) -> bool:
+        """See a plan: nothing to do, and no head that may skip it."""
+        return False
 
     def take_missed(self) -> int:
         """The number of missed tokens: it computes none."""

@@ -57,8 +57,9 @@ class MadeUpDrafts:
     def __init__(self) -> None:
         self._sequences: Sequence[sequence.Sequence] = ()
 
-    def note(self, plan: StepPlan) -> None:
-        """Ignore a plan that is about to run."""
+    def note(self, plan: StepPlan) -> bool:
+        """Ignore a plan that is about to run, and return False: there is no head."""
+        return False
 
     def is_ready(self, seq: sequence.Sequence) -> bool:
         """Return True, because drafts are always possible."""

@@ -72,21 +72,20 @@ class DraftHead(DraftModel):
         self._gaps = set[int]()  # blocks with entries that the head has not written; ~block: in host memory
         self._num_idle = 0  # steps since a row had drafts, or since a sequence began that may get some
 
-    def note(self, plan: StepPlan) -> None:
-        """Record which rows sample, and the new blocks of tables: the head needs them before the model."""
+    def note(self, plan: StepPlan) -> bool:
+        """Record which rows sample, and the new blocks of tables; True: the head may skip the step."""
         super().note(plan)
-        self._changes = list(plan.table_changes)
+        self._changes = list(plan.table_changes)  # the head needs them before the model
         chunks, state, is_plain = plan.chunks, self._state, plan.chunks.is_repeated
         self._num_idle = 0 if state.num_drafts else self._num_idle + 1
-        if plan.transfers:
-            self._move(plan.transfers)
+        self._move(plan.transfers)
         if not is_plain:
             is_plain = bool((chunks.stops - chunks.starts == 1).all() and chunks.draws.all())
             begins = chunks.draws & (self._drawn[chunks.rows] != state.tenancy[chunks.rows])
             if numbers := begins.nonzero()[0].tolist():
                 self._begin(chunks, numbers)
-        state.is_unseen, size = is_plain and not self._follows, state.block_size
-        if state.is_unseen:
+        is_unseen, size = is_plain and not self._follows, state.block_size
+        if is_unseen:
             self._is_seen[chunks.rows] = False
             self._gaps.update(state.tables[0, chunks.rows, chunks.starts // size].tolist())
         elif self._gaps:
@@ -94,6 +93,7 @@ class DraftHead(DraftModel):
             for number in (firsts < stops).nonzero()[0].tolist():
                 begun = state.tables[0, chunks.rows[number], firsts[number] : stops[number]]
                 self._gaps.difference_update(begun.tolist())
+        return is_unseen
 
     def _begin(self, chunks: Chunks, numbers: list[int]) -> None:
         """Find out which rows that sample for the first time in their tenancy may get drafts."""

@@ -114,8 +114,8 @@ class DraftModel:
         """True if drafts may be read after the step that verifies them is launched."""
         return self._target is not None
 
-    def note(self, plan: StepPlan) -> None:
-        """Record the table changes of a plan, and discard drafts for a plan that did not run."""
+    def note(self, plan: StepPlan) -> bool:
+        """Record the table changes of a plan, and discard drafts of a plan that did not run: `Drafter`."""
         self._judging = plan.step
         if self._target is not None:
             self._target.expect(None)
@@ -125,6 +125,7 @@ class DraftModel:
         self._changes += plan.table_changes
         if len(self._changes) > MOST_CHANGES:  # no drafts for long: rows start again, with whole tables
             self._changes, self._host = [], self._new_host()
+        return False
 
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a sequence now: always, because it can catch up with any text."""
@@ -333,7 +334,6 @@ class DraftModel:
 
     def _blocks(self, seq: Sequence) -> list[int]:
         """Return the blocks of a sequence in the first table, which the draft model uses."""
-        blocks: list[int] = self._state.tables[
-            0, seq.row, : seq.num_reserved // self._state.block_size
-        ].tolist()
+        num_blocks = seq.num_reserved // self._state.block_size
+        blocks: list[int] = self._state.tables[0, seq.row, :num_blocks].tolist()
         return blocks

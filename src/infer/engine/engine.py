@@ -400,9 +400,8 @@ class Engine:
                     self._requests.begin(seq)
         self._is_guided = self._guided.are_in(plan)
         try:
-            if speculation is not None:
-                speculation.complete(plan)
-            order = self._host.order(plan, awaits_masks=self._is_guided)
+            is_unseen = speculation is not None and speculation.complete(plan)
+            order = self._host.order(plan, awaits_masks=self._is_guided, is_unseen=is_unseen)
             launched_at = self._clock() if self._has_pace or self._live.is_on else 0.0
             step = self._device.run(order)
             if speculation is not None:

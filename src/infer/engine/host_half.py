@@ -80,9 +80,9 @@ class HostHalf:
         self._reads_prompt = np.zeros(num_rows, dtype=bool)  # rows of embeddings, or with prompt logprobs
         self._steady: StepOrder | None = None  # the last order, if all of its rows decode
 
-    def order(self, plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
-        """Return the order of a plan; with `awaits_masks` it is sampled later, when masks are filled."""
-        flags = (AWAITS_MASKS if awaits_masks else 0) | (UNSEEN if self._state.is_unseen else 0)
+    def order(self, plan: StepPlan, *, awaits_masks: bool = False, is_unseen: bool = False) -> StepOrder:
+        """Return the order of a plan; `awaits_masks`: sampled later; `is_unseen`: a head may skip it."""
+        flags = (AWAITS_MASKS if awaits_masks else 0) | (UNSEEN if is_unseen else 0)
         steady = self._steady
         if steady is not None and plan.chunks.is_repeated:
             tables, transfers = _diffs(plan.table_changes), _moves(plan)

@@ -57,8 +57,8 @@ class Drafter(Protocol):
     def collect(self) -> Seq[Seq[int]]:
         """Return the drafts that were begun, sequence by sequence."""
 
-    def note(self, plan: StepPlan) -> None:
-        """Record a plan that is about to run, with or without drafts."""
+    def note(self, plan: StepPlan) -> bool:
+        """Record a plan that is about to run, with or without drafts; True: a head may skip its step."""
 
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a running sequence now; False: only after its next step."""
@@ -170,17 +170,18 @@ class Speculation:
         self._pause = min(max(2 * self._pause, 2), LONGEST_PAUSE) if is_in_vain else 0
         self._pause_end = self._scheduler.step + self._pause
 
-    def complete(self, plan: StepPlan) -> None:
-        """Let a draft model fill the places of a plan whose blocks are reserved."""
+    def complete(self, plan: StepPlan) -> bool:
+        """Let a draft model fill the places of a plan; return True if a draft head may skip its step."""
         if self._drafter is None:
-            return
-        self._drafter.note(plan)
+            return False
+        is_unseen = self._drafter.note(plan)
         self._scheduler.state.ahead = 0
         self._drafted = [seq for seq in plan.chunks.sequences if seq.drafts]
         if self._drafted:
             self._drafter.begin(self._drafted)
             if not self._drafter.is_late:
                 self._fill()
+        return is_unseen
 
     def settle(self, order: StepOrder) -> None:
         """Write drafts into an order that was launched before they were known."""

@@ -90,7 +90,6 @@ class BatchState:
         self.sequences: list[Sequence] = []  # running sequences by sort key, one per column
         self.version = 0  # changes whenever a sequence enters or leaves
         self.num_drafts = 0  # proposed drafts of all sequences that are not launched yet
-        self.is_unseen = False  # True: a draft head may skip the last planned step
         self.ahead = 0  # additional slots that the next plan reserves for each column
         self.num_steady = 0  # number of coming steps that may repeat a plan in which every column decodes
         self.tables = np.zeros((num_tables, max_sequences, max_blocks), dtype=np.int64)

@@ -159,9 +159,9 @@ def test_an_interrupt_in_a_launch_that_preempts_sends_no_token_that_is_not_known
         world.add(name, prompt_of(4, start=number), max_tokens=12)
     run, order_of, preempted = world.runner.run, world.engine._host.order, list[int]()
 
-    def note(plan: StepPlan, *, awaits_masks: bool = False) -> StepOrder:
+    def note(plan: StepPlan, **facts: bool) -> StepOrder:
         preempted[:] = plan.preempted
-        return order_of(plan, awaits_masks=awaits_masks)
+        return order_of(plan, **facts)
 
     def interrupt(order: StepOrder) -> PendingStep:
         if preempted:
