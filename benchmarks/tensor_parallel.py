@@ -56,7 +56,7 @@ def load(shape: str, config: EngineConfig, rank: Rank) -> LoadedModel:
 
 def serve(launch: RankLaunch) -> None:
     """Be a rank other than 0, with random weights."""
-    config = EngineConfig.from_knobs(**launch.knobs)
+    config = launch.config
     link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
     loaded = load(os.environ[SHAPE], config, rank_of(config, launch.rank))
     serve_rank(loaded, link, lambda: rank_process._report_done(launch.report))

@@ -21,16 +21,18 @@ import importlib
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from infer.cluster.child import Orders, ReplicaProcess
+from infer.cluster.child import ReplicaLaunch, ReplicaProcess
 from infer.cluster.front import build_front
 from infer.cluster.placing import import_ray
 from infer.cluster.replicas import RemoteServer, ReplicaSet
-from infer.cluster.serve import bundle_of, orders_of
+from infer.cluster.serve import bundle_of, replica_launch
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError
@@ -58,9 +60,9 @@ class _Relayed(Response):
 class ServeReplica:
     """A Serve replica: an infer server in a process of its own, and the front that forwards to it."""
 
-    def __init__(self, orders: Orders, key: str, config: ServerConfig) -> None:
-        server = orders["server"] | {"host": "127.0.0.1", "port": 0}
-        self._process = ReplicaProcess(orders | {"server": server})
+    def __init__(self, launch: ReplicaLaunch, key: str, config: ServerConfig) -> None:
+        server = replace(launch.server, host="127.0.0.1", port=0)
+        self._process = ReplicaProcess(msgspec.structs.replace(launch, server=server))
         replicas = ReplicaSet()
         replicas.servers.append(RemoteServer(0, self._process.wait_ready(), key))
         self._replicas = replicas
@@ -108,4 +110,4 @@ def app(args: Mapping[str, Any]) -> Any:
             return _Relayed(self.front)
 
     made = serve.deployment(InferReplica, ray_actor_options=options, **deployment)
-    return made.bind(orders_of(models, config, key, "info"), key, config)
+    return made.bind(replica_launch(models, config, key, "info"), key, config)

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "frontend", "client", "engine", "scheduling", "loader", "sampling", "constraints", "tokenizer",
         "dialects", "tools",
     },
-    "cluster": {"server"},  # servers on other machines: it forwards HTTP, and knows no engine
+    "cluster": {"server", "client"},  # servers on other machines: it forwards HTTP, and knows no engine
     "ray": {"cluster", "server"},  # what Ray Serve imports
     "bench": {
         "frontend", "tools", "client", "engine", "scheduling", "execution", "cache", "kernels", "loader",

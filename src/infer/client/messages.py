@@ -21,11 +21,12 @@ Nothing is pickled: both ends know the types below, and bytes that match no type
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from infer import errors
+from infer.config.settings import EngineConfig
 from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
@@ -58,7 +59,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an engine process: the first line of its standard input, as JSON."""
 
     endpoints: list[str]  # the unix sockets to connect to, one for each API process
-    knobs: dict[str, Any]  # knobs of the EngineConfig
+    config: EngineConfig
     log_level: str
     spawned_at: float = 0.0  # perf_counter seconds, a clock that processes share; 0: unknown
     replica: Replica = ALONE
@@ -69,7 +70,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a rank's process: the first line of its standard input, as JSON."""
 
-    knobs: dict[str, Any]
+    config: EngineConfig
     rank: int
     size: int
     memory: int  # file descriptor of the shared memory
@@ -86,14 +87,15 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None  # the error of a rank that failed to start
 
 
-class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
+class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of a node after the first, if a program starts it: the first line of its input."""
 
-    knobs: dict[str, Any]
+    config: EngineConfig
     log_level: str
     token: str  # the secret of the nodes
 
 
+TOKEN = "INFER_RANK_TOKEN"  # environment variable with the secret of the nodes
 DONE = b"done"  # line that a rank's process reports after each part of its startup
 
 

@@ -1,7 +1,7 @@
 """Estimate the memory that a model will take before it is loaded: `python -m infer.client.planned`.
 
 The plan needs PyTorch, which the server's process never imports, so a separate process makes it
-(tools/memory_plan.py): knobs on its standard input, the bytes or an error on its standard output, as JSON.
+(tools/memory_plan.py): settings on its standard input, the bytes or an error on its standard output, as JSON.
 
 On a CPU, a cache without an explicit size takes a share of the memory that is free when it is allocated. So a
 plan includes the number of blocks: a model that is loaded later, with more or less free memory, gets exactly
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -39,7 +39,7 @@ class Planned:
 def plan_model(config: EngineConfig) -> Planned:
     """Plan the memory of an engine with these settings."""
     process = spawn("infer.client.planned")
-    output = process.communicate(msgspec.json.encode(config.knobs()))[0]
+    output = process.communicate(msgspec.json.encode(config))[0]
     try:
         found = msgspec.json.decode(output.splitlines()[-1], type=Planned | Failure)
     except (IndexError, msgspec.DecodeError):
@@ -50,10 +50,9 @@ def plan_model(config: EngineConfig) -> Planned:
     return found
 
 
-def _plan(knobs: dict[str, Any]) -> Planned:
+def _plan(config: EngineConfig) -> Planned:
     from infer.tools.memory_plan import find_headers, find_machine, plan_memory
 
-    config = EngineConfig.from_knobs(**knobs)
     load, cache = config.load, config.cache
     machine = find_machine(load.device, None, cache.device_memory)
     headers = find_headers(
@@ -68,7 +67,7 @@ def _plan(knobs: dict[str, Any]) -> Planned:
 def main() -> None:
     """Plan one model, from standard input to standard output."""
     try:
-        found: Planned | Failure = _plan(msgspec.json.decode(sys.stdin.buffer.read()))
+        found: Planned | Failure = _plan(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
     except InferError as error:
         found = to_failure(error)
     print(msgspec.json.encode(found).decode())

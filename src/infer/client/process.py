@@ -391,7 +391,7 @@ def main(make_engine: Callable[..., Engine] = load_engine) -> int:
             recorder = None if launch.record is None else open_recorder(launch.record)
             if launch.record is not None:
                 make_engine = partial(make_engine, observer=recorder)
-            engine = make_engine(take_place(EngineConfig.from_knobs(**launch.knobs), launch.replica))
+            engine = make_engine(take_place(launch.config, launch.replica))
             if isinstance(recorder, Recorder):
                 recorder.goes_on = engine.remake is not None
             set_up = partial(_set_up, launch)

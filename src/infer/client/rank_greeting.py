@@ -33,6 +33,7 @@ import msgspec
 import torch
 
 from infer import __version__
+from infer.client.messages import TOKEN
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.machine import device_facts
 from infer.errors import ConfigError
@@ -40,7 +41,7 @@ from infer.loader.find.source import resolve_model
 
 logger = logging.getLogger(__name__)
 
-TOKEN, TOKEN_FILE = "INFER_RANK_TOKEN", "INFER_RANK_TOKEN_FILE"
+TOKEN_FILE = "INFER_RANK_TOKEN_FILE"
 MIN_TOKEN_LEN: Final = 16
 GREETING_S: Final = 10.0  # time limit of the handshake
 RETRY_S: Final = 0.5  # seconds until a node retries

@@ -270,10 +270,10 @@ def _start_ranks(
     group: _Group, config: EngineConfig, ranks: range, memory: int, num_threads: int
 ) -> list[threading.Thread]:
     """Start the processes of ranks, a thread for each, and a thread that watches them."""
-    knobs, level, threads = config.knobs(), log_level(), []
+    level, threads = log_level(), list[threading.Thread]()
     for rank in ranks:
         launch = RankLaunch(
-            knobs=knobs, rank=rank, size=config.load.num_ranks, memory=memory, report=-1,
+            config=config, rank=rank, size=config.load.num_ranks, memory=memory, report=-1,
             num_threads=num_threads, log_level=level,
         )  # fmt: skip
         started = threading.Event()

@@ -17,8 +17,8 @@ from typing import NoReturn
 import torch
 
 from infer.client.load import check_ranks, node_device
-from infer.client.messages import NodeLaunch
-from infer.client.rank_greeting import TOKEN, facts_of, join, read_token
+from infer.client.messages import TOKEN, NodeLaunch
+from infer.client.rank_greeting import facts_of, join, read_token
 from infer.client.rank_group import serve_ranks
 from infer.client.spawn import take_orders
 from infer.config.settings import EngineConfig
@@ -52,7 +52,7 @@ def main() -> int:
     setup_logging(launch.log_level)
     os.environ[TOKEN] = launch.token
     try:
-        serve_node(EngineConfig.from_knobs(**launch.knobs))
+        serve_node(launch.config)
     except InferError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,6 @@ import msgspec
 from infer.client.imports import quick_imports
 from infer.client.messages import DONE, RankLaunch, to_failure
 from infer.client.spawn import EXIT_ORPHANED, take_orders
-from infer.config.settings import EngineConfig
 from infer.errors import DeviceLost, InferError, RanksEnded
 from infer.log import setup_logging
 
@@ -56,7 +55,7 @@ def _serve(launch: RankLaunch) -> None:
         from infer.loader.headers import read_headers
 
     use_threads(launch.num_threads)
-    config = EngineConfig.from_knobs(**launch.knobs)
+    config = launch.config
     link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
     loaded = load_part(config, read_headers(source), rank_of(config, launch.rank))

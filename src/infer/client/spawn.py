@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import msgspec
 
+from infer.errors import EngineError
+
 T = TypeVar("T")
 
 STDIN = 0
@@ -44,12 +46,12 @@ def spawn(
         stdout=subprocess.PIPE if is_piped else None,
         stderr=subprocess.STDOUT if is_piped else None,
         pass_fds=pass_fds,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         start_new_session=leads,  # Ctrl-C reaches only us, and `killpg` its children
     )
 
 
-def give_orders(process: subprocess.Popen[bytes], orders: object) -> None:
+def give_orders(process: subprocess.Popen[bytes], orders: msgspec.Struct) -> None:
     """Write the first line of a process's standard input; ignore a process that is already dead."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
@@ -71,7 +73,7 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
         if not piece:
             os._exit(EXIT_ORPHANED)
         line += piece
-    orders = msgspec.json.decode(line, type=kind)
+    orders = read_orders(line, kind)
 
     def wait_for_the_end() -> None:
         while os.read(STDIN, 4096):
@@ -81,6 +83,14 @@ def take_orders(kind: type[T], on_orphaned: Callable[[T], None] = lambda orders:
 
     threading.Thread(target=wait_for_the_end, name="infer-lifeline", daemon=True).start()
     return orders
+
+
+def read_orders(line: bytes | bytearray, kind: type[T]) -> T:
+    """Decode a line of orders."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.DecodeError as error:  # its text has names and types, and no keys or secrets
+        raise EngineError(f"{len(line)} bytes of orders are not a {kind.__name__}: {error}") from None
 
 
 def spell_end(exit_code: int) -> str:

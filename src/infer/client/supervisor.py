@@ -109,7 +109,7 @@ class EngineProcess(EngineLink):
         threading.Thread(target=self._wait_for_exit, name="infer-engine-wait", daemon=True).start()
         launch = Launch(
             endpoints=self.endpoints,
-            knobs=config.knobs(),
+            config=config,
             log_level=log_level(),
             spawned_at=perf_counter(),
             replica=options.replica,

@@ -1,6 +1,6 @@
 """A replica's process: an ordinary server that gets its orders on standard input, which is also its lifeline.
 
-    python -m infer.cluster.child  <──  one line of JSON: models, server, log level
+    python -m infer.cluster.child  <──  one line of JSON: a `ReplicaLaunch`
 
 So keys are neither on a command line nor in a file. When standard input closes, the parent has ended or wants
 this process to end: it drains and exits, as at SIGTERM. Standard output gets one line once the server accepts
@@ -17,10 +17,12 @@ import sys
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import Any, TypeAlias
+from functools import partial
 
-import orjson
+import msgspec
 
+from infer.client.messages import TOKEN, NodeLaunch
+from infer.client.spawn import give_orders, read_orders, spawn
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import InferError
@@ -30,23 +32,29 @@ READY = "replica ready: "
 NUM_LAST_LINES = 20
 STOP_S = 15.0  # seconds beyond drain_timeout
 
-Orders: TypeAlias = dict[str, Any]  # "models": knobs by name, "server": knobs, "log_level", "environment"
+
+class ReplicaLaunch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a replica's process: the first line of its standard input, as JSON."""
+
+    models: dict[str, EngineConfig]
+    server: ServerConfig
+    log_level: str
+    token: str = ""  # the secret of the nodes, for ranks on several
 
 
 def main() -> int:
     """Serve until standard input closes or a signal comes."""
-    orders = orjson.loads(sys.stdin.buffer.readline())
-    setup_logging(orders["log_level"])
-    os.environ |= orders.get("environment", {})
-    models = {name: EngineConfig.from_knobs(**knobs) for name, knobs in orders["models"].items()}
-    server: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in orders["server"].items()}
-    config = ServerConfig(**server)
+    launch = read_orders(sys.stdin.buffer.readline(), ReplicaLaunch)
+    setup_logging(launch.log_level)
+    if launch.token:
+        os.environ[TOKEN] = launch.token
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     from infer.server.serve import loop_factory, serve
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(models, config, announce=lambda url: print(f"{READY}{url}", flush=True)))
+            announce = partial(print, READY, sep="", flush=True)
+            runner.run(serve(launch.models, launch.server, announce=announce))
     except InferError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -61,24 +69,14 @@ def _end_with_stdin() -> None:
 class ReplicaProcess:
     """A replica's process on this machine, to start, await and end. For an actor's threads."""
 
-    def __init__(self, orders: Orders, module: str = "infer.cluster.child") -> None:
-        """Start a module of this package with these orders."""
-        server = orders.get("server", {})
-        self._drain_s = float(server.get("drain_timeout", ServerConfig().drain_timeout))
+    def __init__(self, launch: ReplicaLaunch | NodeLaunch, module: str = "infer.cluster.child") -> None:
+        """Start a module of this package with these settings."""
+        self._drain_s = launch.server.drain_timeout if isinstance(launch, ReplicaLaunch) else 0.0
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._url = ""
         self._is_told = threading.Event()  # set once the process serves or has ended
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,  # signals to the actor's group do not reach it
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(orjson.dumps(orders) + b"\n")
-        self._process.stdin.flush()
+        self._process = spawn(module)
+        give_orders(self._process, launch)
         threading.Thread(target=self._pass_log_on, daemon=True).start()
 
     def wait_ready(self) -> str:
@@ -92,9 +90,8 @@ class ReplicaProcess:
     def wait_end(self) -> str:
         """Wait until the process ends; returns how it ended."""
         code = self._process.wait()
-        return f"its process ended with code {code}" + (
-            f": {self._last[-1]}" if code > 0 and self._last else ""
-        )
+        last_line = f": {self._last[-1]}" if code > 0 and self._last else ""
+        return f"its process ended with code {code}{last_line}"
 
     def stop(self) -> None:
         """Let the process drain and end; kill it if it does not."""

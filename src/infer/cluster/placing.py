@@ -22,18 +22,23 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-from infer.cluster.child import Orders, ReplicaProcess
+import msgspec
+
+from infer.client.messages import NodeLaunch
+from infer.cluster.child import ReplicaLaunch, ReplicaProcess
 from infer.cluster.replicas import RemoteServer, ReplicaSet
-from infer.errors import ConfigError, EngineLost
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before a replica is placed again
 DRAIN_POLL_S = 0.05
 NAMESPACE = "infer"
+Bundle: TypeAlias = dict[str, float]  # Ray's name for the resources that a replica takes on one node
 HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
 
 
@@ -57,20 +62,23 @@ def _take_signals_back() -> None:
 class ReplicaActor:
     """The actor on a node, which holds the process of one replica. Each call blocks a thread of its own."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, launch: ReplicaLaunch) -> None:
         host = import_ray().util.get_node_ip_address()
-        server = orders["server"] | {"host": host, "port": 0}
-        with socket.create_server((host, 0)) as free:
-            self._address = {"master_addr": host, "master_port": free.getsockname()[1]}
-        models = {
-            name: knobs | self._address if knobs["nnodes"] > 1 else knobs
-            for name, knobs in orders["models"].items()
-        }
-        self._process = ReplicaProcess(orders | {"server": server, "models": models})
+        models = dict(launch.models)
+        for name, config in launch.models.items():
+            if config.load.nnodes > 1:
+                with socket.create_server((host, 0)) as free:
+                    port = free.getsockname()[1]
+                load = replace(config.load, master_addr=host, master_port=port)
+                models[name] = replace(config, load=load)
+        server = replace(launch.server, host=host, port=0)
+        self._launch = msgspec.structs.replace(launch, models=models, server=server)
+        self._process = ReplicaProcess(self._launch)
 
-    def address(self) -> dict[str, Any]:
-        """The knobs with the address at which the ranks on other nodes join it."""
-        return self._address
+    def config(self) -> EngineConfig:
+        """The settings of its model, with the address at which the ranks on other nodes join it."""
+        (config,) = self._launch.models.values()
+        return config
 
     def wait_ready(self) -> tuple[str, int, str]:
         """The URL of the replica once it serves, the id of its process, and the node that it is on."""
@@ -89,8 +97,8 @@ class ReplicaActor:
 class NodeActor:
     """The actor on a further node of a replica, which holds a process with ranks and no server."""
 
-    def __init__(self, orders: Orders) -> None:
-        self._process = ReplicaProcess(orders, "infer.client.rank_node")
+    def __init__(self, launch: NodeLaunch) -> None:
+        self._process = ReplicaProcess(launch, "infer.client.rank_node")
 
     def wait_end(self) -> str:
         """Wait for the end of the process and return how it ended."""
@@ -113,9 +121,9 @@ class _Slot:
 class RayPlacer:
     """Keeps a number of replicas running on a Ray cluster."""
 
-    def __init__(self, orders: Orders, bundle: dict[str, float], key: str, replicas: ReplicaSet) -> None:
+    def __init__(self, launch: ReplicaLaunch, bundle: Bundle, key: str, replicas: ReplicaSet) -> None:
         self._ray = import_ray()
-        self._orders = orders
+        self._launch = launch
         self._bundle = bundle
         self._key = key
         self._replicas = replicas
@@ -201,11 +209,11 @@ class RayPlacer:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         found = await asyncio.to_thread(ray.nodes)
         sizes = [node["Resources"] for node in found if node["Alive"]]
-        orders, bundles = spread(self._orders, self._bundle, sizes)
+        launch, bundles = spread(self._launch, self._bundle, sizes)
         slot.group = util.placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
         await slot.group.ready()
 
-        def place(kind: type, number: int, own: Orders) -> Any:
+        def place(kind: type, number: int, own: ReplicaLaunch | NodeLaunch) -> Any:
             bundle = bundles[number]
             options = {
                 "num_cpus": bundle["CPU"],
@@ -219,14 +227,14 @@ class RayPlacer:
             return ray.remote(kind).options(**options).remote(own)
 
         token = secrets.token_hex(16)
-        slot.actor = place(ReplicaActor, 0, orders | {"environment": {"INFER_RANK_TOKEN": token}})
+        slot.actor = place(ReplicaActor, 0, msgspec.structs.replace(launch, token=token))
         ready = slot.actor.wait_ready.remote()
         if bundles[1:]:
-            address, (knobs,) = await slot.actor.address.remote(), orders["models"].values()
+            config: EngineConfig = await slot.actor.config.remote()
             for number in range(1, len(bundles)):
-                own = knobs | address | {"node_rank": number}
-                launch = {"knobs": own, "log_level": orders["log_level"], "token": token}
-                slot.others.append(place(NodeActor, number, launch))
+                own = replace(config, load=replace(config.load, node_rank=number))
+                node = NodeLaunch(config=own, log_level=launch.log_level, token=token)
+                slot.others.append(place(NodeActor, number, node))
             ready = _first([ready, *(each.wait_end.remote() for each in slot.others)])
         if isinstance(found := await ready, str):
             raise RuntimeError(f"a replica could not start: {found}")
@@ -268,27 +276,27 @@ class RayPlacer:
 
 
 def spread(
-    orders: Orders, bundle: dict[str, float], sizes: Sequence[Mapping[str, float]]
-) -> tuple[Orders, list[dict[str, float]]]:
-    """The orders of a replica and its bundles, one for each node that it needs.
+    launch: ReplicaLaunch, bundle: Bundle, sizes: Sequence[Mapping[str, float]]
+) -> tuple[ReplicaLaunch, list[Bundle]]:
+    """The settings of a replica and its bundles, one for each node that it needs.
 
     One node is enough if any node is large enough, or if all ranks share a GPU; `sizes` has the resources of
     all nodes. If there are too few nodes, the replica waits for a node that the cluster may add.
     """
-    if len(orders["models"]) != 1:
-        return orders, [bundle]
-    ((name, knobs),) = orders["models"].items()
-    num_ranks = knobs["tensor_parallel_size"] * knobs["pipeline_parallel_size"]
-    if knobs["nnodes"] > 1:
-        return orders, [bundle] * knobs["nnodes"]
-    for nnodes in range(1, 1 if ":" in knobs["device"] else num_ranks + 1):
+    if len(launch.models) != 1:
+        return launch, [bundle]
+    ((name, config),) = launch.models.items()
+    load = config.load
+    if load.nnodes > 1:
+        return launch, [bundle] * load.nnodes
+    for nnodes in range(1, 1 if ":" in load.device else load.num_ranks + 1):
         each = {kind: float(-(-amount // nnodes)) for kind, amount in bundle.items()}
         num_large = sum(all(size.get(kind, 0) >= each[kind] for kind in each) for size in sizes)
-        if num_ranks % nnodes == 0 and num_large >= nnodes:
-            threads = knobs["num_threads"] and max(1, knobs["num_threads"] // nnodes)
-            own = knobs | {"nnodes": nnodes, "num_threads": threads}
-            return orders | {"models": {name: own}}, [each] * nnodes
-    return orders, [bundle]
+        if load.num_ranks % nnodes == 0 and num_large >= nnodes:
+            threads = load.num_threads and max(1, load.num_threads // nnodes)
+            own = replace(config, load=replace(load, nnodes=nnodes, num_threads=threads))
+            return msgspec.structs.replace(launch, models={name: own}), [each] * nnodes
+    return launch, [bundle]
 
 
 async def _first(results: Iterable[Awaitable[Any]]) -> Any:
@@ -305,9 +313,3 @@ async def _first(results: Iterable[Awaitable[Any]]) -> Any:
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
-
-
-def raise_if_lost(placer: RayPlacer) -> None:
-    """Raise the reason why no replica will ever serve, if there is one."""
-    if placer.lost.done():
-        raise EngineLost(placer.lost.result())

@@ -11,16 +11,18 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infer.cluster.child import Orders
+from infer.cluster.child import ReplicaLaunch
 from infer.cluster.front import build_front
-from infer.cluster.placing import RayPlacer, import_ray, raise_if_lost
+from infer.cluster.placing import Bundle, RayPlacer, import_ray
 from infer.cluster.replicas import ReplicaSet
 from infer.cluster.scaling import Scaler
 from infer.config.server import ServerConfig
-from infer.config.settings import EngineConfig, knob_table
+from infer.config.settings import EngineConfig
+from infer.errors import EngineLost
 from infer.server.middleware.host_check import needs_host_check
 from infer.server.processes.board import Board
 from infer.server.serve import HttpServer, bind, drain, http_config, stop_on_signals, url_of, warn_if_open
@@ -33,7 +35,7 @@ PROBE_EVERY_S = 1.0
 # Settings that only the front has: its address, and things that exist only once.
 OF_FRONT = (
     "host", "port", "uds", "tls_cert", "tls_key", "cors_origin", "allowed_host", "cluster", "ray_address",
-    "replicas", "max_replicas", "target_queue_time", "scale_down_after", "response_store", "api_processes",
+    "replicas", "max_replicas", "target_queue_time", "scale_down_after", "api_processes",
 )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ async def serve_cluster(
     warn_if_open(config)
     stopping = stop_on_signals(state)
     key = secrets.token_hex(16)
-    placer = RayPlacer(orders_of(models, config, key, log_level), bundle_of(models), key, replicas)
+    placer = RayPlacer(replica_launch(models, config, key, log_level), bundle_of(models), key, replicas)
     ready = asyncio.Event()
     placer.on_ready = ready.set
     serving = asyncio.create_task(server.serve())
@@ -64,7 +66,8 @@ async def serve_cluster(
     ends: set[asyncio.Future[Any]] = {stopping, serving, placer.lost}
     try:
         await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
-        raise_if_lost(placer)
+        if placer.lost.done():
+            raise EngineLost(placer.lost.result())
         if starting.done():
             starting.result()
             state.board.is_starting = False
@@ -110,27 +113,19 @@ async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) 
         await asyncio.sleep(PROBE_EVERY_S)
 
 
-def orders_of(models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str) -> Orders:
-    """The orders for each replica; it accepts the clients' keys, and a key that only the front knows."""
-    table = knob_table(with_server=True)
-    server = {
-        name: getattr(config, name)
-        for name, row in table.items()
-        if row.section == "server" and name not in OF_FRONT
-    }
-    server |= {"api_key": [*config.api_key, key], "response_store": 0}
-    return {
-        "models": {name: engine.knobs() for name, engine in models.items()},
-        "server": server,
-        "log_level": log_level,
-    }
+def replica_launch(
+    models: Mapping[str, EngineConfig], config: ServerConfig, key: str, log_level: str
+) -> ReplicaLaunch:
+    """The settings of each replica; it accepts the clients' keys, and a key that only the front knows."""
+    plain: dict[str, Any] = {name: getattr(ServerConfig(), name) for name in OF_FRONT}
+    server = replace(config, **plain, api_key=(*config.api_key, key), response_store=0)
+    return ReplicaLaunch(models=dict(models), server=server, log_level=log_level)
 
 
-def bundle_of(models: Mapping[str, EngineConfig]) -> dict[str, float]:
+def bundle_of(models: Mapping[str, EngineConfig]) -> Bundle:
     """The resources of a replica: a CPU per thread, and a GPU per rank unless all ranks are on CPUs."""
     loads = [engine.load for engine in models.values()]
     threads = max(max(load.num_threads or 1, load.num_local_ranks) for load in loads)
     gpus = max(1 if ":" in load.device else load.num_local_ranks for load in loads)
-    return {"CPU": float(threads)} | (
-        {} if {load.device for load in loads} == {"cpu"} else {"GPU": float(gpus)}
-    )
+    gpu = {} if {load.device for load in loads} == {"cpu"} else {"GPU": float(gpus)}
+    return {"CPU": float(threads)} | gpu

@@ -129,9 +129,9 @@ async def serve(
     warn_if_expired(config)
     remove_stale_directories()
     stopping = stop_on_signals(state)
-    knobs = [with_server_defaults(model).knobs() for model in models.values()]
+    first = [] if config.on_demand else [with_server_defaults(model) for model in models.values()]
     answer = partial(_answer_process, Forwarded(http.loaded_app), state)
-    await workers.start(answer, listener, [] if config.on_demand else knobs)
+    await workers.start(answer, listener, first)
     serving = asyncio.create_task(server.serve())
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}

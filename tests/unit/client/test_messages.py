@@ -23,6 +23,7 @@ from infer.client.messages import (
     Launch,
     LiveReport,
     Message,
+    NodeLaunch,
     Ping,
     Ready,
     ResetPrefixCache,
@@ -37,6 +38,7 @@ from infer.client.messages import (
     to_error,
     to_failure,
 )
+from infer.client.spawn import read_orders
 from infer.config.settings import EngineConfig
 from infer.constraints.description import Reasoning, Structured
 from infer.engine.live import LiveRequest, LiveSnapshot
@@ -260,6 +262,27 @@ def test_a_subclass_from_elsewhere_arrives_as_the_class_we_know() -> None:
 
 def test_the_launch_line_gives_the_config_back() -> None:
     config = EngineConfig.from_knobs(model="dir with \n newline", num_blocks=7, use_prefix_caching=False)
-    line = msgspec.json.encode(Launch(endpoints=["ipc:///x"], knobs=config.knobs(), log_level="info"))
+    line = msgspec.json.encode(Launch(endpoints=["ipc:///x"], config=config, log_level="info"))
     assert b"\n" not in line
-    assert EngineConfig.from_knobs(**msgspec.json.decode(line, type=Launch).knobs) == config
+    assert read_orders(line, Launch).config == config
+
+
+def test_orders_that_cannot_be_read_are_an_error_that_names_the_field_and_no_secret() -> None:
+    launch = NodeLaunch(config=EngineConfig(), log_level="info", token="a secret")
+    line = msgspec.json.encode(launch)
+    assert read_orders(line, NodeLaunch) == launch
+    for old, new, problem in (
+        (
+            b'"block_size":16',
+            b'"block_size":"x"',
+            r"Expected `int`, got `str` - at `\$.config.cache.block_size`",
+        ),
+        (b'"log_level"', b'"level"', "unknown field `level`"),
+        (b'"token":"a secret"', b'"token":null', r"Expected `str`, got `null` - at `\$.token`"),
+        (b"}", b"", "truncated"),
+    ):
+        with pytest.raises(
+            EngineError, match=rf"bytes of orders are not a NodeLaunch: .*{problem}"
+        ) as caught:
+            read_orders(line.replace(old, new), NodeLaunch)
+        assert "secret" not in str(caught.value)

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 from infer.cli.main import main
 from infer.cluster import front as front_module
 from infer.cluster import serve as serve_module
+from infer.cluster.child import ReplicaLaunch
 from infer.cluster.front import build_front, merge_pages
 from infer.cluster.placing import RayPlacer
 from infer.cluster.replicas import RemoteServer, ReplicaSet
@@ -35,6 +37,7 @@ BUSY = DIED.replace(b"\r\n", b"\r\nx-infer-refused: 1\r\n", 1)
 UNKNOWN = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 EVENT = b'data: {"choices": []}\n\n'
 DONE = b"data: [DONE]\n\n"
+NO_MODELS = ReplicaLaunch(models={}, server=ServerConfig(), log_level="info")
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -160,8 +163,8 @@ async def test_behind_the_proxy_of_serve_every_host_is_answered(monkeypatch: pyt
     async with front(fake) as site:
 
         class Process:
-            def __init__(self, orders: Any) -> None:
-                assert orders["server"]["host"] == "127.0.0.1"
+            def __init__(self, launch: ReplicaLaunch) -> None:
+                assert launch.server == replace(ServerConfig(), host="127.0.0.1", port=0)
 
             def wait_ready(self) -> str:
                 return site.replicas.servers[0].url
@@ -170,7 +173,7 @@ async def test_behind_the_proxy_of_serve_every_host_is_answered(monkeypatch: pyt
                 pass
 
         monkeypatch.setattr("infer.ray.ReplicaProcess", Process)
-        replica = ServeReplica({"server": {}}, "inner", ServerConfig())
+        replica = ServeReplica(NO_MODELS, "inner", ServerConfig())
         site.app = replica.front
         assert (await site.chat(headers={"host": "llm.example.com"})).status_code == 200
         assert (await site.request("POST", "/admin/drain", json={})).status_code == 404
@@ -517,7 +520,7 @@ async def test_a_replica_that_cannot_be_ended_is_logged(
     monkeypatch.setattr("infer.cluster.placing.import_ray", lambda: None)
     monkeypatch.setattr(RayPlacer, "_keep", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(RayPlacer, "_end", fail)
-    placer = RayPlacer({}, {"CPU": 1.0}, "inner", ReplicaSet())
+    placer = RayPlacer(NO_MODELS, {"CPU": 1.0}, "inner", ReplicaSet())
     placer.add()
     placer.remove()
     async with asyncio.timeout(30):

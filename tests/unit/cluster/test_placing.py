@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from infer.client.spawn import read_orders
 from infer.cluster import placing
+from infer.cluster.child import ReplicaLaunch
 from infer.cluster.placing import ReplicaActor, spread
-from infer.cluster.serve import bundle_of
-from infer.config.settings import EngineConfig
+from infer.cluster.serve import bundle_of, replica_launch
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig, LoadConfig
 
 
-def place(*sizes: dict[str, float], **knobs: Any) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def launch_of(config: EngineConfig) -> ReplicaLaunch:
+    return ReplicaLaunch(models={"m": config}, server=ServerConfig(), log_level="info")
+
+
+def place(*sizes: dict[str, float], **knobs: Any) -> tuple[list[dict[str, float]], LoadConfig]:
     config = EngineConfig.from_knobs(**knobs)
-    orders = {"models": {"m": config.knobs()}, "log_level": "info"}
-    made, bundles = spread(orders, bundle_of({"m": config}), sizes)
-    return bundles, made["models"]["m"]
+    made, bundles = spread(launch_of(config), bundle_of({"m": config}), sizes)
+    return bundles, made.models["m"].load
 
 
 def cpu(number: float) -> dict[str, float]:
@@ -50,10 +58,10 @@ def test_a_replica_has_a_gpu_for_each_rank_and_a_cpu_for_each_thread() -> None:
     ],
 )
 def test_ranks_are_on_as_few_nodes_as_are_large_enough(sizes: tuple[float, ...], nnodes: int) -> None:
-    bundles, knobs = place(*map(cpu, sizes), tensor_parallel_size=4, device="cpu", num_threads=4)
+    bundles, load = place(*map(cpu, sizes), tensor_parallel_size=4, device="cpu", num_threads=4)
     each = 4.0 / nnodes
     assert bundles == [{"CPU": each}] * nnodes
-    assert knobs["nnodes"] == nnodes and knobs["num_threads"] == each
+    assert load.nnodes == nnodes and load.num_threads == each
 
 
 def test_gpus_are_on_as_few_nodes_and_a_number_that_was_given_is_kept() -> None:
@@ -62,8 +70,8 @@ def test_gpus_are_on_as_few_nodes_and_a_number_that_was_given_is_kept() -> None:
     assert place(small, small, tensor_parallel_size=2)[0] == [{"CPU": 1.0, "GPU": 1.0}] * 2
     shared = place(small, tensor_parallel_size=2, device="cuda:0")[0]
     assert shared == [{"CPU": 2.0, "GPU": 1.0}], "ranks that share a GPU are on one node"
-    bundles, knobs = place(cpu(64), tensor_parallel_size=2, nnodes=2, device="cpu")
-    assert bundles == [{"CPU": 1.0}] * 2 and knobs["nnodes"] == 2
+    bundles, load = place(cpu(64), tensor_parallel_size=2, nnodes=2, device="cpu")
+    assert bundles == [{"CPU": 1.0}] * 2 and load.nnodes == 2
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -71,15 +79,28 @@ def test_only_a_replica_on_several_nodes_gets_an_address_for_ranks(
     nnodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one node the address has no effect, and the start line would say so of knobs that nobody set."""
-    started: list[Any] = []
+    started: list[ReplicaLaunch] = []
     ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"))
     monkeypatch.setattr(placing, "import_ray", lambda: ray)
     monkeypatch.setattr(placing, "ReplicaProcess", started.append)
     config = EngineConfig.from_knobs(tensor_parallel_size=2, nnodes=nnodes)
-    actor = ReplicaActor({"models": {"m": config.knobs()}, "server": {}})
-    knobs = started[0]["models"]["m"]
+    actor = ReplicaActor(launch_of(config))
+    (launch,) = started
+    assert (launch.server.host, launch.server.port) == ("127.0.0.2", 0)
     if nnodes == 1:
-        assert knobs == config.knobs()
+        assert launch.models["m"] == config
     else:
-        assert knobs == config.knobs() | actor.address()
-        assert knobs["master_addr"] == "127.0.0.2"
+        port = launch.models["m"].load.master_port
+        load = replace(config.load, master_addr="127.0.0.2", master_port=port)
+        assert actor.config() == launch.models["m"] == replace(config, load=load)
+
+
+def test_a_replica_has_the_settings_of_the_front_and_not_its_address() -> None:
+    front = ServerConfig(
+        port=9000, cluster="ray", replicas=2, max_replicas=3, api_key=("a",), drain_timeout=5.0, max_n=2
+    )
+    models = {"m": EngineConfig.from_knobs(model="m", num_blocks=7)}
+    launch = replica_launch(models, front, "key of the front", "warning")
+    server = ServerConfig(api_key=("a", "key of the front"), drain_timeout=5.0, max_n=2, response_store=0)
+    assert launch == ReplicaLaunch(models=models, server=server, log_level="warning")
+    assert read_orders(msgspec.json.encode(launch), ReplicaLaunch) == launch

@@ -10,7 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from infer.config.server import ModelShares
+from infer.config.server import ModelShares, ServerConfig
+from infer.config.settings import EngineConfig
 from infer.server.explain.served import ServedRequest
 
 T_co = TypeVar("T_co", covariant=True)
@@ -32,6 +33,19 @@ class Question(ProcessMessage, Generic[T_co], frozen=True):
 
 
 # -- from process 0 -------------------------------------------------------------------------------
+
+
+class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of an API process: the first line of its standard input, as JSON."""
+
+    number: int
+    num_processes: int
+    server: ServerConfig
+    models: list[EngineConfig]  # the first models
+    listener: int  # file descriptors
+    channel: int
+    board: int
+    log_level: str
 
 
 class ModelUse(NamedTuple):
@@ -73,7 +87,7 @@ class Serve(Question[None], frozen=True):
     """Serve a model with these engines, replacing one of the same name; answered when it is served."""
 
     name: str
-    knobs: dict[str, Any]
+    config: EngineConfig
     engines: list[int]
     labels: list[str]  # labels of the engines in the metrics
     created: int

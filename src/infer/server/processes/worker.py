@@ -18,8 +18,6 @@ import socket
 import sys
 from typing import Any
 
-import msgspec
-
 from infer.client.client import EngineClient
 from infer.client.link import EngineLink
 from infer.client.messages import Ready
@@ -27,8 +25,7 @@ from infer.client.process_client import ProcessClient
 from infer.client.spawn import take_orders
 from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
-from infer.config.server import ServerConfig
-from infer.config.settings import EngineConfig
+from infer.config.settings import EngineConfig, LoadConfig
 from infer.errors import EngineStopped
 from infer.frontend.prompts import find_source, open_text
 from infer.loader.text_headers import TextHeaders
@@ -42,19 +39,6 @@ from infer.server.response_store import RemoteStore
 from infer.server.serve import HttpServer, loop_factory, uvicorn_config
 from infer.server.state import ServedModel, ServerState
 from infer.tokenizer.tokenizer import Tokenizer
-
-
-class WorkerLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of an API process: the first line of its standard input, as JSON."""
-
-    number: int
-    num_processes: int
-    config: ServerConfig
-    models: list[dict[str, Any]]  # knobs of the first models
-    listener: int  # file descriptors
-    channel: int
-    board: int
-    log_level: str
 
 
 class EngineFeed:
@@ -108,14 +92,14 @@ class EngineFeed:
 class Worker:
     """An API process other than process 0, which sends it messages."""
 
-    def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[dict[str, Any]]) -> None:
+    def __init__(self, state: ServerState, metrics: ServerMetrics, models: list[EngineConfig]) -> None:
         self._state = state
         self._metrics = metrics
         self._feeds: dict[int, EngineFeed] = {}
         self._replaced: list[ServedModel] = []  # models that lost their names, until they are unserved
         self._has_frozen = False
         self.stopping = asyncio.Event()
-        self._texts = {repr(knobs): self._open(knobs) for knobs in models}
+        self._texts = {config: self._open(config.load) for config in models}
 
     def answer(self, message: messages.FromFirst) -> Any:
         """Handle a message; returns the answer to a question, or an awaitable of it."""
@@ -162,8 +146,8 @@ class Worker:
 
     async def _serve(self, served: messages.Serve) -> None:
         """Serve a model once its engines are ready."""
-        name, knobs, engines = served.name, served.knobs, served.engines
-        text = await (self._texts.pop(repr(knobs), None) or self._open(knobs))
+        name, config, engines = served.name, served.config, served.engines
+        text = await (self._texts.pop(config, None) or self._open(config.load))
         clients: list[EngineClient] = []
         readies: list[Ready] = []
         try:
@@ -174,7 +158,6 @@ class Worker:
                 options = ProcessOptions(stuck_timeout=0.0, policy=policy)  # process 0 decides
                 client = ProcessClient(link, ready, options, self._feeds[engine].next)
                 clients.append(self._metrics.add(name, client, label=label))
-            config = EngineConfig.from_knobs(**knobs)
             encoder = await make_encoder(config.load, text, readies)
             if not self._feeds.keys() >= set(engines):
                 raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
@@ -221,22 +204,21 @@ class Worker:
             for client in model.clients:
                 model.router.forget(client)
 
-    def _open(self, knobs: dict[str, Any]) -> asyncio.Task[tuple[TextHeaders, Tokenizer]]:
+    def _open(self, load: LoadConfig) -> asyncio.Task[tuple[TextHeaders, Tokenizer]]:
         """Open the tokenizer and text headers of a model, in a thread."""
-        config = EngineConfig.from_knobs(**knobs).load
         return asyncio.create_task(
-            asyncio.to_thread(lambda: open_text(config, find_source(config, show_progress=False)))
+            asyncio.to_thread(lambda: open_text(load, find_source(load, show_progress=False)))
         )
 
 
-async def run(launch: WorkerLaunch) -> None:
+async def run(launch: messages.WorkerLaunch) -> None:
     """Serve requests until process 0 sends `End` or is gone."""
     board = Board(launch.num_processes, launch.number, launch.board)
-    state, metrics = ServerState(launch.config, board=board), ServerMetrics(launch.config.metrics_prefix)
+    state, metrics = ServerState(launch.server, board=board), ServerMetrics(launch.server.metrics_prefix)
     worker = Worker(state, metrics, launch.models)
     channel = Channel(socket.socket(fileno=launch.channel), messages.FromFirst, worker.answer)
     state.responses = RemoteStore(channel)
-    if launch.config.on_demand:
+    if launch.server.on_demand:
         state.demand = lambda name: channel.call(messages.LoadOnDemand(name))
     await channel.open()
     listening = asyncio.create_task(channel.run())
@@ -253,7 +235,7 @@ async def run(launch: WorkerLaunch) -> None:
 
 def main() -> int:
     """Run the process from the first line of input until it ends; returns the exit code."""
-    launch = take_orders(WorkerLaunch)
+    launch = take_orders(messages.WorkerLaunch)
     setup_logging(launch.log_level)
     logging.getLogger("infer.client.process_client").setLevel(logging.CRITICAL)  # process 0 logs the same
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

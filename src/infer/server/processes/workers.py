@@ -87,22 +87,19 @@ class Workers:
         return asyncio.get_running_loop().create_future()
 
     async def start(
-        self, answer: Callable[[ToFirst], Any], listener: socket.socket, knobs: Sequence[dict[str, Any]]
+        self, answer: Callable[[ToFirst], Any], listener: socket.socket, models: Sequence[EngineConfig]
     ) -> None:
-        """Start the processes, which will serve models with these knobs; `answer` handles their messages."""
+        """Start the processes, which will serve these models; `answer` handles their messages."""
         for number in range(1, self.num_processes):
             ours, theirs = socket.socketpair()
-            fds = {"listener": listener.fileno(), "channel": theirs.fileno(), "board": self._board.fd}
-            child = spawn(WORKER_MODULE, pass_fds=tuple(fds.values()), is_piped=False)
+            launch = messages.WorkerLaunch(
+                number=number, num_processes=self.num_processes, server=self._config, models=list(models),
+                listener=listener.fileno(), channel=theirs.fileno(), board=self._board.fd,
+                log_level=log_level(),
+            )  # fmt: skip
+            fds = launch.listener, launch.channel, launch.board
+            child = spawn(WORKER_MODULE, pass_fds=fds, is_piped=False)
             theirs.close()
-            launch = {
-                "number": number,
-                "num_processes": self.num_processes,
-                "config": self._config,
-                "models": list(knobs),
-                "log_level": log_level(),
-                **fds,
-            }
             give_orders(child, launch)
             process = _Process(number, child, Channel(ours, ToFirst, answer))
             await process.channel.open()
@@ -127,8 +124,8 @@ class Workers:
 
     async def serve(self, model: ServedModel, config: EngineConfig, labels: Sequence[str]) -> None:
         """Have every process serve a model, with these labels for its engines; returns when all do."""
-        knobs, engines = config.knobs(), list(model.engines)
-        await self.call(messages.Serve(model.name, knobs, engines, list(labels), model.created))
+        engines = list(model.engines)
+        await self.call(messages.Serve(model.name, config, engines, list(labels), model.created))
 
     async def unserve(self, model: ServedModel, timeout_s: float) -> int:
         """Have every process stop serving a model; returns how many requests were cut off at the timeout."""
