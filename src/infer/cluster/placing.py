@@ -64,12 +64,15 @@ class ReplicaActor:
 
     def __init__(self, launch: ReplicaLaunch) -> None:
         host = import_ray().util.get_node_ip_address()
+        # A bound port is given to nobody else. This socket never listens, so Linux lets node 0's engine bind
+        # the port as well, now and when it is restarted.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((host, 0))
         models = dict(launch.models)
         for name, config in launch.models.items():
             if config.load.nnodes > 1:
-                with socket.create_server((host, 0)) as free:
-                    port = free.getsockname()[1]
-                load = replace(config.load, master_addr=host, master_port=port)
+                load = replace(config.load, master_addr=host, master_port=self._held.getsockname()[1])
                 models[name] = replace(config, load=load)
         server = replace(launch.server, host=host, port=0)
         self._launch = msgspec.structs.replace(launch, models=models, server=server)
@@ -92,6 +95,7 @@ class ReplicaActor:
     def stop(self) -> None:
         """Let the replica drain and end."""
         self._process.stop()
+        self._held.close()
 
 
 class NodeActor:
@@ -301,7 +305,7 @@ def spread(
 
 async def _first(results: Iterable[Awaitable[Any]]) -> Any:
     """The first of several results, or its error, without waiting for the others."""
-    tasks = [asyncio.ensure_future(_result(each)) for each in results]
+    tasks = [asyncio.ensure_future(each) for each in results]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
@@ -309,7 +313,3 @@ async def _first(results: Iterable[Awaitable[Any]]) -> Any:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _result(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

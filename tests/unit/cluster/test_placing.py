@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
+from infer.client.rank_greeting import listen
 from infer.client.spawn import read_orders
 from infer.cluster import placing
 from infer.cluster.child import ReplicaLaunch
@@ -26,6 +31,21 @@ def place(*sizes: dict[str, float], **knobs: Any) -> tuple[list[dict[str, float]
     config = EngineConfig.from_knobs(**knobs)
     made, bundles = spread(launch_of(config), bundle_of({"m": config}), sizes)
     return bundles, made.models["m"].load
+
+
+@contextmanager
+def actor_of(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ReplicaActor, ReplicaLaunch]]:
+    """An actor on a node with the address 127.0.0.2, and what its process was started with."""
+    process = mock.Mock()
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"))
+    monkeypatch.setattr(placing, "import_ray", lambda: ray)
+    monkeypatch.setattr(placing, "ReplicaProcess", process)
+    actor = ReplicaActor(launch_of(config))
+    ((launch,), _) = process.call_args
+    yield actor, launch
+    actor.stop()
 
 
 def cpu(number: float) -> dict[str, float]:
@@ -79,13 +99,9 @@ def test_only_a_replica_on_several_nodes_gets_an_address_for_ranks(
     nnodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one node the address has no effect, and the start line would say so of knobs that nobody set."""
-    started: list[ReplicaLaunch] = []
-    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"))
-    monkeypatch.setattr(placing, "import_ray", lambda: ray)
-    monkeypatch.setattr(placing, "ReplicaProcess", started.append)
     config = EngineConfig.from_knobs(tensor_parallel_size=2, nnodes=nnodes)
-    actor = ReplicaActor(launch_of(config))
-    (launch,) = started
+    with actor_of(config, monkeypatch) as (actor, launch):
+        pass
     assert (launch.server.host, launch.server.port) == ("127.0.0.2", 0)
     if nnodes == 1:
         assert launch.models["m"] == config
@@ -93,6 +109,20 @@ def test_only_a_replica_on_several_nodes_gets_an_address_for_ranks(
         port = launch.models["m"].load.master_port
         load = replace(config.load, master_addr="127.0.0.2", master_port=port)
         assert actor.config() == launch.models["m"] == replace(config, load=load)
+
+
+def test_nobody_else_is_given_the_port_for_ranks_before_or_between_its_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with actor_of(EngineConfig.from_knobs(tensor_parallel_size=2, nnodes=2), monkeypatch) as (actor, _):
+        load = actor.config().load
+        for _ in range(2):  # the first engine, and the one after a crash
+            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+                other.bind((load.master_addr, load.master_port))
+            with listen(load) as server, socket.create_connection(server.getsockname()):
+                server.accept()[0].close()
+    with socket.create_server((load.master_addr, load.master_port)):
+        pass  # the port is free once the replica is stopped
 
 
 def test_a_replica_has_the_settings_of_the_front_and_not_its_address() -> None:
