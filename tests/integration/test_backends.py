@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from infer.config.backends import BACKENDS, OPERATIONS, available, choices
+from infer.config.machine_rules import Machine, ModelFacts
 from infer.config.profiles.generic import GENERIC
-from infer.config.resolve import Machine, ModelFacts, choose_backends, resolve
+from infer.config.resolve import choose_backends, resolve
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.execution.torch_device import TorchDevice

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from infer.config.knobs import refuse
+from infer.config.machine_rules import Machine, device_faults
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.find import KNOWN_GPUS
-from infer.config.resolve import Machine, check_machine
 from infer.config.settings import EngineConfig
 from infer.engine import build, machine
 from infer.engine.engine import Engine
@@ -205,4 +206,4 @@ def test_a_model_the_kernel_cannot_serve_is_refused_when_the_engine_is_built(
 def test_flash_and_cuda_need_a_gpu() -> None:
     for backend in ("flash", "cuda"):
         with pytest.raises(ConfigError, match=f"attention_backend={backend} needs a GPU"):
-            check_machine(EngineConfig.from_knobs(attention_backend=backend), Machine(device="cpu"))
+            refuse(device_faults(EngineConfig.from_knobs(attention_backend=backend), Machine(device="cpu")))

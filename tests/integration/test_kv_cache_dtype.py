@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from infer.config.resolve import Machine, ModelFacts, resolve
+from infer.config.machine_rules import Machine, ModelFacts
+from infer.config.resolve import resolve
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.errors import ConfigError

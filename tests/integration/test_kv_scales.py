@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.config.resolve import Machine, ModelFacts, resolve
+from infer.config.machine_rules import Machine, ModelFacts
+from infer.config.resolve import resolve
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.build import build_engine

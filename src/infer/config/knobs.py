@@ -21,7 +21,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -325,3 +325,9 @@ def check_knobs(section: Any) -> None:
                 raise ConfigError(f"{row.name} must be {what}, got {value!r}")
             if row.most is not None and value > row.most:
                 raise ConfigError(f"{row.name} must be at most {row.most}, got {value}")
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise the first of the faults, if there is any; the later ones may rely on the rules before them."""
+    for fault in faults:
+        raise ConfigError(fault)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from infer.config.defaults import MAX_SEQUENCES
-from infer.config.knobs import check_knobs, host_size, knob, knob_rows, parse_bytes
+from infer.config.knobs import check_knobs, host_size, knob, knob_rows, parse_bytes, refuse
 from infer.errors import ConfigError
 
 MAX_API_PROCESSES = 64
-MIN_MODEL_MEMORY = 2**20
-MIN_RECORD_BYTES = 1 << 20
+LEAST_SIZE = 1 << 20  # bytes; no model is smaller
 
 
-def check_room_for_models(name: str, size: str) -> None:
-    """Refuse a size that cannot be read, or that is too small for any model."""
-    if parse_bytes(size, name) < MIN_MODEL_MEMORY:
-        least = f"{MIN_MODEL_MEMORY >> 20}MiB"
-        raise ConfigError(f"{name} must be at least {least}, got {size}, which is too small for any model")
+def check_size(name: str, size: str, why: str = "") -> None:
+    """Refuse a size that cannot be read, or that is too small."""
+    if parse_bytes(size, name) < LEAST_SIZE:
+        raise ConfigError(f"{name} must be at least {LEAST_SIZE >> 20}MiB, got {size}{why}")
 
 
 def is_loopback(name: str) -> bool:
@@ -181,60 +180,16 @@ class ServerConfig:
     docs: bool = knob(False, "serve a page at /docs that lists the API and can call it")
     headless: bool = knob(False, "serve no HTTP, only ranks for node 0; implied by a node_rank above 0")
 
-    def _check_model_memory(self, size: str) -> None:
-        check_room_for_models("model_memory", size)
-        for name in ("in_process", "record"):
-            if getattr(self, name):
-                raise ConfigError(f"model_memory needs engine processes that may sleep; leave out {name}")
-        if (self.api_processes or 1) > 1:
-            raise ConfigError("model_memory works with one API process so far; leave out api_processes")
-
-    def _check_cluster(self) -> None:
-        """Refuse settings that do not work with a cluster."""
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ConfigError(
-                f"max_replicas is {self.max_replicas}, fewer than the {self.replicas} replicas to start with"
-            )
-        alone = {
-            "admin_key": (self.admin_key is not None, "admin routes act on one server"),
-            "in_process": (self.in_process, "replicas are processes on other machines"),
-            "record": (self.record is not None, "replicas write to disks of other machines"),
-            "share_device": (self.share_device, "Ray gives each replica a GPU of its own"),
-            "api_processes": (self.api_processes is not None, "the front is one process"),
-            "response_store": (self.response_store not in (0, 1000), "replicas share no stored responses"),
-        }
-        for name, (is_given, why) in alone.items():
-            if is_given:
-                raise ConfigError(f"{name} cannot be used with --cluster ray: {why}; leave it out")
-
-    def _check_effects(self) -> None:
-        """Refuse knobs that have no effect next to the others."""
-        rows = knob_rows("server", ServerConfig)
-        given = {row.name for row in rows if getattr(self, row.name) != row.default}
-        given -= {"api_processes"} if self.api_processes == 1 else set()  # in_process has one as well
-        for how, other, names in _EFFECTS:
-            for name in sorted(given & names) if (other in given) == (how == "with") else ():
-                change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
-                raise ConfigError(f"{name} has no effect {how} {other}; {change}")
-        if self.allowed_host and not is_loopback(self.host):
-            raise ConfigError(f"allowed_host has no effect with host={self.host}; leave out one of the two")
-
     def __post_init__(self) -> None:
         check_knobs(self)
-        if parse_bytes(self.record_bytes, "record_bytes") < MIN_RECORD_BYTES:
-            raise ConfigError(f"record_bytes must be at least 1MiB, got {self.record_bytes}")
-        if self.loaded_memory is not None:
-            check_room_for_models("loaded_memory", self.loaded_memory)
+        check_size("record_bytes", self.record_bytes)
         if self.model_memory is not None:
             object.__setattr__(self, "model_memory", host_size(self.model_memory, "model_memory"))
-        self._check_effects()
-        if self.model_memory is not None:
-            self._check_model_memory(self.model_memory)
-        if self.cluster != "none":
-            self._check_cluster()
+        for name in ("loaded_memory", "model_memory"):
+            if (size := getattr(self, name)) is not None:
+                check_size(name, size, ", which is too small for any model")
+        refuse(server_faults(self))
         parse_bytes(self.max_body_size, "max_body_size")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key belong together; give both or neither")
         if fault := name_fault(self.served_model_name or ""):
             raise ConfigError(f"served_model_name {fault}")
         for alias in self.model_alias:
@@ -251,6 +206,41 @@ class ServerConfig:
                 "metrics_prefix must be letters, digits, underscores and colons, and not begin with a digit, "
                 f"such as infer or vllm, got {self.metrics_prefix!r}"
             )
+
+
+def server_faults(server: ServerConfig) -> Iterator[str]:
+    """Yield the error of every rule that the knobs of a server break."""
+    rows = knob_rows("server", ServerConfig)
+    given = {row.name for row in rows if getattr(server, row.name) != row.default}
+    given -= {"api_processes"} if server.api_processes == 1 else set()  # in_process has one as well
+    for how, other, names in _EFFECTS:
+        for name in sorted(given & names) if (other in given) == (how == "with") else ():
+            change = f"leave out {name}, or {'give ' * (how == 'without')}{other}"
+            yield f"{name} has no effect {how} {other}; {change}"
+    if server.allowed_host and not is_loopback(server.host):
+        yield f"allowed_host has no effect with host={server.host}; leave out one of the two"
+    if server.model_memory is not None:
+        for name in ("in_process", "record"):
+            if getattr(server, name):
+                yield f"model_memory needs engine processes that may sleep; leave out {name}"
+        if (server.api_processes or 1) > 1:
+            yield "model_memory works with one API process so far; leave out api_processes"
+    most = server.max_replicas  # only a cluster has it
+    if most is not None and most < server.replicas:
+        yield f"max_replicas is {most}, fewer than the {server.replicas} replicas to start with"
+    alone = {
+        "admin_key": (server.admin_key is not None, "admin routes act on one server"),
+        "in_process": (server.in_process, "replicas are processes on other machines"),
+        "record": (server.record is not None, "replicas write to disks of other machines"),
+        "share_device": (server.share_device, "Ray gives each replica a GPU of its own"),
+        "api_processes": (server.api_processes is not None, "the front is one process"),
+        "response_store": (server.response_store not in (0, 1000), "replicas share no stored responses"),
+    }
+    for name, (is_given, why) in alone.items():
+        if is_given and server.cluster != "none":
+            yield f"{name} cannot be used with --cluster ray: {why}; leave it out"
+    if (server.tls_cert is None) != (server.tls_key is None):
+        yield "tls_cert and tls_key belong together; give both or neither"
 
 
 def name_fault(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Every knob of the engine, each defined exactly once.
+"""Every knob of the engine, each defined exactly once, and the rules about them (`settings_faults`).
 
 A *knob* (`knobs.py`) is one field of a frozen section: its default, its help line, its command-line flag
 (`cli/flags.py`), its YAML key and its row in docs/knobs.md all come from the field below. There are
@@ -19,11 +19,12 @@ Knob names are unique across the sections, so they are written flat: `LLM("dir",
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from infer.config.adapters import AdapterConfig
-from infer.config.backends import OTHER_SPELLINGS, choices
+from infer.config.adapters import MAX_ADAPTERS, AdapterConfig
+from infer.config.backends import OTHER_SPELLINGS, Chosen, choices
 from infer.config.defaults import CPU_SHARE, GPU_SHARE, SERVER_MAX_QUEUE
 from infer.config.knobs import (
     KnobRow,
@@ -36,13 +37,14 @@ from infer.config.knobs import (
     parse_bytes,
     parse_knob,
     parse_memory,
+    refuse,
     spell_as_given,
 )
 from infer.config.own_code import names_code
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
 from infer.config.server import ServerConfig
-from infer.config.speculation import SpeculationConfig
+from infer.config.speculation import DRAFTED, LOOKUPS, SpeculationConfig
 from infer.errors import ConfigError
 
 _CPU_STEPS, _GPU_STEPS = CPU.steps.usual, GENERIC.steps  # numbers that the help texts quote
@@ -133,21 +135,6 @@ class LoadConfig:
         check_knobs(self)
         if isinstance(self.quantization, str):
             object.__setattr__(self, "quantization", self.quantization.lower())
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got "
-                f"{self.tensor_parallel_size} * {self.pipeline_parallel_size}"
-            )
-        if self.num_ranks % self.nnodes:
-            raise ConfigError(
-                f"nnodes={self.nnodes} must divide tensor_parallel_size * pipeline_parallel_size, which is "
-                f"{self.num_ranks}; raise one of the two, such as --pipeline-parallel-size {self.nnodes}"
-            )
-        if self.node_rank >= self.nnodes:
-            raise ConfigError(
-                f"node_rank must be from 0 to {self.nnodes - 1} with nnodes={self.nnodes}, got "
-                f"{self.node_rank}"
-            )
         device, _, index = self.device.partition(":")
         if device not in ("auto", "cpu", "cuda") or (index and not (device == "cuda" and index.isdigit())):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
@@ -252,26 +239,16 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        if self.kv_cache_dtype != "auto" and not self.keeps_cache:
-            raise ConfigError(
-                f"kv_cache_dtype={self.kv_cache_dtype} needs a cache, and kv_cache_backend=naive keeps none; "
-                "leave one of the two out"
-            )
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.swap_space is not None:
-            if self.swap_blocks:
+            if self.swap_blocks:  # checked here: a swap_space of 0 is None from the next line on
                 raise ConfigError("swap_blocks and swap_space both size the host memory; give one of them")
             object.__setattr__(self, "swap_space", host_size(self.swap_space, "swap_space"))
         if self.device_memory is not None:
             parse_memory(self.device_memory, 1, "device_memory")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
-            if self.num_blocks is not None:
-                raise ConfigError("num_blocks and kv_cache_memory both size the KV cache; give one of them")
-        size = "num_blocks" if self.num_blocks is not None else "kv_cache_memory"
-        if self.kv_cache_share is not None and getattr(self, size) is not None:
-            raise ConfigError(f"{size} and kv_cache_share both size the KV cache; give one of them")
 
     @property
     def has_host_memory(self) -> bool:
@@ -428,35 +405,7 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        if self.cache.kv_cache_backend == "naive" and self.scheduler.batching_mode == "static":
-            raise ConfigError(
-                "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode steps; "
-                "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
-            )
-        if self.speculation.is_on and not self.cache.keeps_cache:
-            raise ConfigError(
-                "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
-                "none; leave speculative decoding out, or use kv_cache_backend=paged"
-            )
-        if self.adapters.is_on and (self.load.pipeline_parallel_size > 1 or self.run.deterministic):
-            other = "deterministic" if self.run.deterministic else "pipeline_parallel_size"
-            raise ConfigError(f"LoRA adapters with {other} are not built yet; leave one of the two out")
-        if self.speculation.is_on and self.speculation.method == "tree":
-            asked = {
-                "tensor_parallel_size": self.load.tensor_parallel_size > 1,
-                "pipeline_parallel_size": self.load.pipeline_parallel_size > 1,
-                "deterministic": self.run.deterministic,  # an accepted branch was summed in another order
-            }
-            for name in (name for name, is_asked in asked.items() if is_asked):
-                raise ConfigError(
-                    f"speculative_method=tree cannot be used with {name}; leave one of the two out, or use "
-                    "speculative_method=draft_model"
-                )
-        if self.scheduler.preemption == "swap" and not self.cache.has_host_memory:
-            raise ConfigError(
-                "preemption=swap needs host memory to swap to, but swap_blocks is 0; "
-                "set swap_blocks or swap_space, or use preemption=recompute"
-            )
+        refuse(settings_faults(self))
 
     @classmethod
     def from_knobs(cls, **knobs: Any) -> EngineConfig:
@@ -475,6 +424,11 @@ class EngineConfig:
     def knobs(self) -> dict[str, Any]:
         """Return every knob with its value, flat: the inverse of `from_knobs`."""
         return {name: getattr(getattr(self, row.section), name) for name, row in knob_table().items()}
+
+    @property
+    def asked_backends(self) -> Chosen:
+        """The backend of each operation as it was asked for, possibly auto."""
+        return Chosen(self.cache.attention_backend, self.cache.decode_attention_backend, self.run.mlp_backend)
 
     def own_code(self) -> list[str]:
         """The knobs that name the user's own code (own_code.py)."""
@@ -500,3 +454,120 @@ def knob_table(*, with_server: bool = False) -> dict[str, KnobRow]:
             assert row.name not in table, f"knob {row.name} exists twice"
             table[row.name] = row
     return table
+
+
+def settings_faults(config: EngineConfig) -> Iterator[str]:
+    """Yield the error of every rule about knobs that exclude or need each other, read from the top.
+
+    A value that is wrong by itself was refused before, by its section. What cannot work on a machine or for a
+    model is refused later (machine_rules.py); a knob that only has no effect is a warning (unused.py).
+    """
+    yield from _rank_faults(config.load)
+    yield from _cache_faults(config.cache, config.scheduler)
+    yield from _draft_faults(config)
+    yield from _adapter_faults(config)
+
+
+def _rank_faults(load: LoadConfig) -> Iterator[str]:
+    if load.num_ranks > MAX_RANKS:
+        yield (
+            f"tensor_parallel_size * pipeline_parallel_size must be at most {MAX_RANKS}, got "
+            f"{load.tensor_parallel_size} * {load.pipeline_parallel_size}"
+        )
+    if load.num_ranks % load.nnodes:
+        yield (
+            f"nnodes={load.nnodes} must divide tensor_parallel_size * pipeline_parallel_size, which is "
+            f"{load.num_ranks}; raise one of the two, such as --pipeline-parallel-size {load.nnodes}"
+        )
+    if load.node_rank >= load.nnodes:
+        yield f"node_rank must be from 0 to {load.nnodes - 1} with nnodes={load.nnodes}, got {load.node_rank}"
+
+
+def _cache_faults(cache: CacheConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    if cache.kv_cache_dtype != "auto" and not cache.keeps_cache:
+        yield (
+            f"kv_cache_dtype={cache.kv_cache_dtype} needs a cache, and kv_cache_backend=naive keeps none; "
+            "leave one of the two out"
+        )
+    sizes = ("num_blocks", "kv_cache_memory", "kv_cache_share")
+    given = [name for name in sizes if getattr(cache, name) is not None]
+    if len(given) > 1:
+        yield f"{given[0]} and {given[1]} both size the KV cache; give one of them"
+    is_static = scheduler.batching_mode == "static"
+    if is_static and not cache.keeps_cache:
+        yield (
+            "kv_cache_backend=naive keeps nothing between steps, so a static batch has no decode steps; "
+            "use batching_mode=continuous, or kv_cache_backend=contiguous for the classic static batch"
+        )
+    if scheduler.preemption == "swap" and not cache.has_host_memory:
+        yield (
+            "preemption=swap needs host memory to swap to, but swap_blocks is 0; "
+            "set swap_blocks or swap_space, or use preemption=recompute"
+        )
+    is_chunked = scheduler.use_chunked_prefill and cache.keeps_cache
+    prompts_wait = not is_static and scheduler.scheduler_policy != "prefill_first"
+    if scheduler.itl_target_ms is not None and not (is_chunked and prompts_wait):
+        yield (
+            "itl_target_ms needs prompts that come in chunks and wait for sequences that decode; use "
+            "continuous batching, chunked prefill, a cache, and a policy other than prefill_first"
+        )
+
+
+def _draft_faults(config: EngineConfig) -> Iterator[str]:
+    drafts, load, cache, run = config.speculation, config.load, config.cache, config.run
+    method, has_files = drafts.speculative_method, drafts.draft_model is not None
+    if drafts.prompt_lookup_min > drafts.prompt_lookup_max:
+        yield (
+            f"prompt_lookup_min is {drafts.prompt_lookup_min} and prompt_lookup_max is "
+            f"{drafts.prompt_lookup_max}; the shortest match must not be longer than the longest"
+        )
+    if method in DRAFTED and not has_files:
+        yield f"speculative_method={method} needs the files of a drafter; name them with draft_model"
+    if (method in LOOKUPS or names_code(method)) and has_files:
+        looks_up = f"speculative_method={method} looks drafts up and needs no draft_model"
+        yield f"{looks_up}; leave one of the two out"
+    if drafts.is_on and method == "auto" and not has_files and len(set(drafts.methods_asked)) > 1:
+        yield (
+            "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min are "
+            "for ngram; choose one with speculative_method, or leave the knobs of the other out"
+        )
+    is_off = drafts.speculative_decoding is None and not drafts.is_on
+    for name, dashes in (("adaptive_speculation", "--no-"), ("synthetic_acceptance", "--")):
+        if is_off and drafts.is_given(name):
+            flag = dashes + name.replace("_", "-")
+            yield (
+                f"{name}={getattr(drafts, name)} ({flag}) needs drafts, and speculative decoding is off; "
+                f"turn it on with speculative_decoding, or leave {name} out"
+            )
+    if drafts.is_on and not cache.keeps_cache:
+        yield (
+            "kv_cache_backend=naive computes every token of a sequence in each step, so drafts can save "
+            "none; leave speculative decoding out, or use kv_cache_backend=paged"
+        )
+    excluded = {
+        "tensor_parallel_size": load.tensor_parallel_size > 1,
+        "pipeline_parallel_size": load.pipeline_parallel_size > 1,
+        "deterministic": run.deterministic,  # an accepted branch was summed in another order
+    }
+    for name, is_asked in excluded.items():
+        if is_asked and drafts.is_on and drafts.method == "tree":
+            yield (
+                f"speculative_method=tree cannot be used with {name}; leave one of the two out, or use "
+                "speculative_method=draft_model"
+            )
+
+
+def _adapter_faults(config: EngineConfig) -> Iterator[str]:
+    adapters, load, run = config.adapters, config.load, config.run
+    num_modules, most = len(adapters.lora_modules), adapters.max_loras
+    if adapters.enable_lora is False and num_modules:
+        yield "enable_lora is off, but lora_modules names adapters; leave one of the two out"
+    if not adapters.is_on and (most is not None or adapters.max_lora_rank is not None):
+        yield "max_loras and max_lora_rank need enable_lora or lora_modules; add one of them"
+    if most is not None and not num_modules <= most <= MAX_ADAPTERS:
+        least = f"{max(num_modules, 1)}, the adapters of lora_modules"
+        yield f"max_loras must be from {least}, to {MAX_ADAPTERS}, got {most}"
+    excluded = {"deterministic": run.deterministic, "pipeline_parallel_size": load.pipeline_parallel_size > 1}
+    for name, is_asked in excluded.items():
+        if is_asked and adapters.is_on:
+            yield f"LoRA adapters with {name} are not built yet; leave one of the two out"

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from infer.config.knobs import check_knobs, knob, knob_rows, parse_knob
-from infer.config.own_code import names_code
 from infer.config.speculative_json import METHODS, read_speculative_config
 from infer.errors import ConfigError
 
@@ -105,45 +104,16 @@ class SpeculationConfig:
         check_knobs(self)
         if self.num_speculative_tokens == 0:
             object.__setattr__(self, "speculative_decoding", False)
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is "
-                f"{self.prompt_lookup_max}; the shortest match must not be longer than the longest"
-            )
-        if self.speculative_method in DRAFTED and self.draft_model is None:
-            raise ConfigError(
-                f"speculative_method={self.speculative_method} needs the files of a drafter; name them "
-                "with draft_model"
-            )
-        looks_up = self.speculative_method in LOOKUPS or names_code(self.speculative_method)
-        if looks_up and self.draft_model is not None:
-            raise ConfigError(
-                f"speculative_method={self.speculative_method} looks drafts up and needs no draft_model; "
-                "leave one of the two out"
-            )
-        is_open = self.is_on and self.speculative_method == "auto" and self.draft_model is None
-        if is_open and len(set(self._asked)) > 1:
-            raise ConfigError(
-                "suffix_max_answers is for the method suffix, prompt_lookup_max and prompt_lookup_min are "
-                "for ngram; choose one with speculative_method, or leave the knobs of the other out"
-            )
-        for flag in ("--no-adaptive-speculation", "--synthetic-acceptance"):
-            name = flag.removeprefix("--no").strip("-").replace("-", "_")
-            if self.speculative_decoding is None and not self.is_on and self._is_given(name):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} ({flag}) needs drafts, and speculative decoding is off; "
-                    f"turn it on with speculative_decoding, or leave {name} out"
-                )
 
-    def _is_given(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """True if a knob has another value than its default."""
         rows = knob_rows("speculation", SpeculationConfig)
         return any(row.name == name and row.default != getattr(self, name) for row in rows)
 
     @property
-    def _asked(self) -> list[str]:
+    def methods_asked(self) -> list[str]:
         """The methods whose own knobs are given."""
-        return [method for name, method in ASKS_FOR.items() if self._is_given(name)]
+        return [method for name, method in ASKS_FOR.items() if self.is_given(name)]
 
     def _take_json(self, text: str) -> None:
         """Set the knobs that vLLM's JSON stands for; even without a method it turns speculation on."""
@@ -165,7 +135,7 @@ class SpeculationConfig:
         """True if sequences get drafts."""
         if self.speculative_decoding is not None:
             return self.speculative_decoding
-        named = self.speculative_method != "auto" or self.draft_model is not None or bool(self._asked)
+        named = self.speculative_method != "auto" or self.draft_model is not None or bool(self.methods_asked)
         return named or self.num_speculative_tokens is not None
 
     @property
@@ -175,7 +145,7 @@ class SpeculationConfig:
             return self.speculative_method
         if self.draft_model is not None:
             return "draft_model"
-        return next(iter(self._asked), "ngram")
+        return next(iter(self.methods_asked), "ngram")
 
     @property
     def max_drafts(self) -> int:

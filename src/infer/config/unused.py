@@ -1,6 +1,6 @@
 """Settings that have no effect because of other settings, as one list of rules.
 
-    two knobs contradict each other             refused, where the section is made (settings.py)
+    two knobs contradict each other             refused when the settings are made (settings.py)
     a knob has no effect because of another     a warning when the engine is built: these rules
 
 A knob counts as given when its value is not its default.
@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from infer.config.settings import EngineConfig, knob_table
+from infer.config.speculation import ASKS_FOR
 
 
 class UnusedKnob(NamedTuple):
@@ -56,11 +57,7 @@ def rules(config: EngineConfig, decided: Mapping[str, Any]) -> Iterator[UnusedKn
         if field.name not in ("speculative_decoding", "speculative_config"):  # these turn drafts on or off
             is_switch = field.name == "num_speculative_tokens" and drafts.num_speculative_tokens == 0
             yield UnusedKnob(field.name, not (drafts.is_on or is_switch), "speculative decoding is off")
-    for name, method in (
-        ("prompt_lookup_max", "ngram"),
-        ("prompt_lookup_min", "ngram"),
-        ("suffix_max_answers", "suffix"),
-    ):
+    for name, method in ASKS_FOR.items():
         yield UnusedKnob(name, drafts.method != method, f"the speculative method is not {method}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infer.config.resolve import Machine, ModelFacts
+from infer.config.machine_rules import Machine, ModelFacts
 from infer.engine.cache_fit import state_size
 from infer.engine.device_memory import device_limit
 from infer.execution.cpu_step import attention_library

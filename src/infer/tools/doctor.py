@@ -16,7 +16,8 @@ import torch
 from infer.cache.host_bytes import free_host_bytes
 from infer.config.backends import OPERATIONS, available
 from infer.config.knobs import format_bytes
-from infer.config.resolve import Machine, choose_backends
+from infer.config.machine_rules import Machine
+from infer.config.resolve import choose_backends
 from infer.config.settings import FAST_PRODUCTS_COST, FAST_PRODUCTS_GAIN, EngineConfig
 from infer.engine.device_memory import look
 from infer.kernels.cpu.build import CBuildError, compiler_version, cpu_flags, cpu_name, find_compiler

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 from infer.config.backends import AUTO, Chosen
+from infer.config.machine_rules import Machine
 from infer.config.profiles.find import Gpu
-from infer.config.resolve import Machine, choose_backends
+from infer.config.resolve import choose_backends
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.kernels.attention.choice import DECODE_WAYS, PROMPT_WAYS, DecodeProblem, PromptProblem

@@ -125,7 +125,7 @@ def test_proposer_is_a_class_with_three_methods(file: Path) -> None:
     with pytest.raises(ConfigError, match="propose, has_match, finish"):
         _make_proposer(SpeculationConfig(speculative_method=f"{file}:Mine"))
     with pytest.raises(ConfigError, match="looks drafts up and needs no draft_model"):
-        SpeculationConfig(speculative_method=f"{file}:Guesses", draft_model="x")
+        EngineConfig.from_knobs(speculative_method=f"{file}:Guesses", draft_model="x")
 
 
 def test_policy_that_returns_no_number_refuses_the_request(tmp_path: Path) -> None:

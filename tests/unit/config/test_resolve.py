@@ -12,8 +12,9 @@ import torch
 from infer.cache.kv_store import crossing_bytes
 from infer.cache.layout import KVLayout
 from infer.cache.memory import CacheSize
+from infer.config.machine_rules import Machine, ModelFacts
 from infer.config.profiles.generic import GENERIC
-from infer.config.resolve import Machine, ModelFacts, ResolvedConfig, resolve
+from infer.config.resolve import ResolvedConfig, resolve
 from infer.config.settings import FAST_PRODUCTS_COST, EngineConfig
 from infer.engine.speculation_build import draft_bytes
 from infer.engine.start_line import describe_engine

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from infer.config.knobs import KnobRow
-from infer.config.resolve import Machine, ModelFacts, resolve, resolve_scheduler
+from infer.config.machine_rules import Machine, ModelFacts
+from infer.config.resolve import resolve, resolve_scheduler
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig, knob_table
 from infer.config.unused import rules, unused_knobs

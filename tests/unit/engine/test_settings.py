@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from infer.client import process
+from infer.config.knobs import refuse
+from infer.config.machine_rules import Machine, ModelFacts, device_faults
 from infer.config.profiles.cpu import CPU
 from infer.config.profiles.generic import GENERIC
-from infer.config.resolve import Machine, ModelFacts, ResolvedScheduler, check_machine, resolve
+from infer.config.resolve import ResolvedScheduler, resolve
 from infer.config.settings import EngineConfig
 from infer.engine import cache_fit
 from infer.engine.device_build import resolve_for
@@ -109,7 +111,7 @@ def test_impossible_settings_are_refused_before_a_weight_is_read(
 def test_what_would_do_nothing_on_a_gpu_is_refused(knobs: dict[str, Any], message: str | None) -> None:
     config, machine = EngineConfig.from_knobs(**knobs), Machine(device="cuda", has_gpu_kernels=True)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_machine(config, machine)
+        refuse(device_faults(config, machine))
 
 
 @pytest.mark.usefixtures("nothing_is_read")
