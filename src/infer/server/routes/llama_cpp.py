@@ -29,6 +29,7 @@ from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
     AskingBody,
+    Body,
     CompletionRequest,
     Int,
     Name,
@@ -57,7 +58,21 @@ _SAMPLERS = "samplers are penalties, temperature, top_k, top_p and min_p, in thi
 _NO_GAPS = "this server continues a text, it cannot fill a gap"
 
 
-class LlamaCompletion(AskingBody):
+class LlamaSampling(Body):
+    """The sampling parameters that llama.cpp's server and Ollama have in common."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: StopField | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class LlamaCompletion(LlamaSampling, AskingBody):
     """`POST /completion`."""
 
     neutral = {
@@ -92,15 +107,6 @@ class LlamaCompletion(AskingBody):
     prompt: PromptField
     model: Name | None = None
     n_predict: Int | None = None
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Int | None = None
-    stop: StopField | None = None
     ignore_eos: bool | None = None
     num_speculative_tokens: Int | None = None
     logit_bias: list[list[int | float | bool | str]] | dict[str, float] | None = None

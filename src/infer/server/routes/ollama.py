@@ -53,7 +53,6 @@ from infer.server.protocol.schemas import (
     Int,
     Name,
     Neutral,
-    StopField,
 )
 from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
@@ -66,6 +65,7 @@ from infer.server.routes.json_route import (
     open_agent,
     server_state,
 )
+from infer.server.routes.llama_cpp import RANDOM_SEED, LlamaSampling
 from infer.server.state import ServedModel, ServerState, current_record
 
 FOLLOWED = "0.12.11"  # version of Ollama's API; VS Code rejects servers below 0.6.4
@@ -84,7 +84,7 @@ _FILTERS = "filters are top_k, top_p and min_p"
 # -- request bodies --------------------------------------------------------------------------------
 
 
-class OllamaOptions(Body):
+class OllamaOptions(LlamaSampling):
     """The sampling parameters of a request, and Ollama's options for running a model."""
 
     neutral = {
@@ -100,21 +100,11 @@ class OllamaOptions(Body):
     })  # fmt: skip
 
     num_predict: Int | None = None
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Int | None = None
-    stop: StopField | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
 
 SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
 CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # embeddings only
 NO_LIMIT = (-2, -1, 0)  # values of num_predict
-RANDOM_SEED = -1
 THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts in a chat
 
 
