@@ -31,6 +31,7 @@ from infer.tokenizer.fim import find_gap_marks
 from infer.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from infer.client.messages import Ready
     from infer.loader.headers import ModelHeaders
     from infer.loader.load import LoadedModel  # it imports torch, which a server's process does not need
 
@@ -400,14 +401,20 @@ def make_encoder(config: LoadConfig, headers: ModelHeaders) -> PromptEncoder:
     """The encoder of a model, from its headers alone, without an engine."""
     from infer.loader.load import check_length
 
-    context_len = check_length(config.max_seq_len, headers.config)
+    model, tokenizer = headers.config, _load_tokenizer(config, headers)
+    context_len = check_length(config.max_seq_len, model)
     return PromptEncoder(
-        config,
-        headers,
-        _load_tokenizer(config, headers),
-        family=headers.config.family,
-        context_len=context_len,
-        model_len=headers.config.context_len,
+        config, headers, tokenizer, family=model.family, context_len=context_len, model_len=model.context_len
+    )
+
+
+def make_served_encoder(
+    config: LoadConfig, text: tuple[TextHeaders, Tokenizer], engines: Sequence[Ready]
+) -> PromptEncoder:
+    """The encoder of a model that engines run, for the context length that all of them have."""
+    first, context_len = engines[0], min(engine.context_len for engine in engines)
+    return PromptEncoder(
+        config, *text, family=first.family, context_len=context_len, model_len=first.model_len
     )
 
 
@@ -417,7 +424,7 @@ def find_source(config: LoadConfig, *, show_progress: bool) -> ModelSource:
 
 
 def open_text(config: LoadConfig, source: ModelSource) -> tuple[TextHeaders, Tokenizer]:
-    """Read the parts of a model's files that a `PromptEncoder` needs; the rest comes from the engine."""
+    """Read what `make_served_encoder` needs of a model's files; the rest comes from the engines."""
     headers = read_text_headers(source)
     return headers, _load_tokenizer(config, headers)
 

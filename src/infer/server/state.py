@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 from infer.client.client import EngineClient
 from infer.config.server import ModelShares, ServerConfig
-from infer.config.settings import EngineConfig, SchedulerConfig
+from infer.config.settings import EngineConfig
 from infer.errors import RequestTimeout, UnknownModel, closest
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request
@@ -56,14 +56,14 @@ class ServedModel:
     clients: list[EngineClient]
     created: int  # seconds since 1970, for /v1/models
     router: Router = field(default_factory=Router)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)  # config of its engines
     num_held: int = 0  # open HTTP requests that use it
     engines: Sequence[int] = ()  # numbers of its engines in all API processes
     used_at: float = field(default_factory=monotonic)  # when a request last acquired or released it
     keep_s: float | None = None  # idle seconds until it is unloaded, if a client set them
     kept_at: float = 0.0  # when the client set it, in monotonic seconds
-    config: EngineConfig | None = None  # config of its engines, if this process started them
+    config: EngineConfig = field(default_factory=EngineConfig)  # config of its engines
     planned_bytes: int = 0  # memory of its engines, if it is limited (loaded_memory)
+    host_bytes: int = 0  # host memory of its weights while it sleeps (model_memory)
 
     @property
     def use(self) -> ModelUse:
@@ -239,7 +239,7 @@ class ServerState:
     adapters: dict[str, str] = field(default_factory=dict)  # model of each LoRA adapter, by adapter name
     default_model: str | None = None
     loadable: Sequence[str] = ()  # names of models that are loaded on demand
-    asleep: Mapping[str, int] = field(default_factory=dict)  # host bytes of models that sleep, by name
+    asleep: dict[str, ServedModel] = field(default_factory=dict)  # unloaded, but weights are in host memory
     demand: Callable[[str], Awaitable[object]] | None = None  # loads one of them, and waits for it
     board: Board = field(default_factory=Board)  # flags and counts of all API processes
     is_cut_off: bool = False  # set by a second signal: open requests end with an error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,9 @@ from infer.client.messages import Ready
 from infer.config.settings import LoadConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import PromptEncoder, find_source, make_encoder, open_text
+from infer.frontend.prompts import PromptEncoder, find_source, make_encoder, make_served_encoder, open_text
 from infer.loader.headers import read_headers
 from infer.sampling.params import SamplingParams
-from infer.server.fleet import fleet
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -173,4 +171,4 @@ def test_several_engines_serve_the_length_that_all_of_them_have(folder: Path) ->
     config = LoadConfig(model=str(folder))
     text = open_text(config, find_source(config, show_progress=False))
     ready = [Ready(EngineStats(), "gemma3", length, 256) for length in (100, 49, 256)]
-    assert asyncio.run(fleet.make_encoder(config, text, ready)).context_len == 49
+    assert make_served_encoder(config, text, ready).context_len == 49

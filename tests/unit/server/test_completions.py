@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.config.settings import SchedulerConfig
+from infer.config.settings import EngineConfig, SchedulerConfig
 from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from tests.support.thinned import thinned
@@ -239,7 +239,7 @@ def test_a_priority_that_no_policy_reads_is_named_in_a_header(wire: Wire) -> Non
     assert wire.post(PATH, body).headers["x-infer-ignored"] == "priority"
     assert "x-infer-ignored" not in wire.post(PATH, body | {"priority": 0}).headers, "the default"
     (model,) = wire.state.models.values()
-    model.scheduler = SchedulerConfig(scheduler_policy="priority")
+    model.config = EngineConfig(scheduler=SchedulerConfig(scheduler_policy="priority"))
     assert "x-infer-ignored" not in wire.post(PATH, body).headers
 
 

@@ -759,7 +759,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
     def plan(config: EngineConfig) -> Planned:
         return Planned(sizes[str(config.load.model)] << 20)
 
-    monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
+    monkeypatch.setattr("infer.server.fleet.on_demand.plan_model", plan)
 
 
 def test_bytes_are_a_budget_in_which_the_least_recently_used_makes_room(
@@ -820,7 +820,7 @@ def test_a_plan_that_finds_no_room_is_made_again_when_others_have_left(
                 raise NoRoom("the others have it")
             return Planned(1)
 
-        monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
+        monkeypatch.setattr("infer.server.fleet.on_demand.plan_model", plan)
         await stage.ok("a")
         await stage.ok("b")
         assert stage.loaded == ["b"]
@@ -833,7 +833,7 @@ def test_a_model_is_loaded_with_the_cache_that_was_counted_until_a_load_fails(
 ) -> None:
     """What is free at the load decides nothing: it was counted when the plan was made."""
     free = [7]
-    monkeypatch.setattr("infer.server.fleet.fleet.plan_model", lambda config: Planned(60 << 20, free[-1]))
+    monkeypatch.setattr("infer.server.fleet.on_demand.plan_model", lambda config: Planned(60 << 20, free[-1]))
 
     async def scene(stage: Stage) -> None:
         def loaded(name: str) -> int | None:
@@ -871,7 +871,7 @@ def test_a_cache_that_was_counted_beside_others_grows_when_they_have_left(
             configs = {name: model.config for name, model in stage.state.models.items()}
             return {name: each.cache.num_blocks for name, each in configs.items() if each is not None}
 
-        monkeypatch.setattr("infer.server.fleet.fleet.plan_model", plan)
+        monkeypatch.setattr("infer.server.fleet.on_demand.plan_model", plan)
         await stage.ok("a")
         assert blocks() == {"a": 20}  # 60MiB
         await stage.ok("b")  # 5 blocks next to a: 30MiB

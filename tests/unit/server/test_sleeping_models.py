@@ -79,7 +79,7 @@ class Stand:
 
     @property
     def asleep(self) -> list[str]:
-        return list(self.fleet._asleep)
+        return list(self.state.asleep)
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer.config.server import ServerConfig
-from infer.config.settings import SchedulerConfig
+from infer.config.settings import EngineConfig, SchedulerConfig
 from infer.engine.stats import EngineStats
 from infer.errors import RequestError, TemplateError, UnknownModel
 from infer.frontend.llm import LLM
@@ -208,7 +208,7 @@ def test_more_prompts_than_an_idle_server_takes_are_refused_for_good(
     for client in clients:
         client.snapshot = EngineStats(max_batch_size=num_places)
     state = make_state(oracle.encoder, *clients)
-    state.models["tiny"].scheduler = SchedulerConfig(max_queue=max_queue)
+    state.models["tiny"].config = EngineConfig(scheduler=SchedulerConfig(max_queue=max_queue))
     if fits:
         assert len(complete(state, prompt=["a", "b", "c"]).requests) == 3
         return

@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from infer.client.client import EngineClient, InProcessClient
-from infer.client.messages import Ready, RecordOrders, Replica
+from infer.client.messages import RecordOrders, Replica
 from infer.client.placement import is_on_gpu, share_threads
-from infer.client.planned import Planned, plan_model
 from infer.client.process_client import ProcessClient
 from infer.client.spawn import SpareEngines
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN
@@ -41,7 +40,7 @@ from infer.client.supervisor import ProcessOptions
 from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.knobs import parse_bytes
 from infer.config.server import ModelShares, name_fault, parse_alias, weight_fault
-from infer.config.settings import EngineConfig, LoadConfig
+from infer.config.settings import EngineConfig
 from infer.engine.phases import spell_phases
 from infer.errors import (
     ConfigError,
@@ -54,9 +53,8 @@ from infer.errors import (
     UnknownModel,
     closest,
 )
-from infer.frontend.prompts import PromptEncoder, find_source, open_model, open_text
+from infer.frontend.prompts import PromptEncoder, find_source, make_served_encoder, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
-from infer.loader.text_headers import TextHeaders
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
@@ -64,7 +62,6 @@ from infer.server.processes import messages
 from infer.server.processes.messages import ModelUse, Question
 from infer.server.processes.workers import Workers
 from infer.server.state import ServedModel, ServerState
-from infer.tokenizer.tokenizer import Tokenizer
 from infer.tools.host_memory import check_host_memory, check_loaded_memory
 from infer.tools.record_files import RecordPaths
 
@@ -95,8 +92,6 @@ class Fleet:
         self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one at a time
         self._is_closing = False
         self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines stop
-        # unloaded models whose weights are in host memory, and their bytes, by name, oldest first
-        self._asleep: dict[str, tuple[ServedModel, int]] = {}
         self._sleep_turn = asyncio.Lock()  # models are put to sleep one at a time: they share a budget
         self._records: RecordPaths | None = None
         if (server := state.config).record is not None:
@@ -105,9 +100,8 @@ class Fleet:
         self._on_demand: OnDemand | None = None
         if state.config.on_demand:
             self._on_demand = OnDemand(
-                state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving,
-                plan=self._plan,
-            )  # fmt: skip
+                state, load=self._bring_up, retire=self._retire, uses=self._uses, leaving=self._leaving
+            )
 
     def check(self, models: Mapping[str, EngineConfig]) -> None:
         """Reject settings that do not fit this machine, and create the record files of the first models."""
@@ -140,10 +134,9 @@ class Fleet:
             self._note_loadable()
         for text in self.state.config.model_alias:
             alias, weights = parse_alias(text)
+            named = {name or self.state.default_model or "": weight for name, weight in weights.items()}
             try:
-                self.set_alias(
-                    alias, {name or self.state.default_model or "": weights[name] for name in weights}
-                )
+                self.set_alias(alias, named)
             except RequestError as error:
                 raise ConfigError(f"model_alias {text!r}: {error}") from None
         if self._on_demand is not None:
@@ -161,11 +154,7 @@ class Fleet:
             return await self._bring_up(name, config, replaces=replaces)
         catalog = self._on_demand.catalog
         if name in catalog and not replaces:
-            raise NameTaken(
-                f"a model named {name!r} is known and loaded on demand; unload or replace it, or use another "
-                "name",
-                param="name",
-            )
+            raise _taken(name, "known and loaded on demand")
         async with self._on_demand.room(name, config) as fixed:
             model = await self._bring_up(name, fixed, replaces=replaces)
             catalog[model.name] = config
@@ -282,7 +271,7 @@ class Fleet:
         if budget is None or self._is_closing or self._workers.num_processes > 1:
             return False
         while True:
-            room = parse_bytes(budget) - sum(num_bytes for _, num_bytes in self._asleep.values())
+            room = parse_bytes(budget) - sum(each.host_bytes for each in self.state.asleep.values())
             taken = 0
             try:
                 for client in model.clients:
@@ -292,40 +281,36 @@ class Fleet:
                 told = "weights not kept model=%s reason=%r, so the next request loads it from its files"
                 logger.warning(told, model.name, str(error))
                 return False
-            if taken <= room and not self._is_closing:
-                break
-            if not self._asleep or self._is_closing:
-                if not self._is_closing:
-                    fits = "weights not kept model=%s bytes=%d model_memory=%s reason='they take more'"
-                    logger.warning(fits, model.name, taken, budget)
+            if self._is_closing:
                 return False
-            await self._forget_asleep(next(iter(self._asleep)))
-        name, taken_names = model.name, (*self.state.models, *self._loading, *self._asleep)
+            if taken <= room:
+                break
+            if not self.state.asleep:
+                told = "weights not kept model=%s bytes=%d model_memory=%s reason='they take more'"
+                logger.warning(told, model.name, taken, budget)
+                return False
+            await self._forget_asleep(next(iter(self.state.asleep)))
+        name, taken_names = model.name, (*self.state.models, *self._loading, *self.state.asleep)
         if name not in self.state.names or name in taken_names:  # its requests took long to finish
             logger.info("weights not kept model=%s reason='it was unloaded or reloaded meanwhile'", name)
             return False
         for client in model.clients:
             self.metrics.remove(client)
-        self._asleep[model.name] = model, taken
-        self._note_asleep()
+        model.host_bytes = taken
+        self.state.asleep[name] = model
         return True
-
-    def _note_asleep(self) -> None:
-        self.state.asleep = {name: num_bytes for name, (_, num_bytes) in self._asleep.items()}
 
     async def _forget_asleep(self, name: str) -> None:
         """Stop the engines of a sleeping model, if there is one with this name."""
-        if (found := self._asleep.pop(name, None)) is not None:
-            self._note_asleep()
-            await self._close(found[0])
+        if (found := self.state.asleep.pop(name, None)) is not None:
+            await self._close(found)
             logger.info("weights forgotten model=%s", name)
 
     async def _wake(self, name: str, config: EngineConfig) -> tuple[PromptEncoder, list[EngineClient]] | None:
         """Wake the engines of a sleeping model; None: there is none, or it has another config."""
-        model, _ = self._asleep.pop(name, (None, 0))  # so that only this task can close it
+        model = self.state.asleep.pop(name, None)  # so that only this task can close it
         if model is None:
             return None
-        self._note_asleep()
         clients = [client.client for client in model.clients if isinstance(client, MeteredClient)]
         try:
             if model.config != config:
@@ -340,11 +325,6 @@ class Fleet:
             logger.warning("model reloaded model=%s reason=%r", name, str(error))
             return None
         return model.encoder, clients
-
-    async def _plan(self, config: EngineConfig) -> Planned:
-        """Return the memory that the engines of an on-demand model will take."""
-        plan = await asyncio.to_thread(plan_model, config)
-        return replace(plan, num_bytes=plan.num_bytes * self.state.config.replicas)
 
     async def _uses(self) -> dict[str, ModelUse]:
         """Return the use of every loaded model, summed over all API processes."""
@@ -363,35 +343,33 @@ class Fleet:
         cannot be read; requests that began with the old adapter always finish with it.
         """
         async with self._adapter_turn:
-            return await self._load_adapter(name, path, base, replaces=replaces)
-
-    async def _load_adapter(self, name: str, path: str, base: str | None, *, replaces: bool) -> str:
-        base = base or self.state.default_model
-        model = self.state.get_model(base)
-        is_replaced = replaces and self.state.adapters.get(name) == model.name
-        if not is_replaced:
-            self._check_adapter_name(name)
-        num_done = 0
-        try:
-            for client in model.clients:  # a restarted engine may have one of this name
-                await client.set_adapter(name, path, replaces=True)
-                num_done += 1
-            if self.state.models.get(model.name) is not model:
-                raise UnknownModel(f"model {model.name!r} was unloaded or replaced meanwhile", param="model")
+            base = base or self.state.default_model
+            model = self.state.get_model(base)
+            is_replaced = replaces and self.state.adapters.get(name) == model.name
             if not is_replaced:
-                self._check_adapter_name(name)  # a model or an alias may have taken the name meanwhile
-        except BaseException:
-            if num_done:  # the engines no longer agree
-                for client in model.clients:
-                    with suppress(InferError):
-                        await client.set_adapter(name, None)
-                self.state.adapters.pop(name, None)
-                self._tell_names()
-            raise
-        self.state.adapters[name] = model.name
-        self._adapter_paths[name] = path
-        await self._workers.call(self._names())
-        return model.name
+                self._check_adapter_name(name)
+            num_done = 0
+            try:
+                for client in model.clients:  # a restarted engine may have one of this name
+                    await client.set_adapter(name, path, replaces=True)
+                    num_done += 1
+                if self.state.models.get(model.name) is not model:
+                    gone = f"model {model.name!r} was unloaded or replaced meanwhile"
+                    raise UnknownModel(gone, param="model")
+                if not is_replaced:
+                    self._check_adapter_name(name)  # a model or an alias may have taken the name meanwhile
+            except BaseException:
+                if num_done:  # the engines no longer agree
+                    for client in model.clients:
+                        with suppress(InferError):
+                            await client.set_adapter(name, None)
+                    self.state.adapters.pop(name, None)
+                    self._tell_names()
+                raise
+            self.state.adapters[name] = model.name
+            self._adapter_paths[name] = path
+            await self._workers.call(self._names())
+            return model.name
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; requests that began with it finish."""
@@ -461,7 +439,7 @@ class Fleet:
         """Return the page at /metrics: the sum over all API processes."""
         total = self.metrics.sum_with(await self._workers.ask_all(messages.Scrape()))
         total.stages = {name: self.state.stage_of(name) for name in self.state.names}
-        total.asleep = self.state.asleep
+        total.asleep = {name: model.host_bytes for name, model in self.state.asleep.items()}
         return total.text()
 
     async def ask_processes(self, question: Question[T]) -> list[T]:
@@ -489,8 +467,8 @@ class Fleet:
             await asyncio.gather(self._watcher, return_exceptions=True)
             self._watcher = None
         models, self.state.models = self.state.models, {}
-        asleep, self._asleep = self._asleep, {}
-        closing = (*models.values(), *self._leaving.values(), *(model for model, _ in asleep.values()))
+        asleep, self.state.asleep = self.state.asleep, {}
+        closing = (*models.values(), *self._leaving.values(), *asleep.values())
         await asyncio.gather(*(self._close(model, SHUTTING_DOWN) for model in closing))
         leaving = list(self._leaving)
         for task in leaving:
@@ -508,18 +486,12 @@ class Fleet:
         if fault := name_fault(name):
             raise RequestError.about("name", fault)
         is_served = (name in self.state.models and not replaces) or name in self.state.adapters
-        if is_served or name in self.state.aliases or name in self._loading:
-            if name in self.state.aliases:
-                models = ", ".join(map(repr, self.state.aliases[name]))
-                raise NameTaken(
-                    f"{name!r} is an alias of {models}; remove it (POST "
-                    '/admin/models/alias with "name": null), or use another name',
-                    param="name",
-                )
-            what = "being loaded" if name in self._loading else "already served"
-            raise NameTaken(
-                f"a model named {name!r} is {what}; unload or replace it, or use another name", param="name"
-            )
+        if name in self.state.aliases:
+            models = ", ".join(map(repr, self.state.aliases[name]))
+            way = 'remove it (POST /admin/models/alias with "name": null), or use another name'
+            raise NameTaken(f"{name!r} is an alias of {models}; {way}", param="name")
+        if is_served or name in self._loading:
+            raise _taken(name, "being loaded" if name in self._loading else "already served")
 
     async def _end_load(self, name: str, reason: str) -> None:
         """Cancel a load and wait until its engines are gone."""
@@ -543,15 +515,8 @@ class Fleet:
         except BaseException:
             self._workers.tell(messages.Gone(list(shared)))
             raise
-        model = ServedModel(
-            name=name or encoder.name,
-            encoder=encoder,
-            clients=engines,
-            created=int(time.time()),
-            scheduler=config.scheduler,
-            engines=shared,
-            config=config,
-        )
+        served_name = name or encoder.name
+        model = ServedModel(served_name, encoder, engines, int(time.time()), engines=shared, config=config)
         try:
             if not name:
                 self._check_name(model.name)
@@ -603,27 +568,26 @@ class Fleet:
         def build() -> tuple[PromptEncoder, list[EngineClient]]:
             from infer.engine.build import build_engine  # imported here: it imports torch
 
-            if config.adapters.is_on and self.state.config.replicas > 1:
+            server = self.state.config
+            if config.adapters.is_on and server.replicas > 1:
                 raise ConfigError(
                     "replicas of one process would share the room for LoRA adapters; leave out in_process or "
                     "replicas"
                 )
-            own = share_threads(config, self.state.config.replicas)
+            own = share_threads(config, server.replicas)
             encoder, loaded = open_model(own, show_progress=True)
-            if self.state.config.replicas > 1 and not str(loaded.device).startswith("cpu"):
+            if server.replicas > 1 and not str(loaded.device).startswith("cpu"):
                 raise ConfigError(
                     "replicas of one process would share a GPU; leave out in_process or replicas"
                 )
-            timeout = self.state.config.stuck_timeout
-            engines = [build_engine(own, loaded) for _ in range(self.state.config.replicas)]
+            engines = [build_engine(own, loaded) for _ in range(server.replicas)]
+            clients: list[EngineClient] = []
             for engine in engines:
-                engine.keep_stories(self.state.config.explain_requests)
+                engine.keep_stories(server.explain_requests)
+                several, timeout = len(engines) > 1, server.stuck_timeout
+                clients.append(InProcessClient(engine, stuck_timeout=timeout, has_replicas=several))
             encoder.context_len = min(engine.context_len for engine in engines)
-            several = len(engines) > 1
-            clients = [
-                InProcessClient(engine, stuck_timeout=timeout, has_replicas=several) for engine in engines
-            ]
-            return encoder, list(clients)
+            return encoder, clients
 
         building = asyncio.ensure_future(asyncio.to_thread(build))
         try:
@@ -657,9 +621,9 @@ class Fleet:
         opening = asyncio.create_task(asyncio.to_thread(open_text, config.load, source))
         try:
             await asyncio.gather(opening, *starts, return_exceptions=True)
-            text = opening.result()
-            engines = [start.result() for start in starts]
-            encoder = await make_encoder(config.load, text, [engine.ready for engine in engines])
+            text, engines = opening.result(), [start.result() for start in starts]
+            ready = [engine.ready for engine in engines]
+            encoder = await asyncio.to_thread(make_served_encoder, config.load, text, ready)
         except BaseException:
             started = [start for start in starts if not start.cancelled() and start.exception() is None]
             await asyncio.gather(*(start.result().close() for start in started))
@@ -735,18 +699,9 @@ def _close_unwanted(building: asyncio.Future[tuple[PromptEncoder, list[EngineCli
             asyncio.ensure_future(engine.close())
 
 
-async def make_encoder(
-    config: LoadConfig, text: tuple[TextHeaders, Tokenizer], engines: Sequence[Ready]
-) -> PromptEncoder:
-    """Make a model's encoder in a thread, for the context length that all of its engines support."""
-    return await asyncio.to_thread(
-        PromptEncoder,
-        config,
-        *text,
-        family=engines[0].family,
-        context_len=min(engine.context_len for engine in engines),
-        model_len=engines[0].model_len,
-    )
+def _taken(name: str, what: str) -> NameTaken:
+    text = f"a model named {name!r} is {what}; unload or replace it, or use another name"
+    return NameTaken(text, param="name")
 
 
 def with_server_defaults(config: EngineConfig) -> EngineConfig:

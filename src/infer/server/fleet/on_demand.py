@@ -18,9 +18,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from time import monotonic
 
-from infer.client.planned import Planned
+from infer.client.planned import Planned, plan_model
 from infer.client.subscribers import SHUTTING_DOWN
 from infer.config.knobs import parse_bytes
 from infer.config.settings import EngineConfig
@@ -45,13 +46,11 @@ class OnDemand:
         retire: Callable[[ServedModel], Awaitable[None]],
         uses: Callable[[], Awaitable[Mapping[str, ModelUse]]],
         leaving: Mapping[asyncio.Task[int], ServedModel],
-        plan: Callable[[EngineConfig], Awaitable[Planned]],
     ) -> None:
         self.catalog: dict[str, EngineConfig] = {}  # configs by model name
         self._state = state
         self._load, self._retire, self._uses = load, retire, uses
         self._leaving = leaving  # models that lost their names but still have engines, by unloading task
-        self._plan = plan  # estimates the memory that a model will take
         self._plans: dict[str, tuple[EngineConfig, int, Planned]] = {}  # latest plans; bytes of other models
         self._loads: dict[str, asyncio.Task[None]] = {}  # running loads, by model name
         self._turn = asyncio.Lock()  # held while a model loads
@@ -120,6 +119,11 @@ class OnDemand:
                 f"is {budget}; set a larger one, or make the cache smaller (kv_cache_memory, device_memory)"
             )
         return plan
+
+    async def _plan(self, config: EngineConfig) -> Planned:
+        """Return the memory that the engines of a model will take."""
+        plan = await asyncio.to_thread(plan_model, config)
+        return replace(plan, num_bytes=plan.num_bytes * self._state.config.replicas)
 
     def _has_room(self, name: str, needed: int) -> bool:
         server, models = self._state.config, self._state.models

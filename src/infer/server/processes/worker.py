@@ -27,10 +27,10 @@ from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.errors import EngineStopped
-from infer.frontend.prompts import find_source, open_text
+from infer.frontend.prompts import find_source, make_served_encoder, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
-from infer.server.fleet.fleet import Fleet, make_encoder
+from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.processes import messages
 from infer.server.processes.board import Board
@@ -158,16 +158,15 @@ class Worker:
                 options = ProcessOptions(stuck_timeout=0.0, policy=policy)  # process 0 decides
                 client = ProcessClient(link, ready, options, self._feeds[engine].next)
                 clients.append(self._metrics.add(name, client, label=label))
-            encoder = await make_encoder(config.load, text, readies)
+            encoder = await asyncio.to_thread(make_served_encoder, config.load, text, readies)
             if not self._feeds.keys() >= set(engines):
                 raise EngineStopped(f"the engines of {name!r} were closed while it was loaded")
         except BaseException:
             await self._close(clients)
             raise
         self._replaced += [old for old in (self._state.models.get(name),) if old is not None]
-        self._state.models[name] = ServedModel(
-            name, encoder, clients, served.created, scheduler=config.scheduler, engines=engines
-        )
+        model = ServedModel(name, encoder, clients, served.created, engines=engines, config=config)
+        self._state.models[name] = model
         if not self._has_frozen:
             self._has_frozen = True
             gc.collect()

@@ -177,7 +177,7 @@ def make_job(
     """Return the job of a body: a new id, and a numbered request for each prompt."""
     mark("tokenize")
     check_supported(body, params)
-    if body.priority and model.scheduler.scheduler_policy != "priority":
+    if body.priority and model.config.scheduler.scheduler_policy != "priority":
         body.note_ignored(["priority"])
     is_chat = isinstance(body, ChatRequest)
     job_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -271,7 +271,7 @@ def split_prompts(given: Prompts, most: int, param: str, advice: str) -> list[st
 
 def check_queue(model: ServedModel, num_prompts: int) -> None:
     """Reject a body with more prompts than idle engines could accept: no retry could succeed."""
-    if (max_queue := model.scheduler.max_queue) is None:
+    if (max_queue := model.config.scheduler.max_queue) is None:
         return
     room = sum(client.stats().max_batch_size + max_queue for client in model.clients)
     if num_prompts > room:

@@ -108,7 +108,7 @@ async def _embed(
     A thread encodes each vector as soon as it arrives. As Python floats, millions of numbers take half a
     gigabyte, and encoding them all at once would hold the GIL and block every stream.
     """
-    window = asyncio.Semaphore(min(MAX_TOGETHER, model.scheduler.max_queue or MAX_TOGETHER))
+    window = asyncio.Semaphore(min(MAX_TOGETHER, model.config.scheduler.max_queue or MAX_TOGETHER))
 
     async def embed_one(index: int, request: Request) -> T:
         async with window:
