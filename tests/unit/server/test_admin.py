@@ -438,7 +438,7 @@ def test_closing_the_fleet_closes_a_model_that_is_being_unloaded() -> None:
 def test_the_log_names_a_load_of_the_default_model_that_ended_early(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def load(*_given: object) -> None:
+    async def load(*_given: object, **_options: object) -> None:
         await asyncio.sleep(60)
 
     async def live(*, stops: bool) -> None:

@@ -7,8 +7,8 @@
 
 With `on_demand`, models are loaded when they are requested (on_demand.py).
 
-A load is cancelled if its caller leaves, if its name is unloaded, and at shutdown: its engines are killed,
-and the name is free again.
+A load ends early if its caller leaves, if its name is unloaded, and at shutdown (load.py): its engines are
+killed, and the name is free again.
 
 An engine's own client restarts it when it dies. When all engines are down for good, the server is lost
 (`Workers.lost`) and exits, so that a service manager can restart it. With `on_demand`, only the model is
@@ -55,6 +55,7 @@ from infer.errors import (
 )
 from infer.frontend.prompts import PromptEncoder, find_source, make_served_encoder, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
+from infer.server.fleet.load import Load
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
@@ -86,8 +87,7 @@ class Fleet:
         self.metrics = metrics
         self._workers = workers or Workers(state.config, state.board)  # the server's other API processes
         self._watcher: asyncio.Task[None] | None = None
-        self._loading: dict[str, asyncio.Task[ServedModel]] = {}  # running loads, by name
-        self._ended_by: dict[asyncio.Task[ServedModel], str] = {}  # why loads were ended, if not by callers
+        self._loading: dict[str, Load] = {}  # running loads, by each of their names
         self._adapter_paths: dict[str, str] = {}  # directories of adapters loaded at run time
         self._adapter_turn = asyncio.Lock()  # adapters are loaded and unloaded one at a time
         self._is_closing = False
@@ -169,25 +169,13 @@ class Fleet:
             await self._forget_asleep(name)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
-        loading = asyncio.create_task(self._load(name, with_server_defaults(config)))
-        self._loading[name] = loading
         try:
-            model = await loading  # the load is cancelled with its caller
-            for client in () if replaces else model.clients:  # an on-demand model is back
-                await self._restore_adapters(model.name, client)
-            if loading in self._ended_by:
-                raise asyncio.CancelledError
+            with Load(name, self._loading) as load:
+                model = await self._load(load, with_server_defaults(config), replaces=replaces)
         except asyncio.CancelledError:
-            if not loading.cancelled() and loading.exception() is None:  # it became ready at the same moment
-                await self._close(loading.result())
-            if (reason := self._ended_by.get(loading)) is not None:
-                raise EngineStopped(f"the load of {name!r} was ended: {reason}") from None
             reason = "the server stops" if self.state.board.is_draining else "its caller has left"
             logger.info("load ended model=%s reason=%r", name or "default", reason)
             raise
-        finally:
-            self._loading = {taken: task for taken, task in self._loading.items() if task is not loading}
-            self._ended_by.pop(loading, None)
         if (old := self.state.models.get(model.name)) is not None:
             self._start_leaving(old, math.inf)
         model.used_at = time.monotonic()  # requests that wait for it use it next
@@ -208,7 +196,7 @@ class Fleet:
         was the default, the one that has been served the longest becomes the default.
         """
         if name in self._loading:
-            await self._end_load(name, "the model was unloaded")
+            await self._loading[name].end("the model was unloaded")
             if name not in self.state.names:
                 return 0
         if name not in self.state.names:
@@ -478,7 +466,7 @@ class Fleet:
     async def end_loads(self) -> None:
         """Cancel all loads and start no more: the server is about to stop."""
         self._is_closing = True
-        await asyncio.gather(*(self._end_load(name, SHUTTING_DOWN) for name in list(self._loading)))
+        await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in set(self._loading.values())))
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -493,18 +481,10 @@ class Fleet:
         if is_served or name in self._loading:
             raise _taken(name, "being loaded" if name in self._loading else "already served")
 
-    async def _end_load(self, name: str, reason: str) -> None:
-        """Cancel a load and wait until its engines are gone."""
-        loading = self._loading[name]
-        self._ended_by[loading] = reason
-        loading.cancel()
-        await asyncio.wait({loading})
-        logger.info("load ended model=%s reason=%r", name, reason)
-
-    async def _load(self, name: str, config: EngineConfig) -> ServedModel:
-        started = time.perf_counter()
-        number = self.state.config.replicas
-        shared = self._workers.new_engines(number)
+    async def _load(self, load: Load, config: EngineConfig, *, replaces: bool) -> ServedModel:
+        """Start the engines of a model, or wake them, and have all API processes serve it."""
+        name, started = load.name, time.perf_counter()
+        shared = self._workers.new_engines(self.state.config.replicas)
         try:
             woken = await self._wake(name, config)
             encoder, engines = woken or await (
@@ -521,9 +501,11 @@ class Fleet:
             if not name:
                 self._check_name(model.name)
                 self._check_adapters(model.name, config)
-                self._loading[model.name] = self._loading[name]
+                load.take(model.name)
             took = time.perf_counter() - started
             await self._serve(name, model, config, took, is_woken=woken is not None)
+            for client in () if replaces else model.clients:  # an on-demand model is back
+                await self._restore_adapters(model.name, client)
         except BaseException:
             await self._close(model)
             raise
