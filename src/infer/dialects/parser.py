@@ -111,7 +111,7 @@ class AnswerParser:
         self._num_calls = 0
         self._has_ended = False
         self._is_cut = False  # True if the answer did not end by itself
-        self._firsts: frozenset[str] | None = None  # first characters of markers, while text is read
+        self._skim: tuple[frozenset[str], Callable[[str], None]] | None = None  # set while `_until` waits
         self._in_call = False  # True: text is part of a call's arguments
         self._is_header = False  # True: the header of the next message is being read
         self.is_reasoning = form.in_reasoning
@@ -122,8 +122,8 @@ class AnswerParser:
 
     def push(self, text: str) -> list[AnswerEvent]:
         """Add a piece; returns the events that are certain now."""
-        if self._firsts is not None and self._firsts.isdisjoint(text):
-            self._say(text)  # most pieces cannot begin a marker
+        if self._skim is not None and self._skim[0].isdisjoint(text):
+            self._skim[1](text)  # most pieces cannot begin an end
         else:
             for char in text:
                 self._send(char)
@@ -191,6 +191,10 @@ class AnswerParser:
     def _argue(self, text: str) -> None:
         self._emit(CallDelta, self._num_calls - 1, text)
 
+    def _argue_string(self, text: str) -> None:
+        """Add text to a string of the arguments."""
+        self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+
     def _end_call(self) -> None:
         self._raw.clear()
         self.is_done = self._num_calls == self._form.max_calls
@@ -228,10 +232,19 @@ class AnswerParser:
                 self._unread(read)
                 return False
 
+    def _rest(self) -> str:
+        """The text to read again, which is all that follows once the answer has ended."""
+        return "".join(reversed(self._ahead))
+
+    def _take_rest(self) -> str:
+        rest = self._rest()
+        self._ahead.clear()
+        return rest
+
     def _close(self, end: str) -> Reader[None]:
         """Read the end of a call, if it comes next; an end that was cut off is dropped."""
         is_there = yield from self._begins_with(end)
-        if not is_there and self._has_ended and end.startswith("".join(reversed(self._ahead)).lstrip()):
+        if not is_there and self._has_ended and end.startswith(self._rest().lstrip()):
             self._ahead.clear()
 
     def _first(self) -> Reader[str]:
@@ -258,30 +271,34 @@ class AnswerParser:
             yield from self._expect(end)
         return name.rstrip()
 
-    def _prose(self, markers: Iterable[str]) -> Reader[str]:
-        """Pass text on; returns the marker that ends it, or nothing at the end of the answer."""
-        markers = tuple(markers)
-        firsts = frozenset(marker[0] for marker in markers)
-        held = ""
-        while True:
-            self._raw.clear()
-            self._firsts = None if held or self._ahead else firsts
+    def _until(self, ends: Iterable[str], pass_on: Callable[[str], None]) -> Reader[str]:
+        """Pass text on up to one of `ends`, and return that; text that may still become one is held back.
+
+        At the end of the answer, return nothing: the text held back is the rest.
+        """
+        ends = tuple(ends)
+        firsts, held = frozenset(end[0] for end in ends), ""
+        while held not in ends:
+            self._skim = None if held or self._ahead else (firsts, pass_on)
             char = yield from self._char()
-            self._firsts = None
+            self._skim = None
             if not char:
-                if self.is_reasoning or not self._form.is_forced:
-                    self._say(held)
+                self._unread(held)
                 return ""
-            if not held and char not in firsts:
-                self._say(char)
-                continue
             held += char
-            while held and not any(marker.startswith(held) for marker in markers):
-                self._say(held[0])
+            while held and (held[0] not in firsts or not any(end.startswith(held) for end in ends)):
+                pass_on(held[0])
                 held = held[1:]
-            if held in markers:
-                self._raw[:] = held
-                return held
+        return held
+
+    def _prose(self, markers: Iterable[str]) -> Reader[str]:
+        """Pass text of the answer on; returns the marker that ends it, or nothing at the end."""
+        marker = yield from self._until(markers, self._say)
+        rest = "" if marker else self._take_rest()
+        if self.is_reasoning or not self._form.is_forced:
+            self._say(rest)
+        self._raw[:] = marker
+        return marker
 
     # -- the answer ----------------------------------------------------------------------------------
 
@@ -501,7 +518,7 @@ class AnswerParser:
             if not (yield from self._xml_value(properties.get(key), end, blank)):
                 return False
             separator = ", "
-        rest = "".join(reversed(self._ahead)).lstrip()
+        rest = self._rest().lstrip()
         if self._has_ended and len(rest) > 1 and begin.startswith(rest):  # cut off, so not closed
             self._ahead.clear()
             return False
@@ -510,24 +527,17 @@ class AnswerParser:
 
     def _xml_value(self, schema: Mapping[str, Any] | None, end: str, blank: str) -> Reader[bool]:
         """Pass on a parameter's value: text as it comes, others at their end; returns True if complete."""
-        held, is_open = "", is_text(schema)
         kept: list[str] = []
-        if is_open:
+        if is_open := is_text(schema):
             self._argue('"')
-        is_first = True
-        while not held.endswith(end):
-            char = yield from self._char()
-            if not char:  # cut off: passed on so far, but not closed
-                self._argue(_escape(held) if is_open else "".join(kept) + held)
-                return False
-            if is_first and char == blank:
-                is_first = False
-                continue
-            is_first = False
-            held += char
-            while held and not (blank + end).startswith(held) and not end.startswith(held):
-                self._argue(_escape(held[0])) if is_open else kept.append(held[0])
-                held = held[1:]
+        pass_on = self._argue_string if is_open else kept.append
+        char = yield from self._char()
+        if char != blank:
+            self._unread(char)
+        if not (yield from self._until((blank + end, end), pass_on)):  # cut off: passed on, but not closed
+            pass_on(self._take_rest())
+            self._argue("".join(kept))
+            return False
         self._argue('"' if is_open else read_value("".join(kept), schema))
         self._raw.clear()
         return True
@@ -569,15 +579,9 @@ class AnswerParser:
             self._unread(char)
             yield from self._expect(GEMMA_QUOTE)
             self._argue('"')
-            held = ""
-            while held != GEMMA_QUOTE:
-                if not (char := (yield from self._char())):  # cut off, so not closed
-                    self._argue(_escape(held))
-                    return
-                held += char
-                while not GEMMA_QUOTE.startswith(held):
-                    self._argue(_escape(held[0]))
-                    held = held[1:]
+            if not (yield from self._until((GEMMA_QUOTE,), self._argue_string)):  # cut off, so not closed
+                self._argue_string(self._take_rest())
+                return
             self._argue('"')
         else:
             word = yield from self._gemma_word(char)
@@ -706,10 +710,6 @@ class AnswerParser:
         self._start(self._known(call[0], is_bare=is_bare))
         self._argue(call[1])
         self._end_call()
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _loads(text: str) -> Any:
