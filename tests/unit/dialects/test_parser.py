@@ -23,7 +23,7 @@ from infer.dialects.events import (
     read_arguments,
 )
 from infer.dialects.parser import AnswerParser
-from infer.dialects.table import BY_NAME, HARMONY_MARKERS, THINKS
+from infer.dialects.table import BY_NAME, GEMMA_QUOTE, HARMONY_MARKERS, THINKS
 
 TOOLS = (
     Tool(
@@ -562,6 +562,27 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert parser.push('c"') == [CallDelta(0, 'c"')]
     assert parser.push("}}\n</tool_call>") == [CallDelta(0, "}")]
     assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("dialect", "begin", "end", "is_closed"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n", "\n</parameter>", False),
+        ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>", "</arg_value>", False),
+        ("gemma4", "<|tool_call>call:get_weather{city:", GEMMA_QUOTE, True),
+    ],
+)
+def test_text_in_arguments_is_passed_on_as_it_comes(
+    dialect: str, begin: str, end: str, is_closed: bool
+) -> None:
+    parser = AnswerParser(AnswerFormat(dialect=BY_NAME[dialect], tools=TOOLS), lambda: "id")
+    opening = parser.push(begin + (GEMMA_QUOTE if is_closed else ""))
+    assert opening == [CallStart(0, "id", "get_weather"), CallDelta(0, '{"city": "')]
+    assert parser.push('Zü"r') == [CallDelta(0, 'Zü\\"r')]
+    assert parser.push(end[:-1]) == []
+    assert parser.push("ich") == [CallDelta(0, json.dumps(end[:-1] + "ich")[1:-1])]
+    assert parser.push(end[:2]) == []
+    assert parser.push(end[2:]) == [CallDelta(0, '"')]
 
 
 def test_only_what_may_be_a_marker_is_held_back() -> None:
