@@ -28,14 +28,14 @@ from benchmarks.adapters import speed
 from benchmarks.machine import parse, today, write
 from infer.bench.report import commit, machine, versions
 from infer.client import rank_group, rank_process
-from infer.client.load import node_device, rank_of
 from infer.client.messages import RankLaunch
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.engine.rank_worker import open_link, serve_rank
-from infer.loader.load import LoadedModel, choose_device, rank_device
+from infer.loader.load import LoadedModel, choose_device
 from infer.loader.random_weights import load_random
+from infer.loader.rank_placement import node_device, rank_device, rank_of
 from infer.loader.slices import Rank
 
 SHAPE = "INFER_BENCH_SHAPE"  # environment variable of a rank: the folder of its config.json
@@ -45,7 +45,7 @@ PROFILED = 20  # tokens
 def load(shape: str, config: EngineConfig, rank: Rank) -> LoadedModel:
     """Return the random weights of one rank."""
     asked = config.load
-    device = choose_device(rank_device(asked.device, rank))
+    device = choose_device(rank_device(asked, rank.number_of_all))
     if device.index is not None:
         torch.cuda.set_device(device)
     return load_random(
@@ -57,8 +57,8 @@ def load(shape: str, config: EngineConfig, rank: Rank) -> LoadedModel:
 def serve(launch: RankLaunch) -> None:
     """Be a rank other than 0, with random weights."""
     config = launch.config
-    link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
-    loaded = load(os.environ[SHAPE], config, rank_of(config, launch.rank))
+    link = open_link(launch.memory, launch.rank, config.load.num_ranks, config.load.pipeline_parallel_size)
+    loaded = load(os.environ[SHAPE], config, rank_of(config.load, launch.rank))
     serve_rank(loaded, link, lambda: rank_process._report_done(launch.report))
 
 
@@ -75,10 +75,12 @@ def measure(args: argparse.Namespace, size: int, stages: int) -> dict[int, list[
         max_seq_len=1024, use_prefix_caching=False, max_num_batched_tokens=1024, kv_cache_memory="256MiB",
     )  # fmt: skip
     ranks = (
-        rank_group.RankProcesses(config, size * stages, 1, node_device(config)) if size * stages > 1 else None
+        rank_group.RankProcesses(config, size * stages, 1, node_device(config.load))
+        if size * stages > 1
+        else None
     )
     try:
-        loaded = load(str(args.config), config, rank_of(config, 0))
+        loaded = load(str(args.config), config, rank_of(config.load, 0))
         if ranks is not None:
             ranks.wait()
             loaded = dataclasses.replace(loaded, ranks=ranks)

@@ -30,9 +30,9 @@ from starlette.types import Receive, Scope, Send
 
 from infer.cluster.child import ReplicaLaunch, ReplicaProcess
 from infer.cluster.front import build_front
-from infer.cluster.placing import import_ray
+from infer.cluster.placing import bundle_of, import_ray
 from infer.cluster.replicas import RemoteServer, ReplicaSet
-from infer.cluster.serve import bundle_of, replica_launch
+from infer.cluster.serve import replica_launch
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import ConfigError

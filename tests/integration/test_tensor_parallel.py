@@ -23,6 +23,7 @@ import torch
 
 from infer import LLM, SamplingParams
 from infer.client import load
+from infer.config.settings import LoadConfig
 from infer.constraints.description import Structured
 from infer.engine import machine
 from infer.errors import ConfigError
@@ -34,9 +35,9 @@ from infer.execution.order import StepOrder
 from infer.execution.rank_ring import RankMessage
 from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader import load as loader
+from infer.loader import rank_placement
 from infer.loader.find.source import resolve_model
-from infer.loader.load import rank_device
-from infer.loader.slices import Rank
+from infer.loader.rank_placement import rank_device
 from infer.models.registry import FAMILIES
 from infer.scheduling.request import Request
 from infer.tools.quantize import Recipe, quantize_checkpoint
@@ -587,26 +588,32 @@ def test_sizes_that_do_not_divide_are_refused(
 
 
 def test_each_rank_gets_a_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(device: str, size: int, stages: int = 1, nnodes: int = 1) -> list[str]:
+        load = LoadConfig(
+            device=device, tensor_parallel_size=size, pipeline_parallel_size=stages, nnodes=nnodes
+        )
+        return [rank_device(load, number) for number in range(load.num_ranks)]
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for asked, size in product(("auto", "cuda"), ((2, 1), (1, 2))):
-        assert [rank_device(asked, Rank.of(number, *size)) for number in range(2)] == ["cuda:0", "cuda:1"]
-    assert [rank_device("cuda:1", Rank(number, 4)) for number in range(4)] == ["cuda:1"] * 4
-    assert rank_device("cpu", Rank(1, 4)) == "cpu" and rank_device("auto", Rank(0, 1)) == "auto"
-    of_nodes = [rank_device("auto", Rank.of(number, 2, 2), nnodes=2) for number in range(4)]
-    assert of_nodes == ["cuda:0", "cuda:1"] * 2 and rank_device("cuda:1", Rank(0, 2), nnodes=2) == "cuda:1"
+        assert devices(asked, *size) == ["cuda:0", "cuda:1"]
+    assert devices("cuda:1", 4) == ["cuda:1"] * 4
+    assert devices("cpu", 4) == ["cpu"] * 4 and devices("auto", 1) == ["auto"]
+    assert devices("auto", 2, 2, nnodes=2) == ["cuda:0", "cuda:1"] * 2
+    assert devices("cuda:1", 2, nnodes=2) == ["cuda:1"] * 2
     with pytest.raises(
         ConfigError, match="needs as many GPUs, 4 on each of 2 machines, and this machine has 2"
     ):
-        rank_device("auto", Rank.of(0, 4, 2), nnodes=2)
+        devices("auto", 4, 2, nnodes=2)
     with pytest.raises(
         ConfigError, match="NCCL, which joins them, needs a GPU for each; device=cuda:0 is one"
     ):
-        rank_device("cuda:0", Rank.of(0, 2, 2), nnodes=2)
+        devices("cuda:0", 2, 2, nnodes=2)
     few = r"needs as many GPUs, 4 in all, and this machine has 2; .*device=cuda:0"
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 and pipeline_parallel_size=2 " + few):
-        rank_device("auto", Rank.of(0, 2, 2))
+        devices("auto", 2, 2)
     with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
-        rank_device("cuda:2", Rank(0, 2))
-    monkeypatch.setattr(loader, "is_amd", lambda: True)
+        devices("cuda:2", 2)
+    monkeypatch.setattr(rank_placement, "is_amd", lambda: True)
     with pytest.raises(ConfigError, match="needs GPUs of NVIDIA"):
-        rank_device("cuda:0", Rank(0, 2))
+        devices("cuda:0", 2)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.client.load import load_part, rank_of
+from infer.client.load import load_part
 from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.rank_worker import serve_rank
@@ -41,7 +41,7 @@ class RankThreads:
         self.lines = self._links[0].lines
         self._threads = []
         for rank in range(1, size):
-            loaded = load_part(config, headers, rank_of(config, rank))
+            loaded = load_part(config, headers, rank)
             thread = threading.Thread(target=self._serve, args=(loaded, rank), daemon=True)
             thread.start()
             self._threads.append(thread)

@@ -189,11 +189,8 @@ def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
     rank = plan.choice.plan.rank
     if (num_ranks := rank.num_ranks) > 1:
-        where = (
-            f"{where}, each of {num_ranks} ranks"
-            if plan.machine.kind == "cpu" or ":" in plan.resolved.settings.load.device
-            else f"each of {num_ranks} GPUs"
-        )
+        shares = plan.machine.kind == "cpu" or plan.resolved.settings.load.names_gpu
+        where = f"{where}, each of {num_ranks} ranks" if shares else f"each of {num_ranks} GPUs"
     number, draft = plan.num_parameters, plan.draft
     count = f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
     drafting = f"{draft.name}: {format_bytes(draft.weights)} of weights, the rest for its steps"

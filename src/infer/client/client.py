@@ -89,9 +89,8 @@ async def embed(client: EngineClient, request: Request) -> list[float]:
         async for output in outputs:
             if output.finish_reason == FinishReason.STOP:
                 return list(output.embedding)
-            raise EngineError(
-                f"embedding {request.request_id} failed: {output.error or output.finish_reason}"
-            )
+            reason = output.error or output.finish_reason
+            raise EngineError(f"embedding {request.request_id} failed: {reason}")
     raise EngineError(f"embedding {request.request_id} has no output")
 
 

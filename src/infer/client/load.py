@@ -17,8 +17,8 @@ from infer.client.rank_group import RankProcesses
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
 from infer.loader.headers import ModelHeaders
-from infer.loader.load import LoadedModel, choose_device, load_model, rank_device
-from infer.loader.slices import ALONE, Rank
+from infer.loader.load import LoadedModel, choose_device, load_model
+from infer.loader.rank_placement import node_device, rank_device, rank_of, rank_threads
 from infer.loader.weight_plan import plan_weights
 from infer.tools.memory_plan import check_settings
 
@@ -41,11 +41,11 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
     if load.node_rank > 0:
         raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
-    num_threads = max(1, torch.get_num_threads() // load.num_local_ranks)
-    ranks = RankProcesses(config, size, num_threads, node_device(config))
+    num_threads = rank_threads(load, torch.get_num_threads())
+    ranks = RankProcesses(config, size, num_threads, node_device(load))
     try:
         use_threads(num_threads)
-        loaded = load_part(config, headers, rank_of(config, 0), show_progress=show_progress)
+        loaded = load_part(config, headers, show_progress=show_progress)
         ranks.wait()
     except BaseException as error:
         ranks.close(f"rank 0 could not start: {str(error) or type(error).__name__}")
@@ -54,11 +54,11 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
 
 
 def load_part(
-    config: EngineConfig, headers: ModelHeaders, rank: Rank = ALONE, *, show_progress: bool = False
+    config: EngineConfig, headers: ModelHeaders, number: int = 0, *, show_progress: bool = False
 ) -> LoadedModel:
-    """Load one rank's part of the model of a config; the first rank checks the settings of all."""
-    load = config.load
-    device = choose_device(rank_device(load.device, rank, load.nnodes))
+    """Load the part of the rank with this number; the first rank checks the settings of all."""
+    load, rank = config.load, rank_of(config.load, number)
+    device = choose_device(rank_device(load, number))
     if not rank.is_alone and device.index is not None:
         torch.cuda.set_device(device)
     return load_model(
@@ -70,27 +70,16 @@ def load_part(
         show_progress=show_progress,
         headers=headers,
         rank=rank,
-        check=partial(check_settings, config) if rank == rank_of(config, 0) else lambda choice: None,
+        check=partial(check_settings, config) if number == 0 else lambda choice: None,
     )
-
-
-def rank_of(config: EngineConfig, number: int) -> Rank:
-    """Return the part of the model that a process loads, by its number among all ranks."""
-    return Rank.of(number, config.load.tensor_parallel_size, config.load.pipeline_parallel_size)
 
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Reject settings that ranks do not support, before any rank is started."""
-    load, device = config.load, node_device(config)
+    load, device = config.load, node_device(config.load)
     plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank_of(config, 0)
+        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank_of(load, 0)
     ).check_cuts()
-
-
-def node_device(config: EngineConfig) -> torch.device:
-    """Return the device of this machine's first rank."""
-    first = rank_of(config, config.load.ranks_of_nodes[config.load.node_rank][0])
-    return choose_device(rank_device(config.load.device, first, config.load.nnodes))
 
 
 def use_threads(number: int) -> None:

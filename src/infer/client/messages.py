@@ -72,7 +72,6 @@ class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     rank: int
-    size: int
     memory: int  # file descriptor of the shared memory
     report: int  # file descriptor of the pipe
     num_threads: int

@@ -35,7 +35,7 @@ def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
 
     A single engine has the whole machine, and is bound only to a GPU that its config names, such as cuda:1.
     """
-    if replica.count == 1 and not config.load.device.startswith("cuda:"):
+    if replica.count == 1 and not config.load.names_gpu:
         return config
     import torch  # imported here: a single engine, or one without a model, does not need it
 
@@ -43,8 +43,7 @@ def take_place(config: EngineConfig, replica: Replica) -> EngineConfig:
 
     device = choose_device(config.load.device)
     if device.index is not None:  # a GPU
-        is_one = ":" in config.load.device
-        gpus = [device.index] if is_one else list(range(torch.cuda.device_count()))
+        gpus = [device.index] if config.load.names_gpu else list(range(torch.cuda.device_count()))
         config = on_gpu(config, replica, gpus)
         torch.cuda.set_device(config.load.device)
         return config
@@ -71,9 +70,7 @@ def on_gpu(config: EngineConfig, replica: Replica, gpus: Sequence[int]) -> Engin
     if replica.count > len(gpus) and not replica.shares_device:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         where = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
-        have = (
-            f"device={config.load.device} is one" if ":" in config.load.device else f"there are {len(gpus)}"
-        )
+        have = f"device={config.load.device} is one" if config.load.names_gpu else f"there are {len(gpus)}"
         raise ConfigError(
             f"replicas={replica.count} need a GPU each, but {have}{where}; set replicas={len(gpus)} or less, "
             "or share_device to let replicas share GPUs and divide device_memory"

@@ -343,9 +343,8 @@ class ProcessClient:
             self._adopt(process, ready)
             logger.warning("engine restarted pid=%s", process.pid)
             return True
-        self._down = (
-            f"the engine stays down after {self._options.policy.max_restarts} restarts; the last: {reason}"
-        )
+        number = self._options.policy.max_restarts
+        self._down = f"the engine stays down after {number} restarts; the last: {reason}"
         logger.error("engine lost reason=%r", self._down)
         return False
 

@@ -132,9 +132,7 @@ class RankProcesses:
         group, self._num_parts = self._group, self._num_parts + 1
         group.is_waited_for = True
         with group.changed:
-            while group.lost is None and any(
-                group.num_done[rank] < self._num_parts for rank in group.num_done
-            ):
+            while group.lost is None and min(group.num_done.values()) < self._num_parts:
                 group.changed.wait()
         self._num_open = 0
         if group.error is not None:
@@ -273,9 +271,8 @@ def _start_ranks(
     level, threads = log_level(), list[threading.Thread]()
     for rank in ranks:
         launch = RankLaunch(
-            config=config, rank=rank, size=config.load.num_ranks, memory=memory, report=-1,
-            num_threads=num_threads, log_level=level,
-        )  # fmt: skip
+            config=config, rank=rank, memory=memory, report=-1, num_threads=num_threads, log_level=level
+        )
         started = threading.Event()
         thread = threading.Thread(
             target=_run_process, args=(group, launch, started), name=f"infer-rank-{rank}", daemon=True

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from infer.client.load import check_ranks, node_device
+from infer.client.load import check_ranks
 from infer.client.messages import TOKEN, NodeLaunch
 from infer.client.rank_greeting import facts_of, join, read_token
 from infer.client.rank_group import serve_ranks
@@ -25,6 +25,7 @@ from infer.config.settings import EngineConfig
 from infer.errors import InferError
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
+from infer.loader.rank_placement import node_device, rank_threads
 from infer.log import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,12 @@ logger = logging.getLogger(__name__)
 def serve_node(config: EngineConfig) -> NoReturn:
     """Serve one group after another; raises `ConfigError` if node 0 rejects this node or the model."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    load, device = config.load, node_device(config)
+    load, device = config.load, node_device(config.load)
     token, facts = read_token(load), facts_of(config, device)
     source = resolve_model(load.model, revision=load.revision, show_progress=False)
     # node 0 makes the same check, and does not listen if it fails
     check_ranks(config, read_headers(source, load.model_impl))
-    num_threads = max(1, (load.num_threads or torch.get_num_threads()) // load.num_local_ranks)
+    num_threads = rank_threads(load, load.num_threads or torch.get_num_threads())
     while True:
         connection = join(load, token, facts)
         logger.info("node joined node=%d address=%s:%d", load.node_rank, load.master_addr, load.master_port)

@@ -49,16 +49,16 @@ def main() -> int:
 
 def _serve(launch: RankLaunch) -> None:
     with quick_imports():
-        from infer.client.load import load_part, rank_of, use_threads
+        from infer.client.load import load_part, use_threads
         from infer.engine.rank_worker import open_link, serve_rank, watch_device
         from infer.loader.find.source import resolve_model
         from infer.loader.headers import read_headers
 
     use_threads(launch.num_threads)
     config = launch.config
-    link = open_link(launch.memory, launch.rank, launch.size, config.load.pipeline_parallel_size)
+    link = open_link(launch.memory, launch.rank, config.load.num_ranks, config.load.pipeline_parallel_size)
     source = resolve_model(config.load.model, revision=config.load.revision, show_progress=False)
-    loaded = load_part(config, read_headers(source), rank_of(config, launch.rank))
+    loaded = load_part(config, read_headers(source), launch.rank)
     watched = loaded.device, partial(_end_at_once, launch)
     threading.Thread(target=watch_device, args=watched, name="infer-device-watch", daemon=True).start()
     serve_rank(loaded, link, lambda: _report_done(launch.report))

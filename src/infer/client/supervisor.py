@@ -98,8 +98,7 @@ class EngineProcess(EngineLink):
 
         with contextlib.ExitStack() as resources:
             self.directory = _private_directory(resources)
-            names = [f"engine-{number}" for number in range(options.num_links)]
-            self.endpoints = [f"ipc://{self.directory}/{name}" for name in names]
+            self.endpoints = [f"ipc://{self.directory}/engine-{n}" for n in range(options.num_links)]
             super().__init__(self.endpoints[0])
             resources.callback(self._resources.close)
             self._process = options.spawn(options.module)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from urllib.parse import quote
 
@@ -70,13 +70,13 @@ def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -
 class _Answer:
     """One answer on its way to the client, from any replica."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self.receive, self.send = scope, receive, send
         self.path = route_path(scope)
         self.has_head = False
         self.has_begun = False  # True once more than pings was forwarded
         self.num_begun = 0  # replicas that may have begun the request
         self.is_stream = False
-        self.send = send
 
     async def start(self, head: ResponseHead) -> None:
         """Forward the head, once."""
@@ -97,7 +97,10 @@ class _Answer:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream whose head was sent with an error; break off an answer that is not streamed."""
+        """Answer with an error, or end a stream with it; break off another answer whose head was sent."""
+        if not self.has_head:
+            await error.response()(self.scope, self.receive, self.send)
+            return
         if not self.is_stream:
             raise ConnectionError(error.message)
         told = error.encode()
@@ -128,7 +131,7 @@ class Front:
         elif path == METRICS_PATH:
             await (await self._metrics())(scope, receive, send)
         else:
-            await self._forward_in_time(scope, body, receive, _Answer(scope, send))
+            await self._forward_in_time(body, _Answer(scope, receive, send))
 
     def _health(self) -> Response:
         board = self._state.board
@@ -141,9 +144,8 @@ class Front:
 
     async def _metrics(self) -> Response:
         servers = self._replicas.up
-        pages = await asyncio.gather(
-            *(server.get(METRICS_PATH) for server in servers), return_exceptions=True
-        )
+        asked = [server.get(METRICS_PATH) for server in servers]
+        pages = await asyncio.gather(*asked, return_exceptions=True)
         found = [
             (server.number, page[1])
             for server, page in zip(servers, pages, strict=True)
@@ -151,22 +153,17 @@ class Front:
         ]
         return Response(merge_pages(found), media_type=CONTENT_TYPE)
 
-    async def _forward_in_time(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+    async def _forward_in_time(self, body: bytes, answer: _Answer) -> None:
         """Forward a request in time; replicas enforce `request_timeout` themselves, unless one hangs."""
         seconds = self._state.config.request_timeout
         try:
             async with asyncio.timeout(seconds + OVERTIME_S if seconds else None):
-                await self._forward(scope, body, receive, answer)
+                await self._forward(body, answer)
         except TimeoutError:
-            error = ApiError(
-                status=504, message=f"the request took longer than {seconds:g} s (request_timeout)"
-            )
-            if answer.has_head:
-                await answer.fail(error)
-            else:
-                await error.response()(scope, receive, answer.send)
+            message = f"the request took longer than {seconds:g} s (request_timeout)"
+            await answer.fail(ApiError(status=504, message=message))
 
-    async def _forward(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+    async def _forward(self, body: bytes, answer: _Answer) -> None:
         tried: list[RemoteServer] = []
         refusal: tuple[ResponseHead, bytes] | None = None  # the last refusal
         while answer.num_begun < MAX_BEGUN:
@@ -175,7 +172,7 @@ class Front:
             tried.append(server)
             server.num_active += 1
             try:
-                refusal = await self._try(server, scope, body, receive, answer)
+                refusal = await self._try(server, body, answer)
             except ReplicaGone as error:
                 is_news, server.is_up = server.is_up, False  # down until a probe succeeds
                 logger.warning(
@@ -204,19 +201,16 @@ class Front:
         else:
             message = f"{MAX_BEGUN} replicas ended while they ran this request; it may be the cause"
             failure = ApiError(status=500, message=message, headers={"x-should-retry": "false"})
-        if answer.has_head:
-            await answer.fail(failure)
-        else:
-            await failure.response()(scope, receive, answer.send)
+        await answer.fail(failure)
 
     async def _try(
-        self, server: RemoteServer, scope: Scope, body: bytes, receive: Receive, answer: _Answer
+        self, server: RemoteServer, body: bytes, answer: _Answer
     ) -> tuple[ResponseHead, bytes] | None:
         """Let one replica answer; returns None, or its refusal if another replica should be tried."""
         connection = await server.connect()
         answer.num_begun += 1
-        request = self._message(scope, body, server)
-        leaving = asyncio.ensure_future(_close_when_left(receive, connection))
+        request = self._message(answer.scope, body, server)
+        leaving = asyncio.ensure_future(_close_when_left(answer.receive, connection))
         try:
             try:
                 head = await connection.ask(request)
@@ -225,20 +219,20 @@ class Front:
                     raise
                 leaving.cancel()  # an idle connection that the replica had closed
                 connection = await server.connect_anew()
-                leaving = asyncio.ensure_future(_close_when_left(receive, connection))
+                leaving = asyncio.ensure_future(_close_when_left(answer.receive, connection))
                 head = await connection.ask(request)
             is_unknown = head.status == 404 and answer.path.startswith(EXPLAIN_PREFIX)  # ask another replica
             if head.status == 503 or is_unknown:
                 if is_unknown or any(name == REFUSED_HEADER.encode() for name, _ in head.headers):
                     answer.num_begun -= 1
-                pieces = [piece async for piece in _pieces(connection)]
+                said = b"".join([piece async for piece in connection.pieces()])
                 server.give_back(connection)
-                return head, b"".join(pieces)
+                return head, said
             if answer.has_head and head.status != 200:
                 message = f"another replica took over and refused the request with status {head.status}"
                 await answer.fail(ApiError(status=500, message=message))
                 return None
-            async for piece in _pieces(connection):
+            async for piece in connection.pieces():
                 # not before the first piece: until then another replica may take over
                 await answer.start(head)
                 await answer.pass_on(piece)
@@ -260,10 +254,8 @@ class Front:
         dropped = OF_REQUEST if self._state.config.api_key else OF_REQUEST | KEYS
         path = quote(route_path(scope)).encode() if scope.get("root_path") else bytes(scope["raw_path"])
         query = b"?" + scope["query_string"] if scope.get("query_string") else b""
-        lines = [
-            scope["method"].encode() + b" " + path.partition(b"?")[0] + query + b" HTTP/1.1",
-            b"host: replica",
-        ]
+        first = scope["method"].encode() + b" " + path.partition(b"?")[0] + query + b" HTTP/1.1"
+        lines = [first, b"host: replica"]
         lines += [name + b": " + value for name, value in scope["headers"] if name not in dropped]
         lines.append(b"x-request-id: " + str(current_id()).encode())
         lines.append(b"content-length: " + str(len(body)).encode())
@@ -278,11 +270,6 @@ async def _close_when_left(receive: Receive, connection: Upstream) -> None:
     while message["type"] != "http.disconnect":
         message = await receive()
     connection.close()
-
-
-async def _pieces(connection: Upstream) -> AsyncIterator[bytes]:
-    while (piece := await connection.read()) is not None:
-        yield piece
 
 
 def _is_sign_of_life(piece: bytes) -> bool:

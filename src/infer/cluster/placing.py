@@ -37,9 +37,8 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before a replica is placed again
 DRAIN_POLL_S = 0.05
-NAMESPACE = "infer"
-Bundle: TypeAlias = dict[str, float]  # Ray's name for the resources that a replica takes on one node
 HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
+Resources: TypeAlias = dict[str, float]  # numbers of CPUs, GPUs and others, by Ray's names for them
 
 
 def import_ray() -> Any:
@@ -125,10 +124,9 @@ class _Slot:
 class RayPlacer:
     """Keeps a number of replicas running on a Ray cluster."""
 
-    def __init__(self, launch: ReplicaLaunch, bundle: Bundle, key: str, replicas: ReplicaSet) -> None:
+    def __init__(self, launch: ReplicaLaunch, key: str, replicas: ReplicaSet) -> None:
         self._ray = import_ray()
         self._launch = launch
-        self._bundle = bundle
         self._key = key
         self._replicas = replicas
         self._slots: list[_Slot] = []
@@ -140,7 +138,7 @@ class RayPlacer:
 
     async def connect(self, address: str | None) -> None:
         """Join the cluster at an address; None: the cluster that Ray finds, or a new one on this machine."""
-        options = {"namespace": NAMESPACE, "ignore_reinit_error": True, "log_to_driver": True}
+        options = {"namespace": "infer", "ignore_reinit_error": True, "log_to_driver": True}
         try:
             await asyncio.to_thread(self._ray.init, address=address, **options)
         except ConnectionError as error:
@@ -213,7 +211,7 @@ class RayPlacer:
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         found = await asyncio.to_thread(ray.nodes)
         sizes = [node["Resources"] for node in found if node["Alive"]]
-        launch, bundles = spread(self._launch, self._bundle, sizes)
+        launch, bundles = spread(self._launch, sizes)
         slot.group = util.placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
         await slot.group.ready()
 
@@ -279,27 +277,34 @@ class RayPlacer:
             self._slots.remove(slot)
 
 
-def spread(
-    launch: ReplicaLaunch, bundle: Bundle, sizes: Sequence[Mapping[str, float]]
-) -> tuple[ReplicaLaunch, list[Bundle]]:
+def bundle_of(models: Mapping[str, EngineConfig]) -> Resources:
+    """The resources of a replica on a node: a CPU per thread, and a GPU per rank unless all are on CPUs."""
+    loads = [engine.load for engine in models.values()]
+    threads = max(max(load.num_threads or 1, load.num_local_ranks) for load in loads)
+    gpus = max(1 if load.names_gpu else load.num_local_ranks for load in loads)
+    gpu = {} if {load.device for load in loads} == {"cpu"} else {"GPU": float(gpus)}
+    return {"CPU": float(threads)} | gpu
+
+
+def spread(launch: ReplicaLaunch, sizes: Sequence[Resources]) -> tuple[ReplicaLaunch, list[Resources]]:
     """The settings of a replica and its bundles, one for each node that it needs.
 
     One node is enough if any node is large enough, or if all ranks share a GPU; `sizes` has the resources of
     all nodes. If there are too few nodes, the replica waits for a node that the cluster may add.
     """
-    if len(launch.models) != 1:
-        return launch, [bundle]
+    nodes, bundle = [config.load.nnodes for config in launch.models.values()], bundle_of(launch.models)
+    if nodes != [1]:  # several models, or a number of nodes that was given
+        return launch, [bundle] * max(nodes)
     ((name, config),) = launch.models.items()
     load = config.load
-    if load.nnodes > 1:
-        return launch, [bundle] * load.nnodes
-    for nnodes in range(1, 1 if ":" in load.device else load.num_ranks + 1):
-        each = {kind: float(-(-amount // nnodes)) for kind, amount in bundle.items()}
-        num_large = sum(all(size.get(kind, 0) >= each[kind] for kind in each) for size in sizes)
-        if load.num_ranks % nnodes == 0 and num_large >= nnodes:
+    for nnodes in range(1, 1 if load.names_gpu else load.num_ranks + 1):
+        if load.num_ranks % nnodes == 0:
             threads = load.num_threads and max(1, load.num_threads // nnodes)
-            own = replace(config, load=replace(load, nnodes=nnodes, num_threads=threads))
-            return msgspec.structs.replace(launch, models={name: own}), [each] * nnodes
+            models = {name: replace(config, load=replace(load, nnodes=nnodes, num_threads=threads))}
+            each = bundle_of(models)
+            num_large = sum(all(size.get(kind, 0) >= each[kind] for kind in each) for size in sizes)
+            if num_large >= nnodes:
+                return msgspec.structs.replace(launch, models=models), [each] * nnodes
     return launch, [bundle]
 
 

@@ -74,14 +74,12 @@ class RemoteServer:
             connection = await self.connect()
             try:
                 status, _ = await connection.ask(head.encode())
-                pieces = []
-                while (piece := await connection.read()) is not None:
-                    pieces.append(piece)
+                page = b"".join([piece async for piece in connection.pieces()])
             except BaseException:
                 connection.close()
                 raise
         self.give_back(connection)
-        return status, b"".join(pieces)
+        return status, page
 
 
 class ReplicaSet:

@@ -17,7 +17,7 @@ from typing import Any
 
 from infer.cluster.child import ReplicaLaunch
 from infer.cluster.front import build_front
-from infer.cluster.placing import Bundle, RayPlacer, import_ray
+from infer.cluster.placing import RayPlacer, import_ray
 from infer.cluster.replicas import ReplicaSet
 from infer.cluster.scaling import Scaler
 from infer.config.server import ServerConfig
@@ -57,7 +57,7 @@ async def serve_cluster(
     warn_if_open(config)
     stopping = stop_on_signals(state)
     key = secrets.token_hex(16)
-    placer = RayPlacer(replica_launch(models, config, key, log_level), bundle_of(models), key, replicas)
+    placer = RayPlacer(replica_launch(models, config, key, log_level), key, replicas)
     ready = asyncio.Event()
     placer.on_ready = ready.set
     serving = asyncio.create_task(server.serve())
@@ -120,12 +120,3 @@ def replica_launch(
     plain: dict[str, Any] = {name: getattr(ServerConfig(), name) for name in OF_FRONT}
     server = replace(config, **plain, api_key=(*config.api_key, key), response_store=0)
     return ReplicaLaunch(models=dict(models), server=server, log_level=log_level)
-
-
-def bundle_of(models: Mapping[str, EngineConfig]) -> Bundle:
-    """The resources of a replica: a CPU per thread, and a GPU per rank unless all ranks are on CPUs."""
-    loads = [engine.load for engine in models.values()]
-    threads = max(max(load.num_threads or 1, load.num_local_ranks) for load in loads)
-    gpus = max(1 if ":" in load.device else load.num_local_ranks for load in loads)
-    gpu = {} if {load.device for load in loads} == {"cpu"} else {"GPU": float(gpus)}
-    return {"CPU": float(threads)} | gpu

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from time import monotonic
 from typing import NamedTuple, cast
 
@@ -91,6 +92,11 @@ class Upstream(asyncio.Protocol):
             self._transport.resume_reading()
         self._backlog = 0
         return piece
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The rest of the body, piece by piece."""
+        while (piece := await self.read()) is not None:
+            yield piece
 
     def close(self) -> None:
         """Close the connection now; the replica ends an unfinished request."""

@@ -140,6 +140,11 @@ class LoadConfig:
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
     @property
+    def names_gpu(self) -> bool:
+        """True if `device` is one GPU, such as cuda:1, which all ranks and replicas share."""
+        return ":" in self.device
+
+    @property
     def num_ranks(self) -> int:
         """The number of processes that compute the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -119,7 +119,7 @@ def fit_to_memory(
 
 def ranks_sharing(settings: EngineConfig, device: torch.device) -> int:
     """Return the number of a model's ranks that share this device's memory; on a CPU, all local ranks."""
-    shares = not is_gpu(device) or ":" in settings.load.device  # all ranks share a GPU that was named
+    shares = not is_gpu(device) or settings.load.names_gpu
     return settings.load.num_local_ranks if shares else 1
 
 

@@ -85,7 +85,7 @@ def _computer(config: ResolvedConfig) -> dict[str, object]:
         found["threads"] = torch.get_num_threads()
     for name, number in (("ranks", load.tensor_parallel_size), ("stages", load.pipeline_parallel_size)):
         if number > 1:
-            found[name] = f'"{number}, which share {load.device}"' if ":" in load.device else number
+            found[name] = f'"{number}, which share {load.device}"' if load.names_gpu else number
     return found
 
 

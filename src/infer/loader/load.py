@@ -27,7 +27,6 @@ from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
 from infer.kernels.runtime.communicator import Pipe as Pipe
 from infer.kernels.runtime.communicator import RankGroup as RankGroup
-from infer.kernels.runtime.dispatch import is_amd
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
@@ -211,34 +210,6 @@ def choose_device(device: str) -> torch.device:
         have = f"{num_gpus} GPUs, numbered from 0" if num_gpus else "no GPU that PyTorch can use"
         raise ConfigError(f"device is {device!r}, but this machine has {have}; use cpu or auto")
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
-
-
-def rank_device(device: str, rank: Rank, nnodes: int = 1) -> str:
-    """Return the device of a rank: a GPU of its own, or the one that was named, which all ranks share.
-
-    Each of `nnodes` machines runs the same number of ranks, in the order of their numbers.
-    """
-    if rank.is_alone or choose_device(device).index is None:
-        return device
-    asked = " and ".join(f"{name}={size}" for name, size in rank.settings.items())
-    if is_amd():
-        raise ConfigError(f"{asked} needs GPUs of NVIDIA; leave it out, or use device=cpu")
-    num_here = rank.num_ranks // nnodes
-    if ":" in device:
-        if num_here > 1 < nnodes:
-            raise ConfigError(
-                f"{asked} with nnodes={nnodes} puts {num_here} ranks on each machine, and NCCL, which joins "
-                f"them, needs a GPU for each; device={device} is one: leave it out"
-            )
-        return device
-    if (num_gpus := torch.cuda.device_count()) < num_here:
-        where = f"{num_here} on each of {nnodes} machines" if nnodes > 1 else f"{num_here} in all"
-        share = ", let all ranks share one GPU with device=cuda:0" if nnodes == 1 else ""
-        raise ConfigError(
-            f"{asked} needs as many GPUs, {where}, and this machine has {num_gpus}; ask for fewer{share}, or "
-            "use device=cpu"
-        )
-    return f"cuda:{rank.number_of_all % num_here}"
 
 
 def check_length(max_seq_len: int | None, config: ModelConfig) -> int:

@@ -520,7 +520,7 @@ async def test_a_replica_that_cannot_be_ended_is_logged(
     monkeypatch.setattr("infer.cluster.placing.import_ray", lambda: None)
     monkeypatch.setattr(RayPlacer, "_keep", lambda *_: asyncio.sleep(0))
     monkeypatch.setattr(RayPlacer, "_end", fail)
-    placer = RayPlacer(NO_MODELS, {"CPU": 1.0}, "inner", ReplicaSet())
+    placer = RayPlacer(NO_MODELS, "inner", ReplicaSet())
     placer.add()
     placer.remove()
     async with asyncio.timeout(30):

@@ -17,8 +17,8 @@ from infer.client.rank_greeting import listen
 from infer.client.spawn import read_orders
 from infer.cluster import placing
 from infer.cluster.child import ReplicaLaunch
-from infer.cluster.placing import ReplicaActor, spread
-from infer.cluster.serve import bundle_of, replica_launch
+from infer.cluster.placing import ReplicaActor, bundle_of, spread
+from infer.cluster.serve import replica_launch
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig, LoadConfig
 
@@ -29,7 +29,7 @@ def launch_of(config: EngineConfig) -> ReplicaLaunch:
 
 def place(*sizes: dict[str, float], **knobs: Any) -> tuple[list[dict[str, float]], LoadConfig]:
     config = EngineConfig.from_knobs(**knobs)
-    made, bundles = spread(launch_of(config), bundle_of({"m": config}), sizes)
+    made, bundles = spread(launch_of(config), sizes)
     return bundles, made.models["m"].load
 
 
