@@ -596,10 +596,9 @@ def _launch_decode(
     max_splits = work.max_splits(S)
     merge_splits = max(2048 * config.num_warps // (merge_m * block_h), 1)  # 64 registers
     items_W8, num_items = work.work_list(window)
-    options = launch_options(q.device)
-    if work.is_fresh:  # the list is read before `gdc_wait`, so the previous kernel must not have written it
-        options.pop("launch_pdl", None)
-        work.is_fresh = False
+    # the list is read before `gdc_wait`, so the previous kernel must not have written it
+    options = launch_options(q.device, starts_early=not work.is_fresh)
+    work.is_fresh = False
     is_projected = transform is not None
     if options["PDL"] and is_projected and config.num_warps == 4 and block_h * q.element_size() == 128:
         options["maxnreg"] = tuned.projected_registers

@@ -187,9 +187,10 @@ def has_pdl(device: torch.device) -> bool:
     return nvidia_capability(device)[0] >= 9
 
 
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that waits for its input: `PDL`, if the GPU has dependent launches."""
-    return {"PDL": True, "launch_pdl": True} if PDL and has_pdl(device) else {"PDL": False}
+def launch_options(device: torch.device, *, starts_early: bool = True) -> dict[str, Any]:
+    """Launch options of a kernel that waits for its input (`PDL`), and may start before it (`launch_pdl`)."""
+    waits = PDL and has_pdl(device)
+    return {"PDL": True, "launch_pdl": True} if waits and starts_early else {"PDL": waits}
 
 
 @lru_cache(maxsize=16)
