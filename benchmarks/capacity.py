@@ -86,7 +86,7 @@ def run(layout: str, lengths: list[tuple[int, int]]) -> Figures:
         plan = scheduler.plan()
         scheduler.advance(plan)
         scheduler.commit(plan)
-        num_computed += plan.num_tokens
+        num_computed += plan.chunks.num_tokens
         if scheduler.num_waiting:
             usage = scheduler.usage()
             num_filled = usage.num_used * pool.block_size - usage.num_unfilled_slots

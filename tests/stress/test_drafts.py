@@ -143,7 +143,7 @@ def test_counts_move_back_and_the_reservation_stays() -> None:
     world, seq = decode_alone(num_drafts=3)
     assert (seq.num_tokens, seq.num_computed, seq.num_pending) == (12, 8, 4)
     world.step()
-    assert world.plans[-1].num_tokens == 4
+    assert world.plans[-1].chunks.num_tokens == 4
     assert (seq.num_tokens, seq.num_computed, seq.num_reserved) == (10, 9, 12)
     world.run()
     assert world.verify() == 1

@@ -1,13 +1,14 @@
 """The batch as columns of integers: the progress of every running sequence.
 
 A running sequence is a *column*, and columns are in the order in which sequences are served. So a condition
-on the whole batch is one comparison of two lines (numpy arrays), whatever the number of sequences:
+on the whole batch is one comparison of two lines (numpy arrays), whatever the number of sequences. The most
+important lines (`LINES` in sequence.py has all), with blocks of 16 tokens:
 
     sequences       A     B     C              by sort key: the first is the most urgent
     num_tokens     21     6    40              tokens, including ids that are still on the device
     num_computed   20     5     8              tokens whose keys and values are in the cache
-    num_reserved   32     8    48              tokens for which slots are reserved
-    next_commit    32     8    16              the num_computed at which a block is full
+    num_reserved   32    16    48              tokens for which slots are reserved
+    next_commit    32    16    16              the num_computed at which the next block is full
     decode_len      1     1     1              tokens a decode step computes: 1, and more with drafts
     num_planned     1     1     6              tokens that the plan being made computes
     row             3     0     1              row of the block tables, on the host and on the device

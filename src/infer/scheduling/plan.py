@@ -1,7 +1,7 @@
 """The plan of one step, made by the scheduler: integers only.
 
-    transfers   blocks to move before the step, in this order: copies of shared blocks that will be written,
-                blocks of preempted sequences to host memory, blocks of swapped sequences back
+    transfers   blocks to move before the step, one after the other: copies of shared blocks that will be
+                written; blocks of preempted sequences, and evicted ones, to host memory; blocks back from it
     chunks      tokens[start:stop] of one sequence each, computed together
 
 A plan is data: it can be recorded, compared and replayed. Its chunks are stored as columns, one array for
@@ -126,11 +126,6 @@ class StepPlan:
 
     Rows are numbered through all tables: rows of the second table follow the rows of the first.
     """
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that the model computes."""
-        return self.chunks.num_tokens
 
 
 class PlanDraft:

@@ -25,8 +25,8 @@ If decoding uses the whole budget for `max_wait_steps` steps in a row, prompts g
 decoding sequence: a token in every ceil((R + 1) / S) steps, before the others, or a whole prompt without
 chunked prefill.
 
-The scheduler uses integers only: no tensors, no tokenizer, no clock. So its tests need no GPU and no sleep(),
-and a simulator can run it a thousand times faster than a model.
+The scheduler counts tokens, blocks and steps: it has no tensors, no tokenizer, no clock. So its tests need no
+GPU and no sleep(), and a simulator can run it a thousand times faster than a model.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class Scheduler:
         self.state.enter_tables(child, self.pool.block_tables(child.seq_id))
         for seq in (parent, child):  # both must reserve again before they write the shared block
             seq.num_reserved = seq.num_computed
-        self.state.num_steady = 0
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence in any state and release its blocks."""

@@ -115,7 +115,9 @@ def fit_cost(record: Record) -> StepCost:
     for before, event in pairwise(events):
         if isinstance(event, Ran) and event.seconds > before.seconds:
             plan = event.plan
-            rows.append([1, plan.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(plan.transfers)])
+            rows.append(
+                [1, plan.chunks.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(plan.transfers)]
+            )
             seconds.append(event.seconds - before.seconds)
     if len(rows) < MIN_STEPS:
         raise ConfigError(f"{record.path} has {len(rows)} timed steps; fitting a cost needs {MIN_STEPS}")

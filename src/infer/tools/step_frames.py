@@ -144,7 +144,7 @@ class StepFrames(EngineObserver):
 
     def _heading(self, plan: StepPlan, planned: _Planned, seconds: float) -> Iterator[str]:
         budget = self._engine.scheduler.config.max_num_batched_tokens
-        parts = [f"{plan.num_tokens} of {budget} tokens", _count(len(plan.chunks), "sequence")]
+        parts = [f"{plan.chunks.num_tokens} of {budget} tokens", _count(len(plan.chunks), "sequence")]
         parts += [planned.path] if planned.path else []
         yield f"step {plan.step}: {', '.join(parts)}, {1000 * seconds:.1f} ms"
 

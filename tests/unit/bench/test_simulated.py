@@ -274,7 +274,7 @@ def write_timed_record(path: Path, cost: StepCost, num_steps: int) -> None:
             (),
             transfers,
         )
-        now += cost.seconds(plan.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(transfers))
+        now += cost.seconds(plan.chunks.num_tokens, sum(chunk.stop for chunk in plan.chunks), len(transfers))
         ran = {"kind": "step", "step": step, "t": now, "chunks": list(map(astuple, plan.chunks)),
                "preempted": [], "transfers": plan.transfers, "ids": [[1], [2]]}  # fmt: skip
         lines += [json.dumps(added) + "\n", json.dumps(ran) + "\n"]
