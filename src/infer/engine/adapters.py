@@ -13,7 +13,6 @@ If several ranks share the model, rank 0 keeps the names and sends the others th
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
@@ -146,7 +146,7 @@ class Adapters:
                 "reserved only if an adapter in lora_modules needs it: name this adapter there"
             )
         if self._ranks is not None:
-            self._ranks.send(RankMessage.ADAPTER, json.dumps([slot, str(directory)]).encode())
+            self._ranks.send(RankMessage.ADAPTER, msgspec.json.encode((slot, str(directory))))
         try:
             fault = self._slots.fill(slot, directory, pairs)
         finally:

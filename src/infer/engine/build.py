@@ -9,15 +9,15 @@ builds the parts that every rank of a model needs.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from infer import __version__
@@ -115,7 +115,7 @@ def build_engine(
     ranks, shape = loaded.ranks, shape_of(scheduler.state)
     with phases("warm up"):
         if ranks is not None:
-            ranks.send(RankMessage.BUILD, json.dumps([astuple(size), shape, step]).encode())
+            ranks.send(RankMessage.BUILD, msgspec.json.encode((size, shape, step)))
         draft_device = make_draft_device(config, draft, size, layout, shape)
         device, warm_up = build.make_warm(store, shape, step, draft_device)
         if ranks is not None:
@@ -205,7 +205,7 @@ def _bind_ranks(
     """Bind the projections of all ranks; return rank 0's parts and a function that waits for compilers."""
     ranks, communicator = loaded.ranks, None
     if ranks is not None:
-        ranks.send(RankMessage.BIND, json.dumps(settings.knobs()).encode())
+        ranks.send(RankMessage.BIND, msgspec.json.encode(settings))
     with phases("compile"):
         bank = make_bank(settings, loaded)
         if ranks is not None:
@@ -297,7 +297,7 @@ def _load_adapters(settings: EngineConfig, build: DeviceBuild) -> Adapters | Non
 def _probe_all(loaded: LoadedModel, warm_up: WarmUp | None, num_tokens: int) -> float:
     """Return the seconds that all ranks together take for a prompt of `num_tokens`."""
     if loaded.ranks is not None:
-        loaded.ranks.send(RankMessage.PROBE, json.dumps(num_tokens).encode())
+        loaded.ranks.send(RankMessage.PROBE, msgspec.json.encode(num_tokens))
     seconds = probe_rank(loaded, warm_up, num_tokens)
     if loaded.ranks is not None:
         loaded.ranks.check()

@@ -15,7 +15,6 @@ rank is never more than one message late.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import tempfile
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
+import msgspec
 import torch
 
 from infer.cache.memory import CacheSize, StepBytes
@@ -84,7 +84,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
                 device.compute_part(read(memoryview(body)), partial(_receive_ids, link, device))
         elif kind == RankMessage.BIND:
             build = device = warm_up = slots = None  # free the parts of the previous engine
-            settings = EngineConfig.from_knobs(**json.loads(body))
+            settings = msgspec.json.decode(body, type=EngineConfig)
             communicator = communicator or join_ranks(settings, link.communicator, loaded)
             config, bank = resolve_for(settings, loaded), make_bank(settings, loaded)
             build = DeviceBuild(config, loaded, bank, communicator)
@@ -92,23 +92,22 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             slots = None if bank is None else AdapterSlots(bank, loaded, communicator)
             on_done()
         elif kind == RankMessage.PROBE:
-            probe_rank(loaded, warm_up, json.loads(body))
+            probe_rank(loaded, warm_up, msgspec.json.decode(body, type=int))
         elif kind == RankMessage.PREPARE:
             while warm_up is not None and warm_up.prepare():
                 pass
             on_done()
         elif kind == RankMessage.ADAPTER:
             assert slots is not None
-            slot, path = json.loads(body)
+            slot, path = msgspec.json.decode(body, type=tuple[int, str])
             slots.fill(slot, Path(path))  # rank 0 reports the error if any rank fails
         elif kind == RankMessage.AGREE:
             assert isinstance(device, GpuDevice)
             device.agree()
         else:
             assert kind == RankMessage.BUILD and build is not None, kind
-            size, shape, step = json.loads(body)
-            step = None if step is None else StepBytes(*step)
-            device, warm_up = build.make_warm(build.make_store(CacheSize(*size)), StateShape(*shape), step)
+            size, shape, step = msgspec.json.decode(body, type=tuple[CacheSize, StateShape, StepBytes | None])
+            device, warm_up = build.make_warm(build.make_store(size), shape, step)
             on_done()
 
 
