@@ -45,7 +45,7 @@ class Generation:
         self.job = job
         self.num_output = 0
         self.num_reasoning = 0  # output tokens that are reasoning
-        self.first_at = 0.0  # perf_counter seconds of the first output; 0: none yet
+        self._begun_at, self._first_at = perf_counter(), 0.0  # 0: no output yet
         self._clients = [job.model.pick(request) for request in job.requests]
         self._builders = [
             OutputBuilder(request, job.model.encoder.tokenizer, text, is_chat=job.is_fresh, form=job.form)
@@ -88,7 +88,7 @@ class Generation:
         if self._failure is not None:
             raise self._failure
         where, output = await self._next_output()
-        self.first_at = self.first_at or perf_counter()
+        self._first_at = self._first_at or perf_counter()
         builder, request_id = self._builders[where], self.job.requests[where].request_id
         self._num_cached[where] = max(self._num_cached[where], output.num_cached)
         if self._times is not None:
@@ -172,6 +172,12 @@ class Generation:
         if self._drafts and len(self.job.requests) * self.job.params.num_sequences == 1:
             found["speculative_decoding"] = self._drafts[0, 0].to_wire()
         return {"metrics": found} if found else {}
+
+    def phases_s(self) -> tuple[float, float]:
+        """Return the seconds until the first output, and from there until now."""
+        now = perf_counter()
+        first_at = self._first_at or now
+        return first_at - self._begun_at, now - first_at
 
     def _count_drafts(self) -> tuple[int, int]:
         """Return the number of accepted drafts, and of all drafts."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import orjson
@@ -167,10 +166,7 @@ class LlamaWriter(FrameWriter):
 
     def __init__(self, generation: Generation, body: LlamaCompletion) -> None:
         super().__init__(generation, body)
-        self._started_at = perf_counter()
-        self._returns_tokens = bool(body.return_tokens)
-        self._has_probs = bool(body.n_probs)
-        self._is_stream = bool(body.stream)
+        self._body = body
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
@@ -196,7 +192,7 @@ class LlamaWriter(FrameWriter):
         """Return the body of an answer that is not streamed."""
         output = answers[0].outputs[0]
         self._finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
-        ids = output.token_ids if self._returns_tokens else ()
+        ids = output.token_ids if self._body.return_tokens else ()
         return {**self._ending(output.text, ids), **self._probs(output.token_ids, output.logprobs or ())}
 
     def _counts(self) -> dict[str, int]:
@@ -205,7 +201,7 @@ class LlamaWriter(FrameWriter):
 
     def _probs(self, token_ids: Sequence[int], rows: Sequence[RowLogprobs]) -> dict[str, Any]:
         """Return the logprobs of some tokens, each with its alternatives, if requested."""
-        if not self._has_probs:
+        if not self._body.n_probs:
             return {}
         found = chat_logprobs(self.generation.job.model.encoder.tokenizer, rows)["content"]
         for each, token_id, row in zip(found, token_ids, rows, strict=True):
@@ -226,7 +222,7 @@ class LlamaWriter(FrameWriter):
             "model": job.model_name,
             **self._counts(),
             "tokens_cached": self.generation.usage()["prompt_tokens_details"]["cached_tokens"],
-            "generation_settings": settings_of(job.model, job.params, is_stream=self._is_stream),
+            "generation_settings": settings_of(job.model, job.params, is_stream=bool(self._body.stream)),
             "prompt": job.prompts[0] or "",
             "truncated": False,  # prompts are never truncated
             "stop_type": "limit" if is_limited else "word" if is_word else "eos",
@@ -235,13 +231,12 @@ class LlamaWriter(FrameWriter):
         }
 
     def _timings(self) -> dict[str, float]:
-        usage, at = self.generation.usage(), perf_counter()
-        first_at = self.generation.first_at or at
+        usage, (prompt_s, answer_s) = self.generation.usage(), self.generation.phases_s()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         timings: dict[str, float] = {"cache_n": num_cached}
         for name, count, seconds in (
-            ("prompt", usage["prompt_tokens"] - num_cached, first_at - self._started_at),
-            ("predicted", usage["completion_tokens"], at - first_at),
+            ("prompt", usage["prompt_tokens"] - num_cached, prompt_s),
+            ("predicted", usage["completion_tokens"], answer_s),
         ):
             timings |= {
                 f"{name}_n": count,

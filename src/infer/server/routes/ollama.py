@@ -478,17 +478,17 @@ def now() -> str:
     return spell_time(datetime.now(UTC))
 
 
-def nanoseconds(start: float, end: float) -> int:
-    """Return the nanoseconds between two times of `perf_counter`."""
-    return max(int((end - start) * 1e9), 0)
+def nanoseconds(seconds: float) -> int:
+    """Return seconds in nanoseconds, at least 0."""
+    return max(int(seconds * 1e9), 0)
 
 
 def spent() -> dict[str, int]:
     """Return the time of the current request so far, and how much of it was the wait for its model."""
     record = current_record()
     assert record is not None, "the access log gives every request a record"
-    total = nanoseconds(record.arrived_at, perf_counter())
-    return {"total_duration": total, "load_duration": nanoseconds(0.0, record.load_s)}
+    total_s = perf_counter() - record.arrived_at
+    return {"total_duration": nanoseconds(total_s), "load_duration": nanoseconds(record.load_s)}
 
 
 class OllamaWriter(PartWriter):
@@ -501,7 +501,6 @@ class OllamaWriter(PartWriter):
         super().__init__(generation, body)
         self.token_ids: list[int] = []
         self._model = body.model
-        self._started_at = perf_counter()
         self._has_logprobs = bool(body.logprobs)
         self._logprobs: list[dict[str, Any]] = []  # logprobs that were not sent yet
 
@@ -557,16 +556,15 @@ class OllamaWriter(PartWriter):
 
     def ending(self) -> dict[str, Any]:
         """Return why the answer ended, how long it took and how many tokens it has."""
-        at, usage = perf_counter(), self.generation.usage()
-        first_at = self.generation.first_at or at
+        usage, (prompt_s, answer_s) = self.generation.usage(), self.generation.phases_s()
         return {
             "done": True,
             "done_reason": "length" if self.finish_reason == FinishReason.LENGTH else "stop",
             **spent(),
             "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": nanoseconds(self._started_at, first_at),
+            "prompt_eval_duration": nanoseconds(prompt_s),
             "eval_count": usage["completion_tokens"],
-            "eval_duration": nanoseconds(first_at, at),
+            "eval_duration": nanoseconds(answer_s),
             **self.generation.metrics(),
         }
 
