@@ -74,11 +74,7 @@ def measure(args: argparse.Namespace, size: int, stages: int) -> dict[int, list[
         tensor_parallel_size=size, pipeline_parallel_size=stages, max_batch_size=max(args.rows),
         max_seq_len=1024, use_prefix_caching=False, max_num_batched_tokens=1024, kv_cache_memory="256MiB",
     )  # fmt: skip
-    ranks = (
-        rank_group.RankProcesses(config, size * stages, 1, node_device(config.load))
-        if size * stages > 1
-        else None
-    )
+    ranks = rank_group.RankProcesses(config, 1, node_device(config.load)) if size * stages > 1 else None
     try:
         loaded = load(str(args.config), config, rank_of(config.load, 0))
         if ranks is not None:

@@ -26,7 +26,8 @@ from tests.support.rank_nodes import open_nodes
 class RankThreads:
     """Stands in for `RankProcesses` (client/rank_group.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int, device: torch.device) -> None:
+        size = config.load.num_ranks
         self._changed, self._num_done, self._num_parts = threading.Condition(), [0] * size, 0
         self._reason = "a rank is gone"
         self._error: BaseException | None = None

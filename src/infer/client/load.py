@@ -32,17 +32,17 @@ def load_weights(config: EngineConfig, headers: ModelHeaders, *, show_progress: 
 
     Settings that no engine can be built with are rejected before any weight is read.
     """
-    load, size = config.load, config.load.num_ranks
+    load = config.load
     _notice_forks()
     if load.num_threads is not None:
         use_threads(load.num_threads)
-    if size == 1:
+    if load.num_ranks == 1:
         return load_part(config, headers, show_progress=show_progress)
     if load.node_rank > 0:
         raise ConfigError(f"node_rank={load.node_rank} only computes for node 0; start it with infer serve")
     check_ranks(config, headers)
     num_threads = rank_threads(load, torch.get_num_threads())
-    ranks = RankProcesses(config, size, num_threads, node_device(load))
+    ranks = RankProcesses(config, num_threads, node_device(load))
     try:
         use_threads(num_threads)
         loaded = load_part(config, headers, show_progress=show_progress)
@@ -76,10 +76,9 @@ def load_part(
 
 def check_ranks(config: EngineConfig, headers: ModelHeaders) -> None:
     """Reject settings that ranks do not support, before any rank is started."""
-    load, device = config.load, node_device(config.load)
-    plan_weights(
-        headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank_of(load, 0)
-    ).check_cuts()
+    load, device, rank = config.load, node_device(config.load), rank_of(config.load, 0)
+    plan = plan_weights(headers, quantization=load.quantization, dtype=load.dtype, device=device, rank=rank)
+    plan.check_cuts()
 
 
 def use_threads(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Place several engines of one model: each gets its own GPU, or its share of the CPU.
+"""Place several engines of one model on one machine: each gets its own GPU, or its share of the CPU.
 
     replica          0       1       2       3
     4 GPUs           cuda:0  cuda:1  cuda:2  cuda:3          among the GPUs that CUDA_VISIBLE_DEVICES names

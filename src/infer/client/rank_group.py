@@ -96,9 +96,10 @@ class _Group:
 class RankProcesses:
     """The processes of ranks 1 and up; a `RankGroup` (kernels/runtime/communicator.py)."""
 
-    def __init__(self, config: EngineConfig, size: int, num_threads: int, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int, device: torch.device) -> None:
         """Start them; `device` is rank 0's."""
-        load, gate = config.load, _Gate(config, device) if config.load.nnodes > 1 else None
+        load, size = config.load, config.load.num_ranks
+        gate = _Gate(config, device) if load.nnodes > 1 else None
         handle = make_memory(size)
         try:
             self._link = open_link(handle, 0, size, config.load.pipeline_parallel_size)

@@ -1,8 +1,8 @@
 """The replicas that a front knows, and the choice among them for a request.
 
 A request goes to the replica that served a body with the same beginning, whose prefix cache may hold it,
-unless that replica has MAX_IMBALANCE requests more than the least busy one. This is the rule of
-server/fleet/router.py, on pieces of 256 bytes instead of tokens, because the front has no tokenizer.
+unless that replica has over MAX_IMBALANCE requests more than the least busy one. Bodies are compared in
+pieces of 256 bytes, because the front has no tokenizer. (Engines of one server: server/fleet/router.py.)
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class ReplicaSet:
         chosen = next((s for key in reversed(keys) if (s := self._served_by.get(key)) in able), None)
         if chosen is None or chosen.num_active > least + MAX_IMBALANCE:
             self._turn += 1  # equally good replicas take turns
-            order = [able[(self._turn + i) % len(able)] for i in range(len(able))]
-            chosen = next(server for server in order if server.num_active == least)
+            close = [server for server in able if server.num_active == least]
+            chosen = close[self._turn % len(close)]
         for key in keys:
             self._served_by[key] = chosen
             self._served_by.move_to_end(key)
