@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine import machine
 from infer.engine.rank_worker import RankLink, RankMirror, make_memory, open_link
 from infer.errors import InferError, RanksEnded
-from infer.loader.load import Communicator, Pipe
+from infer.loader.load import Communicator, Pipe, RankLine
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ SILENT_S: Final = 60.0  # seconds without a collective after which the rank that
 class _Group:
     """The threads' shared state; nothing here refers to the `RankProcesses` itself."""
 
-    abort: Any  # ends all waits in shared memory
-    lines: Any  # the state of each rank
+    abort: Callable[[], None]  # ends all waits in shared memory
+    lines: Callable[[], Sequence[RankLine]]  # returns the state of each rank; none: node 0 watches them
     on_idle_loss: Callable[[], None] = lambda: None  # called when a rank is lost while no step waits
     changed: threading.Condition = field(default_factory=threading.Condition)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -191,9 +191,8 @@ class _Gate:
         """Admit nodes, in a thread."""
         self._server = listen(self._load)
         group.mirror = _mirror(group, link, self._load, self._device)
-        threading.Thread(
-            target=self._gather, args=(group, group.mirror), name="infer-gate", daemon=True
-        ).start()
+        gather = partial(self._gather, group, group.mirror)
+        threading.Thread(target=gather, name="infer-gate", daemon=True).start()
 
     def _gather(self, group: _Group, mirror: RankMirror) -> None:
         add = partial(mirror.add, silent_s=NODE_SILENT_S)
@@ -238,7 +237,7 @@ def serve_ranks(
     handle = make_memory(size)
     try:
         link = open_link(handle, own[0], size, load.pipeline_parallel_size)
-        group = _Group(link.communicator.abort, list)  # node 0 detects silent ranks
+        group = _Group(link.communicator.abort, list)
         group.is_waited_for = True
         mirror = group.mirror = _mirror(group, link, load, device)
         mirror.add(0, connection, HEAD_SILENT_S)

@@ -27,6 +27,7 @@ from infer.errors import ConfigError, EngineError
 from infer.kernels.runtime.communicator import Communicator as Communicator
 from infer.kernels.runtime.communicator import Pipe as Pipe
 from infer.kernels.runtime.communicator import RankGroup as RankGroup
+from infer.kernels.runtime.communicator import RankLine as RankLine
 from infer.loader.code_cache import CodeCache
 from infer.loader.dtype import settle_products
 from infer.loader.find.source import ModelSource
