@@ -43,6 +43,7 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile("fixed")
 
 
+gc.disable()  # until all tests are collected: nothing of packages and tests is garbage
 _FREEZING: dict[str, Callable[[], None]] = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
 
 
@@ -75,6 +76,7 @@ def pytest_collection_finish() -> None:
     for `real_freezing`.
     """
     _freeze_again()
+    gc.enable()
     for name in _FREEZING:
         setattr(gc, name, lambda: None)
 
