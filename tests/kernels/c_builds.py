@@ -22,16 +22,16 @@ from tests.support.made_once import made_once, one_at_a_time
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 NATIVE = "-march=native" if IS_X86 else "-mcpu=native"
 HAS_VNNI = "avx512_vnni" in build.cpu_flags().split()
+# gcc: multiplications and additions fuse at -O1 all the same, and slower code is compiled faster
+QUICK = ("-O1", "-fexpensive-optimizations")
 FLAGS = {
     "native": (),
     "portable": ("-DINFER_PORTABLE",),
-    **({"avx2": ("-mno-avx512f",)} if IS_X86 else {}),
-    **({"avx512": ("-mno-avx512vnni",)} if HAS_VNNI else {}),
+    **({"avx2": ("-mno-avx512f", *QUICK)} if IS_X86 else {}),
+    **({"avx512": ("-mno-avx512vnni", *QUICK)} if HAS_VNNI else {}),
 }
 BUILDS = tuple(FLAGS)
 
-# gcc: multiplications and additions fuse at -O1 all the same, and slower code is compiled faster
-QUICK = ("-O1", "-fexpensive-optimizations")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 ARM_COMPILER = shutil.which("aarch64-linux-gnu-gcc")

@@ -82,7 +82,7 @@ BUILDS = {
     **({"avx512": on_this("avx512", "avx512", "avx512bw")} if HAS_VNNI else {}),
     "amx": Build(
         GCC,
-        ("-O2", NATIVE, "-D__AMX_INT8__", "-include", str(EMULATED_AMX)),
+        (*QUICK, NATIVE, "-D__AMX_INT8__", "-include", str(EMULATED_AMX)),
         "avx512-vnni",
         "avx512bw",
     ),
@@ -95,6 +95,8 @@ BUILDS = {
         "portable",
         library=lambda: sanitized_library(PORTABLE),
     ),
+    "optimized avx2": Build(GCC, ("-O3", NATIVE, "-mno-avx512f"), "avx2", "avx2"),
+    "optimized avx512": Build(GCC, ("-O3", NATIVE, "-mno-avx512vnni"), "avx512", "avx512bw"),
     "sanitized avx2": Build(GCC, (*SANITIZED, "-march=haswell"), "avx2", "avx2"),
     "clang": Build(CLANG, ("-O1", *SANITIZE, NATIVE), BEST),
     "clang portable": Build(CLANG, ("-O1", *SANITIZE, NATIVE, PORTABLE), "portable"),
@@ -105,7 +107,10 @@ BUILDS = {
     "neon i8mm": on_arm("neon-i8mm"),
     "neon, no dots": Build(ARM_COMPILER, (*QUICK, "-mcpu=cortex-a72"), "portable", emulates="cortex-a72"),
 }
-SLOW = ("sanitized avx2", "sanitized portable", "sanitized neon", "clang", "clang portable")  # to compile
+SLOW = (  # to compile
+    *("optimized avx2", "optimized avx512", "clang", "clang portable"),
+    *("sanitized avx2", "sanitized portable", "sanitized neon"),
+)
 
 
 def program_of(it: Build) -> Path:
