@@ -16,6 +16,7 @@ from infer.kernels.linear.low_rank import (
     add_low_rank_reference,
     make_tiles,
 )
+from tests.support.thinned import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 NUM_SLOTS, SIZE, PARTS, RANK = 3, 150, [70, 33, 33], 48  # multiples of few blocks
@@ -54,8 +55,9 @@ def exact(y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, stack: LowRankS
 class LowRankContract:
     device: str
 
-    @pytest.mark.parametrize("num_rows", [1, 5, 33, 530])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("num_rows", "dtype"), thinned((1, 5, 33, 530), (torch.float32, torch.bfloat16), keep=2), ids=str
+    )
     def test_every_row_gets_its_own_adapter(self, num_rows: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(num_rows)
         stack = make_stack(dtype, self.device)
