@@ -104,15 +104,10 @@ class DeviceBuild(NamedTuple):
         if communicator is not None and communicator.size == 1:  # the only rank of its stage
             communicator = None
         return bind(
-            loaded.model,
-            loaded.device,
-            deterministic=config.deterministic,
-            mlp_backend=config.backends.mlp,
-            cpu_products=config.settings.run.cpu_products,
-            communicator=communicator,
-            vocab_size=loaded.config.vocab_size,
-            adapters=self.bank,
-        )
+            loaded.model, loaded.device, deterministic=config.deterministic, mlp_backend=config.backends.mlp,
+            cpu_products=config.settings.run.cpu_products, communicator=communicator,
+            vocab_size=loaded.config.vocab_size, adapters=self.bank,
+        )  # fmt: skip
 
     def rehearse(self, wait_for_linears: Callable[[], bool]) -> StepBytes | None:
         """Run the largest step on a GPU and return the memory it takes; None: not measured, on a CPU."""
@@ -138,14 +133,9 @@ class DeviceBuild(NamedTuple):
             warm_up.device.wait_for_compilers()
 
         return rehearse(
-            make_warm_up,
-            compile_steps,
-            loaded.device,
-            config.scheduler,
-            compute_step(config, loaded),
-            graph_tokens(config, loaded.config),
-            cache.device_memory,
-        )
+            make_warm_up, compile_steps, loaded.device, config.scheduler, compute_step(config, loaded),
+            graph_tokens(config, loaded.config), cache.device_memory,
+        )  # fmt: skip
 
     def make_store(self, size: CacheSize) -> KVStore:
         """Allocate the memory of keys and values, with the number of blocks that rank 0 has found."""
@@ -154,18 +144,12 @@ class DeviceBuild(NamedTuple):
         num_kv_heads, head_dim = layout.plane_heads(loaded.config.num_kv_heads, loaded.config.head_dim)
         try:
             return KVStore(
-                layout=layout,
-                num_blocks=size.num_blocks,
-                block_size=size.block_size,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                dtype=loaded.dtype,
-                device=loaded.device,
-                num_host_blocks=size.num_host_blocks,
-                kept_as=kept_as(config.settings.cache, loaded.dtype),
+                layout=layout, num_blocks=size.num_blocks, block_size=size.block_size,
+                num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=loaded.dtype, device=loaded.device,
+                num_host_blocks=size.num_host_blocks, kept_as=kept_as(config.settings.cache, loaded.dtype),
                 fixed=loaded.kv_scales if config.has_fixed_kv_scales else None,
                 state=state_size(loaded.config),
-            )
+            )  # fmt: skip
         except RuntimeError as error:  # another process took the memory, or the driver's limit is reached
             raise ConfigError(
                 f"a KV cache of {format_bytes(size.num_bytes)} and {size.num_host_blocks} blocks in host "
@@ -188,18 +172,12 @@ class DeviceBuild(NamedTuple):
         config, loaded = self.config, self.loaded
         if not config.uses_gpu_device:
             return TorchDevice(
-                loaded.model,
-                store,
-                shape,
-                max_batch_size=config.scheduler.max_batch_size,
+                loaded.model, store, shape, max_batch_size=config.scheduler.max_batch_size,
                 attention_backend=config.backends.attention,
                 decode_attention_backend=config.backends.decode_attention,
-                record_cpu_step=config.record_cpu_step,
-                ranks=loaded.ranks,
-                pipe=loaded.model.pipe,
-                head=drafter if isinstance(drafter, TorchHead) else None,
-                adapters=self.bank,
-            )
+                record_cpu_step=config.record_cpu_step, ranks=loaded.ranks, pipe=loaded.model.pipe,
+                head=drafter if isinstance(drafter, TorchHead) else None, adapters=self.bank,
+            )  # fmt: skip
         has_trees = config.settings.speculation.is_on and config.settings.speculation.method == "tree"
         return GpuDevice(
             loaded.model,

@@ -93,10 +93,7 @@ class GuidedRequests:
         return bool(guides) and any(seq.seq_id in guides for seq in plan.chunks.sequences)
 
     def fill(
-        self,
-        plan: StepPlan,
-        last: Read | None,
-        memory: Callable[[int], np.ndarray],
+        self, plan: StepPlan, last: Read | None, memory: Callable[[int], np.ndarray]
     ) -> tuple[list[int], list[int]]:
         """Write the masks of a plan into `memory(number of masks)`; returns the chunk and position of each.
 

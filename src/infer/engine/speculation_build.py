@@ -373,14 +373,10 @@ def make_draft_device(
     planes = tuple(range(model.num_layers))
     store = KVStore(
         layout=KVLayout(layout.windows, (0,) * model.num_layers, planes, model.num_layers),
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=draft.dtype,
-        device=draft.device,
+        num_blocks=size.num_blocks, block_size=size.block_size, num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim, dtype=draft.dtype, device=draft.device,
         num_host_blocks=size.num_host_blocks * is_head,
-    )
+    )  # fmt: skip
     max_rows = min(DRAFT_ROWS, config.scheduler.max_batch_size)
     network: Network
     if isinstance(draft, LoadedHead):

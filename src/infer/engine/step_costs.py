@@ -164,8 +164,7 @@ def _draft_seconds(device: DeviceHalf, shape: StateShape, start: int) -> float:
     first, best = _turn(shape, 1, start), float("inf")
     turns = [
         first._replace(
-            starts=np.array([place], dtype=np.int32),
-            **{name: getattr(EMPTY, name) for name in BEGINNING},
+            starts=np.array([place], dtype=np.int32), **{name: getattr(EMPTY, name) for name in BEGINNING}
         )
         for place in range(start + 1, min(start + 1 + DRAFT_PROBES, shape.block_size))
     ]
@@ -256,11 +255,7 @@ def _fastest(device: DeviceHalf, order: StepOrder) -> float:
 
 
 def _fastest_of(
-    launch: Work,
-    *,
-    overlaps: bool,
-    begin: Callable[[], object] = lambda: None,
-    num_probes: int = NUM_PROBES,
+    launch: Work, *, overlaps: bool, begin: Callable[[], object] = lambda: None, num_probes: int = NUM_PROBES
 ) -> tuple[float, float]:
     """Return the shortest time of work alone, and of work launched while other work runs.
 

@@ -156,11 +156,7 @@ class Stories:
     """The stories of running requests and of the last `limit` that ended. One thread owns it."""
 
     def __init__(
-        self,
-        limit: int,
-        scheduler: Scheduler,
-        step_tokens: Histogram,
-        clock: Callable[[], float],
+        self, limit: int, scheduler: Scheduler, step_tokens: Histogram, clock: Callable[[], float]
     ) -> None:
         self._limit = limit
         self._scheduler, self._step_tokens, self._clock = scheduler, step_tokens, clock

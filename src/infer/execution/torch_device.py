@@ -93,20 +93,11 @@ class TorchDevice(SyncDevice):
     can_embed = True
 
     def __init__(
-        self,
-        model: Network,
-        store: KVStore,
-        shape: StateShape,
-        *,
-        max_batch_size: int,
-        attention_backend: str,
-        decode_attention_backend: str | None = None,
-        record_cpu_step: bool = True,
-        ranks: RankGroup | None = None,
-        pipe: Pipe | None = None,
-        head: TorchHead | None = None,
+        self, model: Network, store: KVStore, shape: StateShape, *, max_batch_size: int,
+        attention_backend: str, decode_attention_backend: str | None = None, record_cpu_step: bool = True,
+        ranks: RankGroup | None = None, pipe: Pipe | None = None, head: TorchHead | None = None,
         adapters: AdapterBank | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`ranks`: the other ranks, which get each order; `head`: a draft head that follows the steps.
 
         `pipe`: connects pipeline stages, None: there are none. `adapters`: the model's LoRA adapters.

@@ -70,12 +70,7 @@ class PackedMatrix:
     """One [out, in] matrix of small integers."""
 
     def __init__(
-        self,
-        library: Library,
-        num_rows: int,
-        size: int,
-        bits: int,
-        memory: WeightMemory | None = None,
+        self, library: Library, num_rows: int, size: int, bits: int, memory: WeightMemory | None = None
     ) -> None:
         assert bits in (4, 5, 6, 8), bits
         self.num_rows, self.size, self.bits = num_rows, size, bits

@@ -200,14 +200,6 @@ class DraftDevice(GpuDevice):
         rows_M = rows_S.repeat(len(logits_MV) // num_rows)
         best_WM = best_ids(logits_MV, state.sampling, rows_M, positions_M, self._scratch, turn.num_best)
         next_nodes(
-            rows_S,
-            best_WM,
-            turn.links_3C,
-            state.position_R,
-            state.tables_KRB[0],
-            inputs.turn(0, num_next),
-            inputs.tree_2S[:, :num_next],
-            self.drafts_KS,
-            block_size=self._block_size,
-            depth=turn.depth,
-        )
+            rows_S, best_WM, turn.links_3C, state.position_R, state.tables_KRB[0], inputs.turn(0, num_next),
+            inputs.tree_2S[:, :num_next], self.drafts_KS, block_size=self._block_size, depth=turn.depth,
+        )  # fmt: skip

@@ -131,23 +131,11 @@ class StepGraphs:
     """
 
     def __init__(
-        self,
-        forward: Callable[[StepSize], torch.Tensor],
-        sample: Callable[[StepSize, torch.Tensor], object],
-        blank: Callable[[], None],
-        *,
-        follow: Callable[[StepSize], object] | None = None,
-        max_rows: int,
-        max_tokens: int,
-        captures: bool,
-        pool_bytes: int = 0,
-        short_step: int = 0,
-        window_tokens: int = 0,
-        has_adapters: bool = False,
-        num_drafts: int = 0,
-        drafts_trees: bool = False,
-        profile: GraphProfile,
-    ) -> None:
+        self, forward: Callable[[StepSize], torch.Tensor], sample: Callable[[StepSize, torch.Tensor], object],
+        blank: Callable[[], None], *, follow: Callable[[StepSize], object] | None = None, max_rows: int,
+        max_tokens: int, captures: bool, pool_bytes: int = 0, short_step: int = 0, window_tokens: int = 0,
+        has_adapters: bool = False, num_drafts: int = 0, drafts_trees: bool = False, profile: GraphProfile,
+    ) -> None:  # fmt: skip
         self._profile = profile
         self._forward, self._sample, self._blank, self._follow = forward, sample, blank, follow
         self.warm_up: Callable[[StepSize], object] = lambda size: sample(size, forward(size))

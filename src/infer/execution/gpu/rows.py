@@ -31,15 +31,9 @@ class DeviceRows:
     """The rows on the device, brought up to date before each step."""
 
     def __init__(
-        self,
-        max_rows: int,
-        max_blocks: int,
-        vocab_size: int,
-        device: torch.device,
-        num_tables: int = 1,
-        num_lanes: int = 0,
-        tables_KRB: torch.Tensor | None = None,
-    ) -> None:
+        self, max_rows: int, max_blocks: int, vocab_size: int, device: torch.device, num_tables: int = 1,
+        num_lanes: int = 0, tables_KRB: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`num_lanes`: rows of sampling state after the sequences' rows (lanes.py).
 
         `tables_KRB`: block tables that a model shares with its drafter.

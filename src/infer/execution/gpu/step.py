@@ -62,23 +62,12 @@ class DeviceStep(StepContext):
     """One step: the positions of its tokens, the slots of their keys and values, and what each may see."""
 
     def __init__(
-        self,
-        store: KVStore,
-        tables_KRB: torch.Tensor,
-        work: DecodeWork,
-        *,
-        block_size: int,
-        positions_T: torch.Tensor,
-        slots_KT: torch.Tensor,
-        rows_S: torch.Tensor,
-        lens_S: torch.Tensor,
-        chunks: PrefillChunks | None = None,
-        dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
-        windows: Sequence[int | None] = (None,),
-        backend: str = "triton",
-        has_shared_rows: bool = False,
+        self, store: KVStore, tables_KRB: torch.Tensor, work: DecodeWork, *, block_size: int,
+        positions_T: torch.Tensor, slots_KT: torch.Tensor, rows_S: torch.Tensor, lens_S: torch.Tensor,
+        chunks: PrefillChunks | None = None, dense: tuple[DenseAttention, Sequence[Batch]] | None = None,
+        windows: Sequence[int | None] = (None,), backend: str = "triton", has_shared_rows: bool = False,
         tree_2S: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`has_shared_rows`: several tokens may share a row of the tables, and see each other.
 
         `tree_2S`: which of them each token sees, if drafts may be trees (kernels/attention/decode.py).
@@ -148,13 +137,9 @@ class DeviceStep(StepContext):
         with nullcontext() if branch is None else torch.cuda.stream(branch):
             for chunks in filter(None, (self._tokens, self._chunks)):
                 attend_prefill(
-                    q_TNH,
-                    kv,
-                    chunks,
-                    out=out_TNH,
-                    fresh_slots_T=fresh_slots_T,
+                    q_TNH, kv, chunks, out=out_TNH, fresh_slots_T=fresh_slots_T,
                     invariant=self._backend == "invariant",
-                )
+                )  # fmt: skip
         if branch is not None:
             torch.cuda.current_stream().wait_stream(branch)
         if self._dense is not None:

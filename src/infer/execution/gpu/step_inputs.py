@@ -99,16 +99,9 @@ class DeviceInputs:
     """The buffers of one device half."""
 
     def __init__(
-        self,
-        max_rows: int,
-        max_tokens: int,
-        max_graph_tokens: int,
-        tile_len: int,
-        device: torch.device,
-        *,
-        num_tables: int = 1,
-        max_chunks: int,
-    ) -> None:
+        self, max_rows: int, max_tokens: int, max_graph_tokens: int, tile_len: int, device: torch.device, *,
+        num_tables: int = 1, max_chunks: int,
+    ) -> None:  # fmt: skip
         self.device, self.tile_len = device, tile_len
         self._max_chunks = max_chunks  # most rows of a captured step that do not decode
         num_tokens = max_rows + max(max_tokens, max_graph_tokens)
