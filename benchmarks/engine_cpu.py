@@ -81,7 +81,8 @@ def make_engine(num_rows: int) -> Engine:
     no_logits = torch.empty(0)  # nothing asks for logprobs
     device.graphs.forward = lambda size: None  # type: ignore[method-assign]
     device.graphs.sample = lambda size: no_logits  # type: ignore[method-assign]
-    device._scratch.ids_S.copy_(torch.arange(len(device._scratch.ids_S)) % 500)
+    ids_S = device.launcher.scratch.ids_S
+    ids_S.copy_(torch.arange(len(ids_S)) % 500)
     run_steps(engine, BLOCK_SIZE)
     assert len(engine.scheduler.running) == num_rows, "a step failed: the log says why"
     return engine

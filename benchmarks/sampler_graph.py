@@ -92,9 +92,10 @@ class WholeGraphs(StepGraphs):
 
 def whole_graphs(device: GpuDevice, num_rows: int) -> StepGraphs:
     """Graphs of the same device half in which the sampler is a part of the forward, captured when needed."""
+    launcher = device.launcher
     return WholeGraphs(
-        partial(device.compute_logits, device.model), device.sample_logits, device.inputs.blank,
-        max_rows=num_rows, max_tokens=512, captures=is_gpu(device.device), profile=device.profile,
+        partial(launcher.compute_logits, device.model), launcher.sample_logits, device.inputs.blank,
+        max_rows=num_rows, max_tokens=512, captures=is_gpu(launcher.device), profile=launcher.profile,
     )  # fmt: skip
 
 
@@ -120,9 +121,9 @@ def measure(engine: Engine, num_rows: int, args: argparse.Namespace) -> list[dic
     split, whole = device.graphs, whole_graphs(device, max(args.rows))
     rounds = []
     for _ in range(args.repeats + 1):
-        device.graphs = whole
+        device.graphs = device._sized.graphs = whole
         found = {"whole_us": decode(engine, num_rows, args.steps)}
-        device.graphs = split
+        device.graphs = device._sized.graphs = split
         found["split_us"] = decode(engine, num_rows, args.steps)
         with mock.patch.object(device, "run", run_masked(device)):
             found["masked_us"] = decode(engine, num_rows, args.steps)

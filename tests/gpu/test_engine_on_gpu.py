@@ -173,7 +173,7 @@ def test_attention_in_cuda_makes_the_tokens_of_triton(family: str, tmp_path: Pat
         with using_profile(dataclasses.replace(own, attention=tuned)):
             llm = LLM(str(tmp_path / family), device="cuda", dtype="float16", **how)
             device: Any = llm.engine._device
-            assert device.work.backend == backend
+            assert device.launcher.attention.work.backend == backend
             return llm.generate(PROMPTS, params)
 
     known = generate("triton", dataclasses.replace(GREEDY, logprobs=5))
@@ -313,15 +313,15 @@ def test_out_of_memory_ends_the_request_and_not_the_engine(
     llm = LLM(qwen3, device="cuda", dtype="float32", **FEW_SIZES)
     expected = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
     device: Any = llm.engine._device
-    real = device._start_decode
+    real = device._sized.start_decode
 
     def starve(*args: Any, **kwargs: Any) -> Any:
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(device, "_start_decode", starve)
+    monkeypatch.setattr(device._sized, "start_decode", starve)
     with pytest.raises(InferError, match="OutOfMemoryError"):
         llm.generate([[1, 2, 3, 4]], GREEDY)
-    monkeypatch.setattr(device, "_start_decode", real)
+    monkeypatch.setattr(device._sized, "start_decode", real)
     assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == expected
 
 

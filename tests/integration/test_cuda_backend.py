@@ -132,7 +132,8 @@ def test_auto_gives_rows_to_the_fastest_kernel(
     with using_profile(replace(CPU, attention=tuned)):
         engine = make_engine("qwen3", attention_backend="auto")
     device: Any = engine._device
-    device.backend = device.work.backend = "auto"  # as on a GPU
+    attention = device.launcher.attention
+    attention.backend = attention.work.backend = "auto"  # as on a GPU
     made = run_engine(engine, REQUESTS)
     assert seen == expected_rows
     assert made == expected("qwen3")

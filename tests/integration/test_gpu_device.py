@@ -246,8 +246,11 @@ class LateDevice:
         for name in ("forward", "sample"):
             monkeypatch.setattr(device.graphs, name, self.later(getattr(device.graphs, name)))
         monkeypatch.setattr(device._readback, "take", self.take)
-        for name in ("_start_ragged", "_start_mixed"):  # these compute at once
-            monkeypatch.setattr(device, name, self.at_once(getattr(device, name)))
+        for steps, name in (
+            (device._ragged, "start"),
+            (device._sized, "start_mixed"),
+        ):  # these compute at once
+            monkeypatch.setattr(steps, name, self.at_once(getattr(steps, name)))
 
     def later(self, work: Callable[..., object]) -> Callable[..., None]:
         return lambda *args: self.queue.append(functools.partial(work, *args))
@@ -340,7 +343,7 @@ def test_rows_under_masks_have_the_tokens_of_the_cpu(knobs: dict[str, Any]) -> N
 def test_steps_under_masks_are_sized_and_overlap() -> None:
     engine = make_device_engine("qwen3")
     device: Any = engine._device
-    device._start_ragged = ragged = mock.Mock(wraps=device._start_ragged)
+    device._ragged.start = ragged = mock.Mock(wraps=device._ragged.start)
     mask_steps(engine, lambda request_id, position: (7, 11))
     engine.add(Request(request_id="0", prompt=tuple(PLAIN[0][0]), params=make_params(9)))
     depths = []
@@ -368,8 +371,8 @@ def test_steps_overlap_whatever_a_request_asks_of_the_sampler(number: int) -> No
     engine.step()
     engine.add(Request(request_id="asks", prompt=tuple(prompt), params=params))
     depths: list[int] = []
-    ragged = mock.Mock(wraps=device._start_ragged)
-    device._start_ragged = ragged
+    ragged = mock.Mock(wraps=device._ragged.start)
+    device._ragged.start = ragged
     while engine.is_serving("asks") and len(depths) < 7:
         engine.step()
         depths.append(len(engine._flights))
@@ -473,14 +476,14 @@ def test_padding_ahead_of_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     engine = make_device_engine("llama", max_num_batched_tokens=1500)
     device: Any = engine._device
     sizes: list[int] = []
-    forward, warm_up = device.forward, warm_up_of(engine)
+    forward, warm_up = device.launcher.forward, warm_up_of(engine)
 
     def note(model: Model, num_tokens: int, *others: Any, **named: Any) -> torch.Tensor:
         sizes.append(num_tokens)
         hidden_TD: torch.Tensor = forward(model, num_tokens, *others, **named)
         return hidden_TD
 
-    monkeypatch.setattr(device, "forward", note)
+    monkeypatch.setattr(device.launcher, "forward", note)
     monkeypatch.setattr(warm_up, "_pads", True)  # as on a GPU
     while engine.prepare():
         pass
@@ -497,7 +500,8 @@ def test_padding_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     device: Any = engine._device
     monkeypatch.setattr(warm_up_of(engine), "_pads", True)
     with monkeypatch.context() as starved:
-        starved.setattr(device, "forward", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+        no_room = mock.Mock(side_effect=torch.OutOfMemoryError("no room"))
+        starved.setattr(device.launcher, "forward", no_room)
         while engine.prepare():
             pass
     assert run_engine(engine, PLAIN) == expected("llama", False)

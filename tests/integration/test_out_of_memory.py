@@ -18,8 +18,7 @@ import torch
 from infer.engine import machine
 from infer.execution import halves, torch_device
 from infer.execution.embedding import Pooled, pool_hidden
-from infer.execution.gpu import device as gpu_device
-from infer.execution.gpu import readback
+from infer.execution.gpu import ragged_steps, readback
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepSize
 from infer.execution.halves import MIN_PIECE, parts_of, where_to_cut
@@ -213,7 +212,7 @@ def test_states_that_find_no_memory_to_be_pooled_in_change_no_token(
 ) -> None:
     """The step is run again, so nothing of it may have been drawn: rows would go on from the wrong token."""
     tokens, embedding = serve_beside_an_embedding(FailingAllocator(), on_half)
-    module, calls = torch_device if "attention_backend" in on_half else gpu_device, itertools.count(1)
+    module, calls = torch_device if "attention_backend" in on_half else ragged_steps, itertools.count(1)
 
     def fail_once(*given: Any) -> Pooled:
         if next(calls) == failing:

@@ -28,7 +28,7 @@ from infer.engine.draft_model import DraftModel
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
 from infer.execution.device import PendingStep
-from infer.execution.gpu import device as gpu_device
+from infer.execution.gpu import step as device_step
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.order import VERIFY, StepOrder
 from infer.execution.torch_device import TorchDevice
@@ -607,7 +607,7 @@ def test_attention_is_compiled_for_as_many_rows_as_windows_have(
         found.append(max_rows)
         return chosen
 
-    monkeypatch.setattr(gpu_device, "compile_backend", note)
+    monkeypatch.setattr(device_step, "compile_backend", note)
     engine_of(on_gpu=True, max_batch_size=2, **knobs)
     assert set(found) == {num_rows}
 
@@ -733,7 +733,7 @@ def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
     engine = engine_of(on_gpu=True, **self_draft("qwen3", 3))
     speculation, device = cast(Any, engine.speculation), cast(Any, engine.device)
     drafter = speculation._drafter
-    for owner, name in ((drafter, "begin"), (drafter, "_enter"), (device, "_start_window")):
+    for owner, name in ((drafter, "begin"), (drafter, "_enter"), (device.windows, "start")):
         setattr(owner, name, mock.Mock(side_effect=getattr(owner, name)))
     if case == "no room":
         inner = speculation._has_room
@@ -745,7 +745,7 @@ def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
     num_windows = drafter.begin.call_count
     assert num_windows > 8
     assert drafter._enter.call_count > 5 if case == "no room" else drafter._enter.call_count <= 3
-    num_launched = device._start_window.call_count
+    num_launched = device.windows.start.call_count
     assert num_launched < num_windows / 2 if case == "turns and steps" else num_launched == num_windows
 
 

@@ -29,8 +29,8 @@ from infer.constraints.description import Structured
 from infer.engine import machine, speculation_build
 from infer.errors import ConfigError
 from infer.execution.gpu import device as gpu_device
-from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepGraphs, StepSize
+from infer.execution.gpu.step_ids import StepIds
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.order import StepOrder
 from infer.execution.rank_ring import RankMessage
@@ -287,14 +287,14 @@ def test_stages_on_gpus_compute_parts_at_the_same_time(
 ) -> None:
     """The first stage launches the next part before it takes the ids of the last one."""
     path, went_on = checkpoint(root, "llama"), list[int]()
-    alone, go_on = by_one(path, **knobs), GpuDevice._go_on
+    alone, go_on = by_one(path, **knobs), StepIds.go_on
 
-    def watch(device: GpuDevice, order: StepOrder) -> None:
-        go_on(device, order)
-        went_on.append(len(device._awaited))
+    def watch(ids: StepIds, order: StepOrder) -> None:
+        go_on(ids, order)
+        went_on.append(len(ids.awaited))
 
     monkeypatch.setattr(gpu_device, "MIN_PART", 1)
-    monkeypatch.setattr(GpuDevice, "_go_on", watch)
+    monkeypatch.setattr(StepIds, "go_on", watch)
     assert answers(path, (1, 3), **knobs) == alone
     assert max(went_on) == 2
 

@@ -259,7 +259,7 @@ def _prepare_all(warm_up: WarmUp | None, ranks: RankGroup | None) -> Iterator[bo
         ranks.wait()
         ranks.send(RankMessage.AGREE, b"")
         with suppress(DeviceLost):  # `check` knows the reason
-            warm_up.device.agree()
+            warm_up.launcher.agree()
         ranks.check()
 
 

@@ -31,6 +31,7 @@ from infer.engine.rehearsal import rehearse
 from infer.errors import ConfigError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.launcher import StepLauncher
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.torch_device import TorchDevice, TorchHead
 from infer.kernels.cpu.collectives import SharedCommunicator
@@ -130,7 +131,7 @@ class DeviceBuild(NamedTuple):
             warm_up.compile()  # Triton's kernels, while the CUDA C++ kernels compile in threads
             if not wait_for_linears():
                 warm_up.compile()  # Triton's kernels in place of CUDA kernels that failed to compile
-            warm_up.device.wait_for_compilers()
+            warm_up.launcher.wait_for_compilers()
 
         return rehearse(
             make_warm_up, compile_steps, loaded.device, config.scheduler, compute_step(config, loaded),
@@ -178,28 +179,18 @@ class DeviceBuild(NamedTuple):
                 record_cpu_step=config.record_cpu_step, ranks=loaded.ranks, pipe=loaded.model.pipe,
                 head=drafter if isinstance(drafter, TorchHead) else None, adapters=self.bank,
             )  # fmt: skip
-        has_trees = config.settings.speculation.is_on and config.settings.speculation.method == "tree"
-        return GpuDevice(
-            loaded.model,
-            store,
-            shape,
-            max_batch_size=config.scheduler.max_batch_size,
-            max_tokens=config.scheduler.max_num_batched_tokens,
-            max_seq_len=config.max_seq_len,
-            use_cuda_graphs=config.use_cuda_graphs,
-            attention_backend=config.backends.attention,
-            decode_attention_backend=config.backends.decode_attention,
-            steps_ahead=config.steps_ahead,
-            graph_bytes=graph_bytes,
-            busy_tokens=config.scheduler.busy_step_tokens,
-            window_tokens=WINDOW_TOKENS if config.settings.speculation.is_on else 0,
-            drafter=drafter if isinstance(drafter, GpuDevice) else None,
-            has_trees=has_trees,
-            adapters=self.bank,
-            ranks=loaded.ranks,
-            communicator=cast("DeviceRanks | None", self.communicator),
-            pipe=loaded.model.pipe,
-        )
+        scheduler, speculation = config.scheduler, config.settings.speculation
+        launcher = StepLauncher(
+            loaded.model, store, shape, max_batch_size=scheduler.max_batch_size,
+            max_tokens=scheduler.max_num_batched_tokens, max_seq_len=config.max_seq_len,
+            use_cuda_graphs=config.use_cuda_graphs, attention_backend=config.backends.attention,
+            decode_attention_backend=config.backends.decode_attention, graph_bytes=graph_bytes,
+            busy_tokens=scheduler.busy_step_tokens, window_tokens=WINDOW_TOKENS if speculation.is_on else 0,
+            drafter=drafter.launcher if isinstance(drafter, GpuDevice) else None,
+            has_trees=speculation.is_on and speculation.method == "tree", adapters=self.bank,
+            communicator=cast("DeviceRanks | None", self.communicator), pipe=loaded.model.pipe,
+        )  # fmt: skip
+        return GpuDevice(launcher, steps_ahead=config.steps_ahead, ranks=loaded.ranks)
 
     def make_warm(
         self,
@@ -214,7 +205,7 @@ class DeviceBuild(NamedTuple):
         if not isinstance(device, GpuDevice):
             return device, None
         warm_up = WarmUp(device)
-        device.wait_for_compilers()
+        device.launcher.wait_for_compilers()
         if step is not None:  # after the device's permanent buffers, which must not occupy the arena
             device.arena = _make_arena(step, self.loaded.device)
         if isinstance(self.communicator, DeviceRanks):  # loading must not block on a waiting kernel

@@ -15,7 +15,7 @@ hash of the previous block and its ids). When a sequence begins to run, its bloc
 and the draft model catches up from the first block that does not match. Blocks that it never computed,
 because drafts did not pay then, do not match either. Nothing is copied or swapped here.
 
-On a CPU each turn is a separate order. On a GPU all turns are one graph (execution/gpu/device.py), which
+On a CPU each turn is a separate order. On a GPU all turns are one graph (gpu/draft_device.py), which
 first computes the last two tokens of a text: after a window the draft model never lacks more. It uses the
 target model's block tables. The device accepts drafts before the host knows which, so the turns for the next
 window begin at once (`go_on`), and their drafts are there when the host has read the window:
@@ -175,7 +175,7 @@ class DraftModel:
         the step after that is launched as well: the batch has no other sequence.
         """
         self._early = None
-        if self._target is None or not self._target.has_judged or not sequences:
+        if self._target is None or not self._target.windows.has_judged or not sequences:
             return
         longest, has_all = max(counts), set(self._stays(sequences)) <= set(self._stays(self._sequences))
         if has_all and all(self._room(seq) > seq.num_tokens + longest for seq in sequences):
@@ -183,7 +183,7 @@ class DraftModel:
                 self._early = self._draft(sequences, [longest] * len(sequences))
         if verifies and self._early is not None:
             rows = np.array([seq.row for seq in sequences])
-            self._target.verify_early(rows, np.array(counts), self._early.ids_KS)
+            self._target.windows.verify_early(rows, np.array(counts), self._early.ids_KS)
 
     def collect(self) -> list[list[int]]:
         """Return the drafts that `begin` launched, sequence by sequence."""

@@ -103,7 +103,7 @@ def serve_rank(loaded: LoadedModel, link: RankLink, on_done: Callable[[], None])
             slots.fill(slot, Path(path))  # rank 0 reports the error if any rank fails
         elif kind == RankMessage.AGREE:
             assert isinstance(device, GpuDevice)
-            device.agree()
+            device.launcher.agree()
         else:
             assert kind == RankMessage.BUILD and build is not None, kind
             size, shape, step = msgspec.json.decode(body, type=tuple[CacheSize, StateShape, StepBytes | None])

@@ -33,7 +33,7 @@ from infer.engine.step_costs import measure_again, measure_step_costs
 from infer.errors import ConfigError, ModelSourceError
 from infer.execution.device import StateShape
 from infer.execution.gpu.device import GpuDevice
-from infer.execution.gpu.draft_device import DraftDevice
+from infer.execution.gpu.draft_device import DraftDevice, TurnLauncher
 from infer.execution.gpu.warm_up import WarmUp
 from infer.execution.head_model import HeadModel
 from infer.execution.host_sampling import SyntheticJudge
@@ -285,7 +285,7 @@ def make_speculation(
     if draft_device is not None:
         if isinstance(draft_device, DraftDevice):
             prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
-            draft_device.wait_for_compilers()
+            draft_device.launcher.wait_for_compilers()
     else:
         proposer = _make_proposer(settings)
     if costs is None:
@@ -390,16 +390,12 @@ def make_draft_device(
             decode_attention_backend=decode_attention,
             record_cpu_step=config.record_cpu_step and not is_head,  # turns of a head are not recorded
         )  # fmt: skip
-    return DraftDevice(
-        network,
-        store,
-        shape,
-        max_batch_size=max_rows,
+    launcher = TurnLauncher(
+        network, store, shape, max_batch_size=max_rows,
         max_tokens=0 if is_head else DRAFT_TOKENS,  # a head computes no prompts
-        max_seq_len=config.max_seq_len,
-        use_cuda_graphs=config.use_cuda_graphs,
+        max_seq_len=config.max_seq_len, use_cuda_graphs=config.use_cuda_graphs,
         attention_backend="triton" if is_head and attention != "invariant" else attention,
-        decode_attention_backend=decode_attention,
-        num_drafts=config.settings.speculation.max_drafts,
+        decode_attention_backend=decode_attention, num_drafts=config.settings.speculation.max_drafts,
         tree_of=tree_of if config.settings.speculation.method == "tree" else None,
-    )
+    )  # fmt: skip
+    return DraftDevice(launcher)

@@ -50,6 +50,7 @@ class StepResult(NamedTuple):
 
 
 Pending = Callable[[], StepResult]  # call it to wait for the result
+Sampler = Callable[[StepMasks], Pending]  # launches the second part of a step, after its forward
 
 
 def no_rows() -> StepResult:

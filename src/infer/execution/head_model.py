@@ -14,7 +14,7 @@ position that token is the one that the step samples:
     the model verifies       t10 d11 d12                                       hidden states g10 g11 g12
 
 The head follows a step of the model as soon as it is sampled, for prompts and windows alike, so both caches
-have the same length. On a GPU this runs in the graph that samples (gpu/device.py). The head's keys and values
+have the same length. On a GPU this is one of the step's graphs (gpu/launcher.py). The head's keys and values
 are in a separate store with the same block numbers, and every transfer of a model's block also moves the
 head's: prefix hits, swaps, forks and preemption need nothing else, unless steps were skipped
 (engine/draft_head.py). Entries after a rejected draft were computed with a wrong token; the next step
@@ -26,7 +26,7 @@ g of that position would be needed, which is not kept.
 
 g is kept only for the positions at which a step samples, because drafts begin at one of them. Each row has a
 ring in which position p has the place p mod P. A turn reads its state there and writes y for the next turn.
-In a graph of several turns (gpu/device.py) only the first turn reads the ring, and y is passed on directly.
+In a graph of several turns (gpu/draft_device.py) only the first turn reads the ring; y is passed on directly.
 
 Shapes:  T tokens, S of them sampled at, R rows of state, P places of a ring, D width of the head,
 F width of the model's states, V vocabulary, W draft vocabulary.

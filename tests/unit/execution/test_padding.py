@@ -14,6 +14,7 @@ from infer.cache.kv_store import KVStore
 from infer.cache.layout import KVLayout
 from infer.cache.paged_pool import PagedKVCachePool
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.launcher import StepLauncher
 from infer.execution.gpu.warm_up import WarmUp
 from infer.models.model import Model
 from tests.support.kv_store import fill_store
@@ -36,10 +37,11 @@ def warm_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmUp]:
         device=torch.device("cpu"),
     )  # fmt: skip
     fill_store(store, 1.0)
-    device = GpuDevice(
+    launcher = StepLauncher(
         model, store, Running(PagedKVCachePool(4, 4)).shape, max_batch_size=MAX_ROWS, max_tokens=MAX_TOKENS,
         max_seq_len=60, use_cuda_graphs=True,
     )  # fmt: skip
+    device = GpuDevice(launcher)
     made = WarmUp(device)
     monkeypatch.setattr(made, "_pads", True)
     monkeypatch.setattr(made, "compile", lambda: None)
@@ -51,11 +53,12 @@ def warm_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmUp]:
 def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
     warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device, model, store = warm_up.device, warm_up.device.model, warm_up.device.store
+    launcher = warm_up.launcher
+    model, store = launcher.model, launcher.store
     tried: set[tuple[int, int]] = set()
     outputs: set[int] = set()
     num_layers: set[int] = set()
-    forward, logits = device.forward, model.logits
+    forward, logits = launcher.forward, model.logits
 
     def watch_forward(view: Model, num_tokens: int, rows_S: torch.Tensor, *rest: object) -> torch.Tensor:
         tried.add((num_tokens, len(rows_S)))
@@ -66,7 +69,7 @@ def test_a_server_runs_steps_of_all_sizes_before_it_is_ready(
         outputs.add(len(hidden_SD))
         return logits(hidden_SD)
 
-    monkeypatch.setattr(device, "forward", watch_forward)
+    monkeypatch.setattr(launcher, "forward", watch_forward)
     monkeypatch.setattr(model, "logits", watch_logits)
     with caplog.at_level(logging.ERROR):
         while warm_up.prepare():
@@ -102,8 +105,8 @@ def test_steps_are_captured_during_plans_which_belong_to_this_thread(
 ) -> None:
     first, second = threading.Event(), threading.Event()
     graphs, plans = Pieces(first, second), Pieces(second, first)
-    monkeypatch.setattr(warm_up.device, "graphs", graphs)
-    monkeypatch.setattr(warm_up.device, "dense", plans)
+    monkeypatch.setattr(warm_up.launcher, "graphs", graphs)
+    monkeypatch.setattr(warm_up.launcher.attention, "dense", plans)
     warm_up._capture_during_plans()
     assert plans.threads == [threading.get_ident()] * 3
     assert len(graphs.threads) == 3 and threading.get_ident() not in graphs.threads
@@ -113,8 +116,8 @@ def test_a_capture_that_fails_is_not_lost_in_its_thread(
     warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = threading.Event(), threading.Event()
-    monkeypatch.setattr(warm_up.device, "graphs", Pieces(first, second, RuntimeError("device lost")))
-    monkeypatch.setattr(warm_up.device, "dense", Pieces(second, first))
+    monkeypatch.setattr(warm_up.launcher, "graphs", Pieces(first, second, RuntimeError("device lost")))
+    monkeypatch.setattr(warm_up.launcher.attention, "dense", Pieces(second, first))
     with pytest.raises(RuntimeError, match="device lost"):
         warm_up._capture_during_plans()
 
@@ -123,23 +126,23 @@ def test_the_largest_step_is_rehearsed_with_few_layers(
     warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int]] = []
-    device = warm_up.device
-    forward = device.forward
+    launcher = warm_up.launcher
+    forward = launcher.forward
 
     def watch(view: Model, num_tokens: int, *rest: object) -> torch.Tensor:
         seen.append((num_tokens, len(view.layers)))
         return forward(view, num_tokens, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(device, "forward", watch)
+    monkeypatch.setattr(launcher, "forward", watch)
     warm_up.compute_padding()
-    assert isinstance(device.model, Model)
-    assert seen == [(MAX_TOKENS, 2)] and len(device.model.layers) == 5
+    assert isinstance(launcher.model, Model)
+    assert seen == [(MAX_TOKENS, 2)] and len(launcher.model.layers) == 5
 
 
 def test_a_rank_runs_padding_through_what_is_not_captured(
     warm_up: WarmUp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device, store, ran = warm_up.device, warm_up.device.store, list[str]()
+    launcher, store, ran = warm_up.launcher, warm_up.launcher.store, list[str]()
 
     def watch(owner: object, name: str) -> None:
         run = getattr(owner, name)
@@ -150,9 +153,9 @@ def test_a_rank_runs_padding_through_what_is_not_captured(
 
         monkeypatch.setattr(owner, name, note)
 
-    watch(device.rows, "send_padding")
-    watch(device, "forward")
-    watch(device, "sample_rows")
+    watch(launcher.rows, "send_padding")
+    watch(launcher, "forward")
+    watch(launcher, "sample_rows")
     with caplog.at_level(logging.WARNING):
         warm_up.load()
     assert ran == ["send_padding", "forward", "sample_rows"] and not caplog.records

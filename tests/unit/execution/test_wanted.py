@@ -13,6 +13,7 @@ from infer.cache.paged_pool import PagedKVCachePool
 from infer.config.profiles.cpu import CPU
 from infer.execution.device import StepResult
 from infer.execution.gpu.device import GpuDevice
+from infer.execution.gpu.launcher import StepLauncher
 from infer.execution.layout import needed_tokens
 from infer.execution.order import READS_PROMPTS, StepOrder
 from infer.execution.torch_device import TorchDevice
@@ -93,10 +94,11 @@ class Harness:
         fill_store(store, float("nan"))
         self.device: TorchDevice | GpuDevice
         if kind in ("sized", "ragged"):
-            self.device = GpuDevice(
+            launcher = StepLauncher(
                 model, store, self.running.shape, max_batch_size=MAX_ROWS, max_tokens=256, max_seq_len=60,
                 use_cuda_graphs=kind == "sized",
             )  # fmt: skip
+            self.device = GpuDevice(launcher)
         else:
             self.device = TorchDevice(
                 model, store, self.running.shape, max_batch_size=MAX_ROWS, attention_backend=kind

@@ -16,7 +16,8 @@ Shapes:  S rows of a step, V vocabulary, K rows that ask for logprobs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ from infer.kernels.runtime.dispatch import is_gpu
 from infer.kernels.sampling.logprob_table import logprob_table
 from infer.sampling.logprobs import read_logprobs
 from infer.sampling.params import NO_TOKEN, RowLogprobs
+
+DRAFTING = "while drafts were made"  # the place, besides a step, where a device may fail
 
 
 class Asked(NamedTuple):
@@ -247,6 +250,15 @@ class Readback:
             fetched, event = self.fetch(table), _event()
             event.record()
         return PendingTensor(fetched, event)
+
+
+@contextmanager
+def losing_device(where: str) -> Iterator[None]:
+    """Raise `DeviceLost` if the device fails."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLost.of(where, error) from error
 
 
 def _event() -> torch.cuda.Event:

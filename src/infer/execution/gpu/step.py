@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -41,6 +42,7 @@ import torch
 from infer.cache.kv_store import KVStore
 from infer.config.backends import REFERENCE
 from infer.errors import ConfigError
+from infer.kernels.attention.choice import PROMPT_WAYS, PromptProblem
 from infer.kernels.attention.decode import attend_decode, attend_projected
 from infer.kernels.attention.decode_cuda import DECODE, PROJECTED, CachedHeads, compile_decode
 from infer.kernels.attention.decode_work import DecodeWork
@@ -50,12 +52,57 @@ from infer.kernels.attention.prefill import PrefillChunks, attend_prefill, check
 from infer.kernels.delta.paged import recur_paged
 from infer.kernels.delta.reference import DeltaRule
 from infer.kernels.elementwise.heads import CacheSlots, HeadTransform
+from infer.kernels.runtime.choice import choose
 from infer.kernels.runtime.dispatch import is_gpu, use_triton
 from infer.kernels.runtime.profiles import device_profile, gpu_of
 from infer.layers.attention import AttentionLayer, StepContext
 from infer.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+
+class DeviceAttention:
+    """The attention of all steps of a device: its backends and their memory."""
+
+    def __init__(
+        self, config: ModelConfig, store: KVStore, backends: tuple[str, str], block_size: int, *,
+        max_rows: int, max_tokens: int, max_len: int,
+    ) -> None:  # fmt: skip
+        """`backends`: the knobs for prompts and for rows that decode."""
+        self.backend, device = backends[0], store.device
+        chosen = choose_backend(backends, config, store, block_size)
+        # compilers start here, and run in the background until `wait`
+        pool = ThreadPoolExecutor(1, "compile-attention")
+        self._compiled = pool.submit(compile_backend, chosen, config, store, block_size, max_rows)
+        pool.shutdown(wait=False)
+        self.work = DecodeWork(
+            max_rows=max_rows, max_len=max_len, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, device=device, backend=chosen,
+        )  # fmt: skip
+        attending = [layer for layer in range(config.num_layers) if not config.has_state(layer)]
+        self.windows = tuple(dict.fromkeys(map(config.window, attending)))
+        self.dense: DenseAttention | None = None
+        sees_all = self.windows == (None,) and config.delta is None and config.has_plain_scores
+        longest = PromptProblem(
+            min(max_tokens, max_len), config.num_heads, config.head_dim, store.dtype, self.backend,
+            device_profile(device).attention,
+            no_cudnn="" if sees_all else "for models whose layers all see all positions, with plain scores",
+        )  # fmt: skip
+        if choose(PROMPT_WAYS, longest) == "cudnn":
+            self.dense = DenseAttention(
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                scale=config.scale, dtype=store.dtype, device=device, max_tokens=max_tokens, max_len=max_len,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait for the compilers; raise ConfigError if the backend asked for cannot be compiled."""
+        self.work.backend = self._compiled.result()
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The backends that compute attention of prompts, and of rows that decode."""
+        prompts = "cudnn+triton" if self.dense is not None else self.backend.replace("auto", "triton")
+        return prompts, self.work.backend.replace("auto", "cuda+triton")
 
 
 class DeviceStep(StepContext):

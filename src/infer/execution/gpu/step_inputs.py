@@ -111,6 +111,7 @@ class DeviceInputs:
         self.rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         num_tiles = self.num_tiles(max_graph_tokens) + max_chunks
         self.tiles_W4 = torch.zeros((num_tiles, 4), dtype=torch.int32, device=device)
+        self._host_chunks: tuple[PrefillChunk, ...] = ()  # chunks for the reference of prefill attention
         self.samples_3C = torch.full((3, max_rows + max_chunks), -1, dtype=torch.int64, device=device)
         self.tree_2S = torch.full((2, max_rows), NO_TREE, dtype=torch.int64, device=device)
         self.adapters_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
@@ -208,6 +209,8 @@ class DeviceInputs:
         )
         whole_C4 = np.zeros((self._max_chunks, 4), dtype=np.int32)
         whole_C4[: len(prompts.chunks)] = np.array(prompts.chunks, dtype=np.int32).reshape(-1, 4)
+        if not is_gpu(self.device):
+            self._host_chunks = tuple(prompts.chunks)
         tiles_W4 = np.concatenate([tiles_W4, whole_C4])
         send_into(self.tiles_W4[: len(tiles_W4)], torch.from_numpy(tiles_W4))
 
@@ -217,11 +220,11 @@ class DeviceInputs:
         padded[: len(following)] = following
         send_into(self.following_T[first : first + size], torch.from_numpy(padded))
 
-    def tiles(self, num_tokens: int, chunks: Sequence[PrefillChunk]) -> PrefillChunks:
+    def tiles(self, num_tokens: int) -> PrefillChunks:
         """Return the tiles of prefill attention in a step with room for `num_tokens` given tokens."""
         num_tiles = self.num_tiles(num_tokens)
         whole_C4 = self.tiles_W4[num_tiles : num_tiles + self._max_chunks]
-        return PrefillChunks.from_arrays(self.tiles_W4[:num_tiles], chunks, whole_C4)
+        return PrefillChunks.from_arrays(self.tiles_W4[:num_tiles], self._host_chunks, whole_C4)
 
     def send_samples(
         self, where: np.ndarray, places: np.ndarray, rows: np.ndarray, positions: np.ndarray, size: int

@@ -24,6 +24,7 @@ import torch
 from infer.cache.layout import TransferKind
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.graphs import StepSize
+from infer.execution.gpu.launcher import StepLauncher
 from infer.execution.gpu.sending import reserve_pinned
 from infer.kernels.attention.prefill import PrefillChunk, PrefillChunks
 from infer.kernels.runtime.compile_ahead import compile_once, compiling_ahead
@@ -38,16 +39,17 @@ class WarmUp:
     """Prepares a GPU's device half for its steps, a piece at a time."""
 
     def __init__(self, device: GpuDevice) -> None:
-        self.device = device
-        self._pads = is_gpu(device.device) and device.backend != "flash"  # flash cannot attend to padding
+        self._device, self.launcher = device, device.launcher
+        backend = self.launcher.attention.backend
+        self._pads = is_gpu(self.launcher.device) and backend != "flash"  # flash cannot attend to padding
         self.phases: dict[str, float] = {}  # seconds that `prepare` has taken, by what was prepared
         self._preparations = self._prepare()
-        device.graphs.warm_up = self._warm_up
+        self.launcher.graphs.warm_up = self._warm_up
 
     @cached_property
     def _ends(self) -> Model:
         """A view of the model with the first and the last layer of each kind."""
-        model = _whole(self.device)
+        model = _whole(self.launcher)
         kinds = _kinds(model)
         ends = {
             place for kind in kinds for place in (kinds.index(kind), len(kinds) - 1 - kinds[::-1].index(kind))
@@ -62,7 +64,7 @@ class WarmUp:
         each step prepares what it needs itself.
         """
         start = time.perf_counter()
-        with self.device.alone():
+        with self.launcher.alone():
             phase = next(self._preparations, None)
         if phase is not None:
             self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
@@ -70,19 +72,19 @@ class WarmUp:
 
     def _prepare(self) -> Iterator[str]:
         """Prepare everything that a step can need; yield the name of the phase after each piece."""
-        device = self.device
+        launcher = self.launcher
         if self._pads:
             self.compile()
             yield "compile"
-            device.rows.send_padding()
-            device.store.transfer([(TransferKind.COPY, 0, 0)])
+            launcher.rows.send_padding()
+            launcher.store.transfer([(TransferKind.COPY, 0, 0)])
             for num_tokens, num_rows in self._ragged_sizes():
                 self._try(partial(self._run_ragged, self._ends, num_tokens, num_rows))
                 yield "try"
             self._try(partial(self.sample_padding, self._output_sizes()))
             yield "try"
-            for order, masks in device.rare_orders():
-                self._try(partial(device.run_half, order, masks))
+            for order, masks in self._device.rare_orders():
+                self._try(partial(self._device.run_half, order, masks))
                 yield "try"
             self._try(reserve_pinned)
             yield "try"
@@ -96,7 +98,7 @@ class WarmUp:
 
         Making a plan releases the GIL; a capture holds it nearly all the time.
         """
-        dense = self.device.dense
+        dense = self.launcher.attention.dense
         with ThreadPoolExecutor(1, "capture-steps") as pool:
             captured = pool.submit(self._capture_all)
             while dense is not None and dense.prepare():
@@ -105,23 +107,23 @@ class WarmUp:
 
     @torch.inference_mode()
     def _capture_all(self) -> None:
-        if is_gpu(self.device.device):
-            torch.cuda.set_device(self.device.device)  # the device of this thread
-        while self.device.graphs.prepare():
+        if is_gpu(self.launcher.device):
+            torch.cuda.set_device(self.launcher.device)  # the device of this thread
+        while self.launcher.graphs.prepare():
             pass
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int) -> float:
         """Measure a step of `num_tokens` of prompts and a few decoding rows; return the least of 3 times."""
-        device, graphs = self.device, self.device.graphs
+        launcher, graphs = self.launcher, self.launcher.graphs
         num_rows = graphs.decode_rows[min(7, len(graphs.decode_rows) - 1)]
         size, seconds = graphs.size_for(num_rows, num_tokens), []
         for _ in range(3):
-            device.inputs.blank()
+            launcher.inputs.blank()
             self._synchronize()
             start = time.perf_counter()
             if size is None:
-                self._run_ragged(_whole(device), num_tokens, num_rows)
+                self._run_ragged(_whole(launcher), num_tokens, num_rows)
             else:
                 graphs.forward(size)
                 graphs.sample(size)
@@ -132,33 +134,34 @@ class WarmUp:
 
     def _synchronize(self) -> None:
         if self._pads:
-            torch.cuda.synchronize(self.device.device)
+            torch.cuda.synchronize(self.launcher.device)
 
     def _ragged_sizes(self) -> list[tuple[int, int]]:
         """Return sizes of steps that are not captured: tokens of prompts, and rows that decode with them.
 
         Libraries choose and load kernels by the sum. Half of the sizes of each kind are multiples of 16.
         """
-        most, num_rows = self.device.max_tokens, self.device.graphs.decode_rows[-1]
-        sizes = [*range(self.device.profile.ragged_tokens, 4096, 256), *range(4096, most, 512), most - 8]
+        most, num_rows = self.launcher.max_tokens, self.launcher.graphs.decode_rows[-1]
+        sizes = [*range(self.launcher.profile.ragged_tokens, 4096, 256), *range(4096, most, 512), most - 8]
         sizes = [size + 8 * (place // 2 % 2) for place, size in enumerate(sizes) if num_rows < size < most]
         return [(size - num_rows * (place % 2), num_rows * (place % 2)) for place, size in enumerate(sizes)]
 
     def _output_sizes(self) -> list[int]:
         """Return numbers of rows that a ragged step samples: all small ones, and large ones of each kind."""
-        most = len(self.device.inputs.rows_S) + 1
+        most = len(self.launcher.inputs.rows_S) + 1
         return sorted({*range(1, min(18, most)), *range(24, most, 8), *range(31, most, 16)})
 
     @torch.inference_mode()
     def compile(self) -> None:
         """Compile the kernels of steps of all sizes, unless Triton's cache has them; no kernel runs."""
         if self._pads:
-            device = self.device
-            kinds = sorted({str(kind) for kind in _kinds(_whole(device))})
-            facts = device.model.config, kinds, device.backend, device.work.backend, device.graphs.sizes
-            head = None if device.head is None else device.head.model.config
-            with device.alone():
-                compile_once(self._compile_ahead, *facts, head, device.store.keys[0])
+            launcher = self.launcher
+            kinds = sorted({str(kind) for kind in _kinds(_whole(launcher))})
+            backends = launcher.attention.backend, launcher.attention.work.backend
+            facts = launcher.model.config, kinds, *backends, launcher.graphs.sizes
+            head = None if launcher.head is None else launcher.head.model.config
+            with launcher.alone():
+                compile_once(self._compile_ahead, *facts, head, launcher.store.keys[0])
 
     def _compile_ahead(self) -> bool:
         """Trace all captured steps without running them, which compiles their kernels in parallel.
@@ -166,14 +169,14 @@ class WarmUp:
         False: a step could not be traced, because it takes indices from what no kernel has computed. Its
         kernels are compiled when it first runs.
         """
-        device = self.device
+        launcher = self.launcher
         try:
-            with compiling_ahead(device.device):
-                device.rows.send_padding()
-                for size in device.graphs.sizes:
+            with compiling_ahead(launcher.device):
+                launcher.rows.send_padding()
+                for size in launcher.graphs.sizes:
                     self._warm_up(size)
-                for num_rows in device.graphs.decode_rows:
-                    self._run_ragged(self._ends, device.profile.ragged_tokens, num_rows)
+                for num_rows in launcher.graphs.decode_rows:
+                    self._run_ragged(self._ends, launcher.profile.ragged_tokens, num_rows)
                 self.sample_padding(self._output_sizes())
         except torch.AcceleratorError:
             raise
@@ -184,10 +187,10 @@ class WarmUp:
 
     def _warm_up(self, size: StepSize) -> None:
         """Run a step of padding of this size, so that capturing it finds everything loaded."""
-        with self.device.alone():
-            self.device.inputs.blank()
-            self.device.sample_logits(size, self.device.compute_logits(self._ends, size))
-            self.device.follow_sized(size)
+        with self.launcher.alone():
+            self.launcher.inputs.blank()
+            self.launcher.sample_logits(size, self.launcher.compute_logits(self._ends, size))
+            self.launcher.follow_sized(size)
 
     def _try(self, run: Callable[[], object]) -> None:
         """Run some work on padding; if it fails, only log that."""
@@ -203,53 +206,54 @@ class WarmUp:
         """Run the layers of a step of padding, the last `num_dense` tokens as a separate fresh prompt."""
         if num_tokens <= 0:
             return
-        device = self.device
-        device.inputs.blank()
-        rows_S = device.inputs.rows_S[:num_rows]
-        device.gather(rows_S)
+        launcher = self.launcher
+        launcher.inputs.blank()
+        rows_S = launcher.inputs.rows_S[:num_rows]
+        launcher.gather(rows_S)
         chunk = PrefillChunk(num_rows + num_tokens - num_dense, num_dense, 0, 0)
-        batches = device.dense.split([chunk])[0] if device.dense and num_dense else []
-        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=device.device)
+        dense = launcher.attention.dense
+        batches = dense.split([chunk])[0] if dense and num_dense else []
+        tiles_W4 = torch.zeros((1, 4), dtype=torch.int32, device=launcher.device)
         tiles = PrefillChunks.from_arrays(tiles_W4, [PrefillChunk(0, 0, 0, 0)], tiles_W4)
-        device.forward(model, num_rows + num_tokens, rows_S, tiles, batches)
-        device.follow_padding(num_rows + num_tokens)
+        launcher.forward(model, num_rows + num_tokens, rows_S, tiles, batches)
+        launcher.follow_padding(num_rows + num_tokens)
 
     @torch.inference_mode()
     def load(self) -> None:
         """Run padding through steps that are not captured, so that their kernels are loaded."""
         if self._pads:
-            for work in (self.device.rows.send_padding, self.compute_padding, self.sample_padding):
+            for work in (self.launcher.rows.send_padding, self.compute_padding, self.sample_padding):
                 self._try(work)
 
     @torch.inference_mode()
     def compute_padding(self) -> None:
         """Compute the layers of the largest possible step, all of it padding."""
-        device = self.device
-        num_rows = min(device.graphs.decode_rows[-1], device.max_tokens - 1)
-        with device.alone():
-            self._run_ragged(self._ends, device.max_tokens - num_rows, num_rows)
-            longest = device.dense.prepare_longest() if device.dense is not None else 0
+        launcher, dense = self.launcher, self.launcher.attention.dense
+        num_rows = min(launcher.graphs.decode_rows[-1], launcher.max_tokens - 1)
+        with launcher.alone():
+            self._run_ragged(self._ends, launcher.max_tokens - num_rows, num_rows)
+            longest = dense.prepare_longest() if dense is not None else 0
             if longest:  # one less: a prompt that does not fill its shape is copied, which takes most memory
-                self._run_ragged(self._ends, device.max_tokens, 0, longest - 1)
+                self._run_ragged(self._ends, launcher.max_tokens, 0, longest - 1)
 
     @torch.inference_mode()
     def sample_padding(self, counts: Sequence[int] = ()) -> None:
         """Sample the most rows of padding that a step can have, or each number of rows in `counts`."""
-        device = self.device
-        device.inputs.blank()
-        rows_S, width = device.inputs.rows_S, device.model.config.hidden_size
-        hidden_SD = torch.zeros((len(rows_S), width), dtype=device.store.dtype, device=device.device)
+        launcher = self.launcher
+        launcher.inputs.blank()
+        rows_S, width = launcher.inputs.rows_S, launcher.model.config.hidden_size
+        hidden_SD = torch.zeros((len(rows_S), width), dtype=launcher.store.dtype, device=launcher.device)
         places_S = torch.zeros_like(rows_S, dtype=torch.int64)
-        with device.alone():
+        with launcher.alone():
             for count in counts or (len(rows_S),):
-                logits_SV = device.logits(device.model, hidden_SD[:count])
-                device.sample_rows(logits_SV, rows_S[:count], places_S[:count])
+                logits_SV = launcher.logits(launcher.model, hidden_SD[:count])
+                launcher.sample_rows(logits_SV, rows_S[:count], places_S[:count])
                 logprob_table(logits_SV, places_S[:count], 0)
 
 
-def _whole(device: GpuDevice) -> Model:
-    assert isinstance(device.model, Model), "a head has nothing but its turns to prepare"
-    return device.model
+def _whole(launcher: StepLauncher) -> Model:
+    assert isinstance(launcher.model, Model), "a head has nothing but its turns to prepare"
+    return launcher.model
 
 
 def _kinds(model: Model) -> list[tuple[object, ...]]:
