@@ -1,4 +1,4 @@
-"""Where the ranks of a model run, and which part of it each computes.
+"""Places the ranks of a model: the node and the GPU of each, and the part of the model that it computes.
 
     2 parts of 2 stages, on 2 nodes    rank     0       1       2       3
     LoadConfig.ranks_of_nodes          node     0       0       1       1

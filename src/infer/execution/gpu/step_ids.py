@@ -1,4 +1,4 @@
-"""Where the ids of a step go: to the host, and to the ranks and stages that go on from them.
+"""Sends the ids of a step to the host, and to the ranks and stages that go on from them.
 
     the rank that samples   ──► the other ranks of its stage    in the graph that samples (launcher.py)
                             ──► the host                        with logprobs for rows that ask (readback.py)
