@@ -129,6 +129,10 @@ class DraftHead(DraftModel):
         """True if the row of a sequence has sampled, and the head has seen its whole text."""
         return bool(self._is_seen[seq.row] and self._drawn[seq.row] == self._state.tenancy[seq.row])
 
+    def num_behind(self, seq: Sequence) -> int:
+        """Return 0: it only drafts for a sequence whose whole text it has seen."""
+        return 0
+
     def _catch_up(self, sequences: Seq[Sequence]) -> list[int]:
         """Return the position of each text's last token: the head has seen all tokens before it."""
         return [len(seq.tokens) - 1 for seq in sequences]

@@ -29,7 +29,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
-from infer.speculative.adaptive import DraftLengths, StepCosts
+from infer.speculative.adaptive import Behind, DraftLengths, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
 LONGEST_PAUSE = 16  # most overlapping steps after waiting for ids in vain: no draft was found
@@ -62,6 +62,9 @@ class Drafter(Protocol):
 
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a running sequence now; False: only after its next step."""
+
+    def num_behind(self, seq: Sequence) -> int:
+        """Return the number of tokens that it must catch up with before it drafts for a sequence, at most."""
 
     def take_missed(self) -> int:
         """Return the number of missing tokens that it has computed since the last call."""
@@ -134,14 +137,14 @@ class Speculation:
         """
         if self._scheduler.step < self._pause_end or not self._is_quiet():
             return False
-        wishes = [wish for _, wish in self._wishes()]
+        pairs = list(self._wishes())
         if self._proposer is not None and not self._is_synthetic:
-            wishes = [wish for wish in wishes if self._proposer.has_match(wish)]
-        if not wishes or not self._is_adaptive:
-            return bool(wishes)
-        asked = [(wish.seq_id, wish.num_drafts) for wish in wishes]
-        num_others = len(self._scheduler.running) - len(asked)
-        return self._lengths.is_worth_it(self._scheduler.step, asked, num_others, self._seen())
+            pairs = [(seq, wish) for seq, wish in pairs if self._proposer.has_match(wish)]
+        if not pairs or not self._is_adaptive:
+            return bool(pairs)
+        asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
+        num_others, behind = len(self._scheduler.running) - len(asked), self._behind(pairs)
+        return self._lengths.is_worth_it(self._scheduler.step, asked, num_others, self._seen(), behind)
 
     def propose(self) -> None:
         """Give sequences drafts for the next step, or places for them; all their ids are known."""
@@ -191,11 +194,11 @@ class Speculation:
         # choose the next lengths now, while the device works
         pairs = list(self._wishes())
         asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
-        counts = self._choose(asked) if self._is_adaptive else [count for _, count in asked]
+        counts = self._choose(pairs, asked) if self._is_adaptive else [count for _, count in asked]
         self._chosen = asked, len(self._scheduler.running), counts
         going_on = [(seq, count) for (seq, _), count in zip(pairs, counts, strict=True) if count]
         num_rows = len(self._scheduler.running)
-        is_short = self.costs.is_host_slower(num_rows, max(counts, default=0))
+        is_short = self.costs.is_host_slower(num_rows, max(counts, default=0), self._seen())
         sequences, lengths = [seq for seq, _ in going_on], [count for _, count in going_on]
         drafter.go_on(sequences, lengths, verifies=is_short and len(going_on) == num_rows)
         self._fill()
@@ -217,7 +220,9 @@ class Speculation:
         """Count a step's accepted drafts, before the rejected ones are retracted."""
         sequences = plan.chunks.sequences
         longest, num_drafted = max(map(_longest, sequences)), sum(1 for seq in sequences if seq.drafts)
-        kept_s, draft_s = self.costs.per_draft(len(sequences), num_drafted, plan.chunks.num_drafts, longest)
+        kept_s, draft_s = self.costs.per_draft(
+            len(sequences), num_drafted, plan.chunks.num_drafts, longest, self._seen()
+        )
         before_s = self.totals.saved_s
         for seq, kept in zip(sequences, ids, strict=True):
             if not seq.drafts or not kept:
@@ -308,7 +313,7 @@ class Speculation:
         if self._is_adaptive:
             (*chosen_for, counts), self._chosen = self._chosen, ([], 0, [])
             is_chosen = chosen_for == [asked, len(scheduler.running)]
-            return counts if is_chosen else self._choose(asked)
+            return counts if is_chosen else self._choose(pairs, asked)
         ends = [min(end, self._room) for end in accumulate(available, initial=0)]
         return [end - start for start, end in pairwise(ends)]
 
@@ -320,11 +325,17 @@ class Speculation:
             num_blocks += self._pool.blocks_of(max(num_short, 0))
         return num_blocks <= self._pool.num_free_blocks
 
-    def _choose(self, asked: list[tuple[int, int]]) -> list[int]:
+    def _choose(self, pairs: Seq[tuple[Sequence, Wish]], asked: list[tuple[int, int]]) -> list[int]:
         """Return the number of drafts that pay for each sequence, given how many it could use."""
-        scheduler = self._scheduler
+        scheduler, behind = self._scheduler, self._behind(pairs)
         num_others = len(scheduler.running) - len(asked)
-        return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen())
+        return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen(), behind)
+
+    def _behind(self, pairs: Seq[tuple[Sequence, Wish]]) -> list[Behind]:
+        """Return what a draft model has missed of each text."""
+        if (drafter := self._drafter) is None:
+            return []
+        return [Behind(drafter.num_behind(seq), seq.max_total - seq.num_tokens) for seq, _ in pairs]
 
     @property
     def _room(self) -> int:

@@ -290,13 +290,15 @@ def make_speculation(
         proposer = _make_proposer(settings)
     if costs is None:
         overlaps = config.steps_ahead > 0
+        draft_kv_bytes = 0 if draft_device is None else draft_device.store.num_bytes
         costs = measure_step_costs(
             device,
             shape,
             max_tokens=min(config.max_seq_len, size.num_tokens, max_len),
             vocab_size=vocab_size,
             weight_bytes=kept_bytes(loaded.model),
-            kv_bytes_per_token=size.num_bytes // max(size.num_tokens, 1),
+            kv_bytes_per_token=device.store.num_bytes // max(size.num_tokens, 1),
+            draft_kv_bytes_per_token=draft_kv_bytes // max(size.num_tokens, 1),
             gap_s=HOST_GAP_S if overlaps else 0.0,
             row_gap_s=ROW_GAP_S if overlaps else 0.0,
             drafter=draft_device,

@@ -37,6 +37,7 @@ from infer.execution.order import (
     DECODE,
     DRAWS_BEST,
     EMPTY,
+    PROMPT,
     REPEATS,
     UNSEEN,
     VERIFY,
@@ -53,6 +54,7 @@ LONG_STEP_S = 1e-3  # longer steps are run once: disturbances on a GPU are short
 NUM_BEHIND = 2  # additional steps launched at once with a timed one: a device has buffers for three
 MOST_ROWS = 64  # most rows of a timed step without drafts
 DRAFT_PROBES = 4  # drafts that are timed together
+MISSED_TOKENS = 512  # tokens of a timed prompt of a draft model; more take as long each
 MOST_SECONDS = 2.0  # time limit for a table: later sizes are extrapolated
 BEGINNING = ("table_changes", "lines", "facts", "known")  # fields of an order about rows that begin
 IDLE_WAITS_S = (10.0, 60.0, 600.0, None)  # pauses after measuring all windows again; None: no more
@@ -68,6 +70,7 @@ def measure_step_costs(
     vocab_size: int,
     weight_bytes: int,
     kv_bytes_per_token: int,
+    draft_kv_bytes_per_token: int,
     gap_s: float,
     row_gap_s: float,
     drafter: DeviceHalf | None,
@@ -97,6 +100,7 @@ def measure_step_costs(
         sizes = _stretches(min(most_rows, MOST_ROWS), graphs.padded_rows)
         plain, _ = _table(partial(_decode_seconds, device, shape), sizes, can_be_few=True)
     draft_s = draft_row_s = turns_s = 0.0
+    missed_token_s: float | None = None
     num_rows = min(32, most_rows)
     if isinstance(drafter, DraftDevice):
         most = min(DRAFT_PROBES, len(drafter.drafts_KS))
@@ -108,6 +112,9 @@ def measure_step_costs(
         draft_s = later_turn_seconds(first, all_s, num_turns)
         turns_s, draft_row_s = max(first - draft_s, 0.0), max(many - all_s, 0.0) / (num_turns * num_rows)
         gap_s += launch_s
+        num_missed = min(MISSED_TOKENS, max_tokens) if drafter.launcher.max_tokens else 0
+        if num_missed:
+            missed_token_s = _fastest(drafter, _prompt(shape, vocab_size, num_missed)) / num_missed
     elif drafter is not None and has_trees:
         few, many = (
             _fastest(drafter, _best(_window(shape, vocab_size, size))) for size in (8, min(64, room))
@@ -126,6 +133,8 @@ def measure_step_costs(
         draft_row_s=draft_row_s,
         turns_s=turns_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
+        draft_seen_s=draft_kv_bytes_per_token * pairs[0][1] / weight_bytes,
+        missed_token_s=draft_row_s if missed_token_s is None else missed_token_s,
         is_ahead=isinstance(drafter, DraftDevice),
     )
 
@@ -301,6 +310,13 @@ def _window(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
         lines=np.frombuffer(SampleLine(0).pack(), dtype=np.int64).reshape(1, NUM_FIELDS),
         facts=np.array([RowFacts(num_prompt=1)], dtype=np.int32),
     )
+
+
+def _prompt(shape: StateShape, vocab_size: int, num_tokens: int) -> StepOrder:
+    """Return an order that computes `num_tokens` tokens of row 0 and samples after the last."""
+    ones = np.ones(1, dtype=np.int16)
+    window = _window(shape, vocab_size, num_tokens)
+    return window._replace(num_sampled=ones, kinds=np.array([PROMPT], dtype=np.int8))
 
 
 def _best(order: StepOrder) -> StepOrder:

@@ -20,13 +20,17 @@ delaying them. In a step that is bound by arithmetic they never are, and specula
     drafts     4433222                               1 rejected                      1 accepted, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
+A draft model must first catch up with the text that it has missed. That time is repaid step by step: a step
+without drafts counts as faster by the time divided by the steps left, of which at most REPAY_STEPS count.
+
 A sequence's rate is a mean over about its last MEMORY judged drafts. Its prior is the rate of all sequences
-so far, which starts at PRIOR_RATE and weighs as much as up to MOST_PRIOR_WEIGHT judged drafts. A sequence
-without drafts would learn nothing. So now and then all sequences without drafts are probed with one draft
-each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE would pay off
-in that step. A probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time
-lost by windows, and by a draft model that catches up with missed tokens, is a debt: the next probe comes when
-the debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS steps after it.
+when it gets its first drafts. This starts at PRIOR_RATE, and weighs as much as up to MOST_PRIOR_WEIGHT judged
+drafts. A sequence without drafts would learn nothing. So now and then all sequences without drafts are probed
+with one draft each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE
+would pay off in that step. If a draft model would have to catch up with too many texts, only some are probed.
+A probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time lost by
+windows, and by a draft model that catches up with missed tokens, is a debt: the next probe comes when the
+debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS steps after it.
 Nothing here reads a clock: equal calls give equal lengths.
 """
 
@@ -35,11 +39,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain, pairwise, product
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 MEMORY = 16  # judged drafts that a sequence's rate averages
 PRIOR_RATE = 0.6  # rate before any draft was judged; high enough to draft wherever drafts are cheap
@@ -51,9 +55,17 @@ MOST_PROBE_STEPS = 1024  # most steps between two probes
 PROBE_SHARE = 0.005  # share of the time that probes may lose
 HOPED_RATE = 0.95  # acceptance rate at which a probe must pay off to be worth making
 LONG_PROBE = 4  # drafts of a probe where a single draft can never pay off
+REPAY_STEPS = 256  # most steps in which drafts must repay the time of catching up
 TRIAL_GAPS = 8, 64  # sequences from one trial to the next: after the first trial, and at most
 
 Pairs = tuple[tuple[int, float], ...]
+
+
+class Behind(NamedTuple):
+    """A text that a draft model has not seen in full."""
+
+    num_missed: int  # tokens to catch up with before the first draft
+    num_left: int  # tokens that the text can still get
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,8 @@ class StepCosts:
     is_ahead: bool = False  # True: the device drafts while the host works, and may start the verifying step
     plain: Pairs = ()  # (sequences, seconds) of steps without drafts, if these run other kernels
     turns_s: float = 0.0  # fixed seconds of drafting, for any number of positions
+    draft_seen_s: float = 0.0  # seconds for each position that a token of the draft model attends to
+    missed_token_s: float = 0.0  # seconds in which a draft model catches up with one more token
 
     def __post_init__(self) -> None:
         if not self.pairs or any(pairs and not pairs[0][1] > 0 <= pairs[0][0] for pairs in self._tables):
@@ -76,8 +90,7 @@ class StepCosts:
         for (fewer, less), (more, later) in chain.from_iterable(map(pairwise, self._tables)):
             if not (fewer < more and less <= later):
                 raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
-        names = ("gap_s", "draft_s", "draft_row_s", "row_gap_s", "seen_s", "turns_s")
-        known = {name: getattr(self, name) for name in names}
+        known = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_s")}
         known["seconds"] = max(pairs[-1][1] for pairs in self._tables if pairs)
         for name, value in known.items():
             if not 0 <= value < math.inf:
@@ -103,50 +116,61 @@ class StepCosts:
         critical = int(floor_s / max(per_token_s, 1e-12))  # tokens whose arithmetic takes as long
         return cls(((critical, floor_s), (critical + 1, floor_s + per_token_s)), gap_s, draft_s)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Return the seconds of a step with drafts that computes `num_tokens` in all."""
-        return _at(self.pairs, num_tokens)
+    def seconds(self, num_tokens: int, seen: float = 0.0) -> float:
+        """Return the seconds of a step with drafts that computes `num_tokens` in all.
 
-    def without_drafts(self, num_rows: int) -> float:
+        `seen`: the positions that a token attends to, on average, in all these methods.
+        """
+        return _at(self.pairs, num_tokens) + num_tokens * seen * self.seen_s
+
+    def without_drafts(self, num_rows: int, seen: float = 0.0) -> float:
         """Return the seconds of a step without drafts, at most `seconds(num_rows)`."""
         windows_s = self.seconds(num_rows)
-        return min(_at(self.plain, num_rows), windows_s) if self.plain else windows_s
+        fastest = min(_at(self.plain, num_rows), windows_s) if self.plain else windows_s
+        return fastest + num_rows * seen * self.seen_s
 
     def host_s(self, num_rows: int) -> float:
         """Return the host seconds of a step with drafts."""
         return self.gap_s + num_rows * self.row_gap_s
 
-    def _making_s(self, num_drafted: int, longest: int) -> float:
-        return self.turns_s + (self.draft_s + num_drafted * self.draft_row_s) * longest
+    def _making_s(self, num_drafted: int, longest: int, seen: float) -> float:
+        row_s = self.draft_row_s + seen * self.draft_seen_s
+        return self.turns_s + (self.draft_s + num_drafted * row_s) * longest
 
-    def with_drafts(self, step_s: float, num_rows: int, num_drafted: int, longest: int) -> float:
+    def with_drafts(
+        self, step_s: float, num_rows: int, num_drafted: int, longest: int, seen: float = 0.0
+    ) -> float:
         """Return the seconds from a step of `step_s` seconds to the next one, if some rows draft for it.
 
         `longest`: the most drafts of a row. A device that is ahead drafts while the host works; if all rows
         draft, it does not wait for the host before the verifying step either.
         """
-        host, making = self.host_s(num_rows), self._making_s(num_drafted, longest)
+        host, making = self.host_s(num_rows), self._making_s(num_drafted, longest, seen)
         if not self.is_ahead:
             return step_s + host + making
         return max(step_s + making, host) if num_drafted == num_rows else step_s + max(making, host)
 
+    def missed_s(self, num_tokens: int) -> float:
+        """Estimate the seconds that missed tokens add to a pass of a draft model."""
+        return num_tokens * self.missed_token_s
+
     def catch_up_s(self, num_tokens: int) -> float:
         """Estimate the seconds in which a draft model computes the tokens that it has missed."""
-        return (self.turns_s + self.draft_s + num_tokens * self.draft_row_s) if num_tokens else 0.0
+        return self.turns_s + self.draft_s + self.missed_s(num_tokens) if num_tokens else 0.0
 
-    def is_host_slower(self, num_rows: int, longest: int) -> bool:
+    def is_host_slower(self, num_rows: int, longest: int, seen: float = 0.0) -> bool:
         """True if the device has drafted for all rows before the host has finished with the last step."""
-        return self.is_ahead and self._making_s(num_rows, longest) < self.host_s(num_rows)
+        return self.is_ahead and self._making_s(num_rows, longest, seen) < self.host_s(num_rows)
 
     def per_draft(
-        self, num_rows: int, num_drafted: int, num_drafts: int, longest: int
+        self, num_rows: int, num_drafted: int, num_drafts: int, longest: int, seen: float = 0.0
     ) -> tuple[float, float]:
         """Return the seconds that an accepted draft saves, and the seconds that each draft adds to its step.
 
         An accepted draft saves a token's share of a step without drafts; all drafts share the added time.
         """
-        plain, window = self.without_drafts(num_rows), self.seconds(num_rows + num_drafts)
-        added = self.with_drafts(window, num_rows, num_drafted, longest) - plain
+        plain, window = self.without_drafts(num_rows, seen), self.seconds(num_rows + num_drafts, seen)
+        added = self.with_drafts(window, num_rows, num_drafted, longest, seen) - plain
         return plain / num_rows, added / num_drafts
 
 
@@ -249,12 +273,14 @@ class DraftLengths:
         num_others: int = 0,
         room: int | None = None,
         seen: float = 0.0,
+        behind: Sequence[Behind] = (),
     ) -> list[int]:
         """Return the number of drafts of each wish, which is a sequence and the most drafts that it can use.
 
-        `seen`: the positions that a token attends to, on average.
+        `seen`: the positions that a token attends to, on average; `behind`: the text of each wish, if a draft
+        model may have to catch up.
         """
-        chosen, idle = self._chosen(step, wishes, num_others, room, seen)
+        chosen, idle = self._chosen(step, wishes, num_others, room, seen, behind)
         if any(map(chosen.__getitem__, idle)):
             # nothing overlaps a probe: the device waits for the host before it, and again after it
             owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial does not wait for the old debt
@@ -266,13 +292,18 @@ class DraftLengths:
         return chosen
 
     def is_worth_it(
-        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int = 0, seen: float = 0.0
+        self,
+        step: int,
+        wishes: Sequence[tuple[int, int]],
+        num_others: int = 0,
+        seen: float = 0.0,
+        behind: Sequence[Behind] = (),
     ) -> bool:
         """True if any wish would get drafts in this step."""
         asked = list(wishes), num_others
         if asked == self._unworthy and step < self._unworthy_until:
             return False
-        if any(self._chosen(step, wishes, num_others, None, seen)[0]):
+        if any(self._chosen(step, wishes, num_others, None, seen, behind)[0]):
             return True
         probe = self._next_probe(len(wishes) + num_others)
         self._unworthy, self._unworthy_until = asked, probe if probe > step else step + PROBE_STEPS
@@ -332,21 +363,51 @@ class DraftLengths:
         return Acceptance(_right=self.totals.rate * weight, _judged=weight)
 
     def _chosen(
-        self, step: int, wishes: Sequence[tuple[int, int]], num_others: int, room: int | None, seen: float
+        self,
+        step: int,
+        wishes: Sequence[tuple[int, int]],
+        num_others: int,
+        room: int | None,
+        seen: float,
+        behind: Sequence[Behind],
     ) -> tuple[list[int], list[int]]:
         """Return the number of drafts of each wish, and the places of the wishes that are probed."""
-        rows = [(self._known[seq_id].rate, available) for seq_id, available in wishes]
-        chosen = self.choose(rows, num_others, room, seen)
+        rows = [(self._rate(seq_id), available) for seq_id, available in wishes]
+        repaid_s = sum(
+            self.costs.missed_s(each.num_missed) / min(max(each.num_left, 1), REPAY_STEPS) for each in behind
+        )
+        chosen = self.choose(rows, num_others, room, seen, repaid_s)
         if step < self._next_probe(len(rows) + num_others):
             return chosen, []
         idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
         for most in (1, LONG_PROBE) if idle else ():
             for row in idle:
                 rows[row] = HOPED_RATE, min(most, wishes[row][1])
-            chosen = self.choose(rows, num_others, room, seen)
+            chosen = self.choose(rows, num_others, room, seen, repaid_s)
             if any(map(chosen.__getitem__, idle)):
                 break
+        if behind:
+            for row in self._unaffordable(idle, behind, len(rows) + num_others):
+                chosen[row] = 0
         return chosen, idle
+
+    def _unaffordable(self, idle: Sequence[int], behind: Sequence[Behind], num_rows: int) -> Iterator[int]:
+        """Yield the places that a probe leaves out, because catching up with all is more than its share.
+
+        The first is never left out. What the others teach is the prior of these.
+        """
+        left_s = MOST_PROBE_STEPS * PROBE_SHARE * self.costs.without_drafts(num_rows)
+        for number, row in enumerate(idle):
+            left_s -= self.costs.missed_s(behind[row].num_missed)
+            if number and left_s < 0:
+                yield row
+
+    def _rate(self, seq_id: int) -> float:
+        """Return the acceptance rate of a sequence; until its first drafts, the rate of all sequences."""
+        known = self._known[seq_id]
+        if not known.num_drafts:
+            known = self._known[seq_id] = self._new()
+        return known.rate
 
     def choose(
         self,
@@ -354,11 +415,13 @@ class DraftLengths:
         num_others: int = 0,
         room: int | None = None,
         seen: float = 0.0,
+        repaid_s: float = 0.0,
     ) -> list[int]:
         """Return the number of drafts of each row that gives the most tokens per second.
 
         A row is an acceptance rate and the drafts available. Each row computes one token in any case, and the
-        step `num_others` more, with at most `room` drafts; a token attends to `seen` positions.
+        step `num_others` more, with at most `room` drafts; a token attends to `seen` positions. Drafts must
+        save `repaid_s` seconds before they gain any.
         """
         assert room is None or room >= 0, f"room for {room} drafts"
         counts, base, available = [0] * len(rows), len(rows) + num_others, [each for _, each in rows]
@@ -376,14 +439,15 @@ class DraftLengths:
         self._seconds += map(self.costs.seconds, range(len(self._seconds), end))
         attending = seen * self.costs.seen_s
         seconds = [each + count * attending for count, each in enumerate(self._seconds[base:end], base)]
-        best, taken = base / (self.costs.without_drafts(base) + base * attending), order[:0]
+        plain_s = self.costs.without_drafts(base, seen)
+        best, taken = (base / (plain_s - repaid_s) if repaid_s < plain_s else math.inf), order[:0]
         for cap in range(1 if self.costs.draft_s else longest, longest + 1):
             places = order if cap == longest else [place for place in order if place < cap * len(rows)]
             turns = self._turns(cap)
             gained = accumulate([survivals[place] for place in places[:room]], initial=float(base))
             drafted = accumulate([place < len(rows) for place in places], initial=0)  # rows with drafts
             speeds = [
-                each / self.costs.with_drafts(taking, base, count, turns)
+                each / self.costs.with_drafts(taking, base, count, turns, seen)
                 for each, count, taking in zip(gained, drafted, seconds, strict=False)
             ][1:]
             if (fastest := max(speeds, default=0.0)) > best:

@@ -17,6 +17,7 @@ from infer.speculative.adaptive import (
     PRIOR_RATE,
     PROBE_STEPS,
     Acceptance,
+    Behind,
     DraftLengths,
     StepCosts,
 )
@@ -420,3 +421,48 @@ def test_the_cost_of_a_trial_adds_to_what_is_owed() -> None:
     assert any(lengths.lengths(5100, rows)), "the trial's"
     probed = [step for step in range(5101, 6150) if any(lengths.lengths(step, rows))]
     assert probed == [5100 + MOST_PROBE_STEPS], "5 s are owed, so the wait is the longest"
+
+
+# -- catching up ------------------------------------------------------------------------------------
+
+
+def test_positions_that_tokens_attend_to_take_time_in_both_models() -> None:
+    costs = StepCosts(((1, 1.0),), seen_s=0.01, draft_seen_s=0.001)
+    assert costs.without_drafts(2, 10) == pytest.approx(1.2)
+    assert costs.seconds(6, 10) == pytest.approx(1.6)
+    assert costs.with_drafts(1.6, 2, 2, 2, 10) == pytest.approx(1.6 + 2 * 2 * 10 * 0.001)
+    assert costs.per_draft(2, 2, 4, 2, 10) == (pytest.approx(0.6), pytest.approx((1.64 - 1.2) / 4))
+
+
+@pytest.mark.parametrize(
+    ("num_missed", "num_left", "count"), [(0, 1, 1), (20, 256, 1), (20, 16, 0), (500, 999, 0)]
+)
+def test_a_text_gets_drafts_if_they_repay_the_tokens_that_were_missed(
+    num_missed: int, num_left: int, count: int
+) -> None:
+    """A draft gains half a step; 20 missed tokens take ten steps."""
+    lengths = DraftLengths(StepCosts(((1, 1.0),), missed_token_s=0.5))
+    assert lengths.lengths(0, [(1, 1)], behind=[Behind(num_missed, num_left)]) == [count]
+
+
+def test_a_probe_catches_up_with_as_many_texts_as_its_share_allows() -> None:
+    costs = StepCosts(((1, 1.0), (8, 1.5)), missed_token_s=2.0)
+    lengths, wishes = DraftLengths(costs), [(seq_id, 1) for seq_id in range(8)]
+    behind = [Behind(1, 1)] * 8  # a step has to repay two seconds of each
+    assert lengths.lengths(PROBE_STEPS, wishes, behind=behind) == [0] * 8
+    behind = [Behind(1, 1000)] * 8  # 5.12 steps of 1.5 seconds are three texts
+    assert lengths.lengths(PROBE_STEPS, wishes, behind=behind) == [1] * 8, "at the first rate, no probe"
+    for seq_id in range(8):
+        lengths.update(seq_id, 1, 0)
+        lengths.update(seq_id, 1, 0)
+    chosen = lengths.lengths(9 * PROBE_STEPS, wishes, behind=behind)
+    assert chosen == [1] * 3 + [0] * 5
+
+
+def test_a_text_without_drafts_has_the_rate_of_all_others() -> None:
+    lengths = DraftLengths(StepCosts(((1, 1.0), (3, 2.0))))  # a draft pays from a rate of 0.5 on
+    lengths.begin(2)
+    assert lengths.lengths(0, [(1, 1)]) == [1]
+    for _ in range(20):
+        lengths.update(1, 1, 0)
+    assert lengths.lengths(1, [(2, 1)]) == [0], "it began when the rate was PRIOR_RATE"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from infer.speculative.adaptive import DraftLengths, StepCosts
+from infer.speculative.adaptive import Behind, DraftLengths, StepCosts
 from tests.support.thinned import thinned
 
 MOST = 8  # drafts of a window
-STEPS = 200  # steps that are played, so that the first one hardly counts
+STEPS = 64  # steps that are played, so that the first one hardly counts
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)  # captured steps
+MOST_TOKENS = SIZES[-1]  # of a step with drafts
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Machine:
             row_gap_s=self.host_row,
             draft_s=self.turn,
             draft_row_s=self.missed,
+            missed_token_s=self.missed,
             turns_s=self.first_turn,
             is_ahead=self.is_ahead,
         )
@@ -96,6 +98,8 @@ SMALL = Machine(3.9, 3.97, 0.012, 0.45, 0.1, 0.6, 0.08, catch_up=2.5, missed=0.0
 LOOKUP = Machine(0.45, 0.5, 0.003, 0.0, 0.0, 0.45, 0.08, is_ahead=False)
 CODED = Machine(1.6, 1.85, 0.04, 0.45, 0.1, 0.6, 0.08)  # int4
 CPU = Machine(20.0, 20.0, 1.5, 0.0, 0.0, 0.0, 0.0, is_ahead=False, is_padded=False)
+# 8B and a model of 1B: each row has 600 tokens, so that attention takes a quarter of a step of 64 rows
+LOADED = Machine(3.9, 3.97, 0.0237, 0.5, 0.8, 0.6, 0.08, catch_up=2.5, missed=0.005)
 KNOWN = {"head": HEAD, "small": SMALL, "lookup": LOOKUP, "coded": CODED, "cpu": CPU}
 
 
@@ -151,7 +155,8 @@ def served_speed(
 ) -> float:
     """The speed by that without drafts, of texts of 256 tokens, each in the place of one that has ended.
 
-    `has_trials`: texts get drafts only if they are tried when they begin, as with a head.
+    What drafts has missed a prompt of 256 tokens of each text. `has_trials`: texts get drafts only if they
+    are tried when they begin, as with a head.
     """
     source, lengths, costs = random.Random(1), DraftLengths(machine.costs()), machine.costs()
     steps, num_tokens, left = list[list[int]](), 0, dict.fromkeys(range(num_rows), 256)
@@ -159,7 +164,9 @@ def served_speed(
     can_draft = {seq_id: not has_trials or lengths.is_tried(num_rows, MOST) for seq_id in left}
     while left:
         wishes = [(seq_id, MOST) for seq_id in left if can_draft[seq_id]]
-        chosen = iter(lengths.lengths(len(steps), wishes, len(left) - len(wishes)))
+        texts = [Behind(behind[seq_id] if behind[seq_id] > 2 else 0, left[seq_id]) for seq_id, _ in wishes]
+        num_others, room = len(left) - len(wishes), MOST_TOKENS - len(left)
+        chosen = iter(lengths.lengths(len(steps), wishes, num_others, room, behind=texts))
         counts = [next(chosen) if can_draft[seq_id] else 0 for seq_id in left]
         lost_s, num_missed = 0.0, 0
         for seq_id, count in zip([*left], counts, strict=True):
@@ -186,25 +193,36 @@ def served_speed(
     return num_tokens / machine.play(steps, missed) / (num_rows / machine.plain_ms(num_rows))
 
 
-@pytest.mark.parametrize(("name", "num_rows"), thinned(KNOWN, (1, 3), keep=2))
-def test_texts_in_turn_lose_next_to_nothing_while_rates_are_learned(name: str, num_rows: int) -> None:
-    machine = KNOWN[name]
-    for rate in (0.0, 0.3, 0.6):
-        assert served_speed(machine, rate, num_rows) >= 0.98, (machine, rate)
-    assert served_speed(machine, 0.9, num_rows) > 1.5
+@pytest.mark.parametrize(("name", "rate", "num_rows"), thinned(KNOWN, (0.0, 0.3, 0.6, 0.9), (1, 3), keep=3))
+def test_texts_in_turn_lose_next_to_nothing_while_rates_are_learned(
+    name: str, rate: float, num_rows: int
+) -> None:
+    speed = served_speed(KNOWN[name], rate, num_rows)
+    assert speed > 1.5 if rate == 0.9 else speed >= 0.98
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
-def test_probes_pay_for_texts_that_a_draft_model_has_missed(num_rows: int) -> None:
+@pytest.mark.parametrize(("rate", "num_rows"), thinned((0.0, 0.2, 0.3), (1, 8), keep=2))
+def test_probes_pay_for_texts_that_a_draft_model_has_missed(rate: float, num_rows: int) -> None:
     """A probe of eight rows computes thousands of tokens, so that the next comes later."""
-    for rate in (0.0, 0.2, 0.3):
-        assert served_speed(SMALL, rate, num_rows, 24) >= 0.98, rate
+    assert served_speed(SMALL, rate, num_rows, 24) >= 0.98
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize("name", ["head", "small"])
-def test_trials_lose_next_to_nothing(name: str, num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "rate"), thinned((32, 48, 64), (0.5, 0.6, 0.7, 0.8), keep=3))
+def test_in_large_batches_drafts_repay_the_prompts_that_a_draft_model_has_missed(
+    num_rows: int, rate: float
+) -> None:
+    """Waiting for the host when a text begins is no part of the costs: it takes up to 6 % at the limit."""
+    assert served_speed(LOADED, rate, num_rows, 4 * num_rows) >= 0.94
+
+
+def test_in_a_batch_of_eight_they_repay_them() -> None:
+    assert served_speed(LOADED, 0.7, 8, 64) > 1.3
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "num_rows"), thinned(("head", "small"), (0.0, 0.3, 0.9), (1, 8), keep=2)
+)
+def test_trials_lose_next_to_nothing(name: str, rate: float, num_rows: int) -> None:
     """The drafts of a head are tried now and then, and used once they are right."""
-    for rate in (0.0, 0.3):
-        assert served_speed(KNOWN[name], rate, num_rows, 64, has_trials=True) >= 0.98, rate
-    assert served_speed(KNOWN[name], 0.9, num_rows, 64, has_trials=True) > 1.3
+    speed = served_speed(KNOWN[name], rate, num_rows, 64, has_trials=True)
+    assert speed > 1.3 if rate == 0.9 else speed >= 0.98
