@@ -91,6 +91,10 @@ class KnowingModel(Knowing):
         """See a plan: nothing to do, and no head that may skip it."""
         return False
 
+    def num_behind(self, seq: Sequence) -> int:
+        """Return 0: it knows all texts."""
+        return 0
+
     def take_missed(self) -> int:
         """The number of missed tokens: it computes none."""
         return 0

@@ -431,7 +431,7 @@ def test_positions_that_tokens_attend_to_take_time_in_both_models() -> None:
     assert costs.without_drafts(2, 10) == pytest.approx(1.2)
     assert costs.seconds(6, 10) == pytest.approx(1.6)
     assert costs.with_drafts(1.6, 2, 2, 2, 10) == pytest.approx(1.6 + 2 * 2 * 10 * 0.001)
-    assert costs.per_draft(2, 2, 4, 2, 10) == (pytest.approx(0.6), pytest.approx((1.64 - 1.2) / 4))
+    assert costs.per_draft(2, 2, 4, 2, 10) == pytest.approx((0.6, (1.64 - 1.2) / 4))
 
 
 @pytest.mark.parametrize(
