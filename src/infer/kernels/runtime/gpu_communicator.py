@@ -77,10 +77,11 @@ class GpuCommunicator(DeviceRanks):
         super().__init__(shared, device, dtype)
         everyone, number, num_ranks = self._everyone, self._everyone.rank, self._everyone.size
         with torch.cuda.device(device), ExitStack() as taken:  # freed if a rank fails before the end
+            # the first tensor of a process makes the context that driver calls need
+            self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             slot_bytes = 2 * PIECE * 2 * self.size * NUM_BLOCKS * NUM_THREADS * NUM_UNITS
             own = _allocate(slot_bytes + way_bytes(num_ranks), taken)
             aborted = _map_word(everyone, taken)
-            self._numbers = torch.zeros(NUM_BLOCKS * NUM_THREADS + 1, dtype=torch.int32, device=device)
             torch.cuda.synchronize(device)  # other ranks may write only once the slots are cleared
             found, ranks = self._meet(_export(own))
             dispatch.PDL &= have_room(ranks)
@@ -211,10 +212,8 @@ def _load(device: torch.device, size: int, dtype: torch.dtype) -> dict[str, Prep
         kernels = LoadedKernels(make_cubin(SOURCE, f"sm_{major}{minor}", dict(defines)))
     except BuildError as error:
         raise ConfigError(f"several ranks on GPUs need {SOURCE.name} compiled, and {error}") from None
-    pdl, names = (
-        dispatch.PDL and dispatch.has_pdl(device),
-        _TYPES.keys() - ({"exchange_add"} if _KINDS[dtype] != 1 else ()),
-    )
+    pdl = dispatch.PDL and dispatch.has_pdl(device)
+    names = _TYPES.keys() - ({"exchange_add"} if _KINDS[dtype] != 1 else ())
     return {name: kernels.prepare(name, NUM_THREADS, _TYPES[name], pdl=pdl) for name in names}
 
 
