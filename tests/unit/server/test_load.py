@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from infer.errors import EngineStopped
+from infer.client.process_client import ProcessClient
+from infer.client.subscribers import CLOSED
+from infer.config.server import ServerConfig
+from infer.config.settings import EngineConfig
+from infer.errors import ConfigError, EngineError, EngineStopped, NameTaken
+from infer.server.fleet import fleet as fleet_module
+from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.load import Load
+from infer.server.metrics import ServerMetrics
+from infer.server.processes.workers import Workers
+from infer.server.state import ServedModel, ServerState
+from tests.support.fake_client import FakeClient
 
 
 class Engines:
@@ -90,5 +102,134 @@ def test_a_load_that_fails_or_is_done_frees_its_names() -> None:
         with pytest.raises(ValueError, match="no weights"), Load("b", engines.running):
             raise ValueError("no weights")
         assert not engines.running
+
+    asyncio.run(live())
+
+
+class Slow(FakeClient):
+    """An engine that takes its time to close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closing = asyncio.Event()
+        self.may_close = asyncio.Event()
+
+    async def close(self, reason: str = CLOSED) -> None:
+        self.is_closing.set()
+        await self.may_close.wait()
+        await super().close(reason)
+
+
+TEXT: Any = SimpleNamespace(name="m", template_warning=None, has_chat_template=False)
+
+
+def fleet_that_fails(monkeypatch: pytest.MonkeyPatch, engine: Slow, place: str) -> Fleet:
+    """Return a fleet whose loads fail when the engine runs: as a second one starts, or as they are served."""
+
+    async def serve(self: Workers, *_: object) -> None:
+        raise EngineError("no tokenizer")
+
+    async def start_all(self: Fleet, *_: object) -> tuple[Any, list[Slow]]:
+        return TEXT, [engine]
+
+    async def start_one(config: EngineConfig, options: Any) -> Slow:
+        if options.replica.number == 1:
+            raise EngineError("no tokenizer")
+        return engine
+
+    monkeypatch.setattr(Workers, "serve", serve)
+    if place == "serve":
+        monkeypatch.setattr(Fleet, "_start_processes", start_all)
+    else:
+        monkeypatch.setattr(ProcessClient, "start", start_one)
+        for name in ("find_source", "start_reading_ahead", "open_text"):
+            monkeypatch.setattr(fleet_module, name, lambda *_, **__: None)
+    return Fleet(ServerState(config=ServerConfig(replicas=2)), ServerMetrics("infer"))
+
+
+@pytest.mark.parametrize("place", ["serve", "start"])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_failed_load_that_is_ended_closes_its_engines_and_keeps_its_error(
+    monkeypatch: pytest.MonkeyPatch, place: str, is_ended: bool
+) -> None:
+    async def live() -> None:
+        fleet = fleet_that_fails(monkeypatch, engine := Slow(), place)
+        loading = asyncio.create_task(fleet.load("m", EngineConfig.from_knobs(model="x")))
+        await engine.is_closing.wait()
+        ending = asyncio.create_task(fleet.unload("m")) if is_ended else None
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            if ending is None:
+                loading.cancel()
+        assert not loading.done() and "m" in fleet._loading
+        engine.may_close.set()
+        with pytest.raises(EngineError, match="no tokenizer"):
+            await loading
+        assert engine.is_closed and not fleet._loading
+        if ending is not None:
+            assert await ending == 0 and loading.cancelling() == 0
+
+    asyncio.run(live())
+
+
+def test_a_caller_that_leaves_while_its_load_is_ended_leaves_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def live() -> None:
+        fleet = fleet_that_fails(monkeypatch, engine := Slow(), "serve")
+        is_served = asyncio.Event()
+
+        async def serve(self: Workers, *_: object) -> None:
+            is_served.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(Workers, "serve", serve)
+        loading = asyncio.create_task(fleet.load("m", EngineConfig.from_knobs(model="x")))
+        await is_served.wait()
+        ending = asyncio.create_task(fleet.unload("m"))
+        await engine.is_closing.wait()
+        loading.cancel()
+        await asyncio.sleep(0.01)
+        assert not loading.done() and not ending.done()
+        engine.may_close.set()
+        assert await ending == 0 and engine.is_closed
+        await asyncio.wait([loading])
+        assert loading.cancelled()
+
+    asyncio.run(live())
+
+
+def fleet_with_a_sleeper(monkeypatch: pytest.MonkeyPatch, engine: Slow) -> Fleet:
+    """Return a fleet with a model "m" that sleeps, whose loads fail when they start engines."""
+
+    async def start(self: Fleet, *_: object) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(Fleet, "_start_processes", start)
+    fleet = Fleet(ServerState(config=ServerConfig()), ServerMetrics("infer"))
+    metered = fleet.metrics.add("m", engine)
+    config = EngineConfig.from_knobs(model="x")
+    fleet.state.asleep["m"] = ServedModel("m", TEXT, [metered], 0, config=config)
+    return fleet
+
+
+def test_a_replacement_has_its_name_before_the_sleeping_model_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def live() -> None:
+        fleet = fleet_with_a_sleeper(monkeypatch, engine := Slow())
+        config = EngineConfig.from_knobs(model="x")
+        first = asyncio.create_task(fleet.load("m", config, replaces=True))
+        await engine.is_closing.wait()
+        with pytest.raises(NameTaken, match="'m' is being loaded; unload or replace it, or use another name"):
+            await fleet.load("m", config, replaces=True)
+        ending = asyncio.create_task(fleet.unload("m"))
+        await asyncio.sleep(0.01)
+        assert not ending.done()
+        engine.may_close.set()
+        assert await ending == 0 and engine.is_closed
+        with pytest.raises(EngineStopped, match="the model was unloaded"):
+            await first
+        assert not fleet._loading
 
     asyncio.run(live())

@@ -55,7 +55,7 @@ from infer.errors import (
 )
 from infer.frontend.prompts import PromptEncoder, find_source, make_served_encoder, open_model, open_text
 from infer.loader.read_ahead import start_reading_ahead
-from infer.server.fleet.load import Load
+from infer.server.fleet.load import Load, finish
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.on_demand import OnDemand
 from infer.server.metrics import ServerMetrics
@@ -165,12 +165,12 @@ class Fleet:
         """Load a model and give it its name."""
         self._check_name(name, replaces=replaces)
         self._check_adapters(name, config)
-        if replaces:  # sleeping weights are the old model's
-            await self._forget_asleep(name)
         if self._is_closing:
             raise EngineStopped(SHUTTING_DOWN)
         try:
             with Load(name, self._loading) as load:
+                if replaces:  # sleeping weights are the old model's
+                    await self._forget_asleep(name)
                 model = await self._load(load, with_server_defaults(config), replaces=replaces)
         except asyncio.CancelledError:
             reason = "the server stops" if self.state.board.is_draining else "its caller has left"
@@ -507,7 +507,8 @@ class Fleet:
             for client in () if replaces else model.clients:  # an on-demand model is back
                 await self._restore_adapters(model.name, client)
         except BaseException:
-            await self._close(model)
+            with suppress(asyncio.CancelledError):  # the first error is raised
+                await self._close(model)
             raise
         return model
 
@@ -608,7 +609,8 @@ class Fleet:
             encoder = await asyncio.to_thread(make_served_encoder, config.load, text, ready)
         except BaseException:
             started = [start for start in starts if not start.cancelled() and start.exception() is None]
-            await asyncio.gather(*(start.result().close() for start in started))
+            with suppress(asyncio.CancelledError):  # the first error is raised
+                await finish(asyncio.gather(*(start.result().close() for start in started)))
             raise
         return encoder, list(engines)
 
@@ -631,7 +633,7 @@ class Fleet:
         for client in model.clients:
             self.metrics.remove(client)
         try:
-            await asyncio.gather(*(client.close(reason) for client in model.clients))
+            await finish(asyncio.gather(*(client.close(reason) for client in model.clients)))
         finally:
             self._workers.tell(messages.Gone(list(model.engines)))
 

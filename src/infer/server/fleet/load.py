@@ -5,13 +5,15 @@
         └─────► ended    by `end`, with a reason (unload, shutdown), or because its caller was cancelled
 
 A load runs in the task of its caller, and `end` cancels that task. As with `asyncio.timeout`, the caller gets
-an error instead of the cancellation. So a load cleans up in one way, whoever ends it.
+an error instead of the cancellation. So a load cleans up in one way, whoever ends it, and `finish` lets no
+cancellation interrupt that: a load that has failed can be ended while its engines stop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 
 from infer.errors import EngineStopped
 
@@ -32,6 +34,7 @@ class Load:
 
     def take(self, name: str) -> None:
         """Reserve a name, which must be free, until the load is over."""
+        assert name not in self._running, name
         self._running[name] = self
 
     async def end(self, reason: str) -> None:
@@ -53,3 +56,16 @@ class Load:
         is_ended = self._reason != "" and self._task.uncancel() <= self._num_cancels
         if is_ended and kind is asyncio.CancelledError:
             raise EngineStopped(f"the load of {self.name!r} was ended: {self._reason}") from None
+
+
+async def finish(cleanup: Awaitable[object]) -> None:
+    """Wait until a cleanup is done; a cancellation of the current task is raised after that."""
+    running, cancelled = asyncio.ensure_future(cleanup), None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    running.result()
+    if cancelled is not None:
+        raise cancelled
