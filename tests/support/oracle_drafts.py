@@ -91,7 +91,7 @@ class KnowingModel(Knowing):
         """See a plan: nothing to do, and no head that may skip it."""
         return False
 
-    def num_behind(self, seq: Sequence) -> int:
+    def num_missed(self, seq: Sequence) -> int:
         """Return 0: it knows all texts."""
         return 0
 

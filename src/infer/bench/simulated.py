@@ -80,7 +80,7 @@ class MadeUpDrafts:
         """Return as many ids as each sequence has room for."""
         return [(0,) * len(seq.drafts) for seq in self._sequences]
 
-    def num_behind(self, seq: sequence.Sequence) -> int:
+    def num_missed(self, seq: sequence.Sequence) -> int:
         """Return 0, because no text is missed."""
         return 0
 

@@ -129,7 +129,7 @@ class DraftHead(DraftModel):
         """True if the row of a sequence has sampled, and the head has seen its whole text."""
         return bool(self._is_seen[seq.row] and self._drawn[seq.row] == self._state.tenancy[seq.row])
 
-    def num_behind(self, seq: Sequence) -> int:
+    def num_missed(self, seq: Sequence) -> int:
         """Return 0: it only drafts for a sequence whose whole text it has seen."""
         return 0
 

@@ -131,15 +131,10 @@ class DraftModel:
         """True if it can draft for a sequence now: always, because it can catch up with any text."""
         return True
 
-    def num_behind(self, seq: Sequence) -> int:
-        """Return the number of tokens that it must catch up with, at most: `Drafter`.
-
-        A text that it has not drafted for counts in full, though some of its blocks may be recognised.
-        """
-        row = self._rows[seq.row]
-        is_known = row.tenancy == self._state.tenancy[seq.row]
-        num_missing = len(seq.tokens) - (row.num_known if is_known else 0)
-        return num_missing if num_missing > MAX_DRAFTS + 1 else 0  # turns compute a few
+    def num_missed(self, seq: Sequence) -> int:
+        """Return the tokens of a text that it must catch up with; turns compute a few without delay."""
+        num_missed = len(seq.tokens) - self._num_computed(seq)
+        return num_missed if num_missed > MAX_DRAFTS + 1 else 0
 
     def take_missed(self) -> int:
         """Return the number of tokens that it has caught up with since the last call."""
@@ -295,6 +290,8 @@ class DraftModel:
                     starts[number] = stop
             if not chunks:
                 return starts
+            for seq, chunk in zip(chosen, chunks, strict=True):
+                self._rows[seq.row] = self._rows[seq.row]._replace(num_known=chunk.stop, drafts=())
             self._num_missed += self._max_tokens - budget
             self._run(Chunks.of(chunks, chosen)).wait()
 

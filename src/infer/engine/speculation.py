@@ -29,7 +29,7 @@ from infer.scheduling.plan import StepPlan
 from infer.scheduling.request import DraftCounts
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.sequence import Sequence
-from infer.speculative.adaptive import Behind, DraftLengths, StepCosts
+from infer.speculative.adaptive import DraftLengths, MissedText, StepCosts
 from infer.speculative.proposer import Proposer, Wish
 
 LONGEST_PAUSE = 16  # most overlapping steps after waiting for ids in vain: no draft was found
@@ -63,8 +63,8 @@ class Drafter(Protocol):
     def is_ready(self, seq: Sequence) -> bool:
         """True if it can draft for a running sequence now; False: only after its next step."""
 
-    def num_behind(self, seq: Sequence) -> int:
-        """Return the number of tokens that it must catch up with before it drafts for a sequence, at most."""
+    def num_missed(self, seq: Sequence) -> int:
+        """Return the number of tokens that it must compute before its first draft for a sequence."""
 
     def take_missed(self) -> int:
         """Return the number of missing tokens that it has computed since the last call."""
@@ -142,9 +142,9 @@ class Speculation:
             pairs = [(seq, wish) for seq, wish in pairs if self._proposer.has_match(wish)]
         if not pairs or not self._is_adaptive:
             return bool(pairs)
-        asked = [(wish.seq_id, wish.num_drafts) for _, wish in pairs]
-        num_others, behind = len(self._scheduler.running) - len(asked), self._behind(pairs)
-        return self._lengths.is_worth_it(self._scheduler.step, asked, num_others, self._seen(), behind)
+        asked, missed = [(wish.seq_id, wish.num_drafts) for _, wish in pairs], self._missed(pairs)
+        step, num_others = self._scheduler.step, len(self._scheduler.running) - len(asked)
+        return self._lengths.is_worth_it(step, asked, num_others, self._room, self._seen(), missed)
 
     def propose(self) -> None:
         """Give sequences drafts for the next step, or places for them; all their ids are known."""
@@ -327,15 +327,15 @@ class Speculation:
 
     def _choose(self, pairs: Seq[tuple[Sequence, Wish]], asked: list[tuple[int, int]]) -> list[int]:
         """Return the number of drafts that pay for each sequence, given how many it could use."""
-        scheduler, behind = self._scheduler, self._behind(pairs)
+        scheduler, missed = self._scheduler, self._missed(pairs)
         num_others = len(scheduler.running) - len(asked)
-        return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen(), behind)
+        return self._lengths.lengths(scheduler.step, asked, num_others, self._room, self._seen(), missed)
 
-    def _behind(self, pairs: Seq[tuple[Sequence, Wish]]) -> list[Behind]:
+    def _missed(self, pairs: Seq[tuple[Sequence, Wish]]) -> list[MissedText]:
         """Return what a draft model has missed of each text."""
         if (drafter := self._drafter) is None:
             return []
-        return [Behind(drafter.num_behind(seq), seq.max_total - seq.num_tokens) for seq, _ in pairs]
+        return [MissedText(drafter.num_missed(seq), seq.max_total - seq.num_tokens) for seq, _ in pairs]
 
     @property
     def _room(self) -> int:

@@ -134,7 +134,7 @@ def measure_step_costs(
         turns_s=turns_s,
         seen_s=kv_bytes_per_token * pairs[0][1] / weight_bytes,
         draft_seen_s=draft_kv_bytes_per_token * pairs[0][1] / weight_bytes,
-        missed_token_s=draft_row_s if missed_token_s is None else missed_token_s,
+        missed_token_s=missed_token_s,
         is_ahead=isinstance(drafter, DraftDevice),
     )
 

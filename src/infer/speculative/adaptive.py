@@ -20,15 +20,15 @@ delaying them. In a step that is bound by arithmetic they never are, and specula
     drafts     4433222                               1 rejected                      1 accepted, then 4, 4, ..
                wrong: the rate falls                 └───────── PROBE_STEPS ─────────┘
 
-A draft model must first catch up with the text that it has missed. That time is repaid step by step: a step
-without drafts counts as faster by the time divided by the steps left, of which at most REPAY_STEPS count.
+A draft model must first compute the tokens that it has missed. Drafts must repay this time, an equal part in
+each step that the text has left, in at most REPAY_STEPS. A text that cannot repay its part gets no drafts.
 
-A sequence's rate is a mean over about its last MEMORY judged drafts. Its prior is the rate of all sequences
-when it gets its first drafts. This starts at PRIOR_RATE, and weighs as much as up to MOST_PRIOR_WEIGHT judged
-drafts. A sequence without drafts would learn nothing. So now and then all sequences without drafts are probed
-with one draft each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE
-would pay off in that step. If a draft model would have to catch up with too many texts, only some are probed.
-A probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time lost by
+A sequence's rate is a mean over about its last MEMORY judged drafts. Until its first drafts it has the rate
+of all sequences, which starts at PRIOR_RATE and weighs as much as up to MOST_PRIOR_WEIGHT judged drafts. A
+sequence without drafts would learn nothing. So now and then all sequences without drafts are probed with one
+draft each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE would
+pay off in that step. If a draft model would have to catch up with too many texts, only some are probed. A
+probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time lost by
 windows, and by a draft model that catches up with missed tokens, is a debt: the next probe comes when the
 debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS steps after it.
 Nothing here reads a clock: equal calls give equal lengths.
@@ -61,10 +61,10 @@ TRIAL_GAPS = 8, 64  # sequences from one trial to the next: after the first tria
 Pairs = tuple[tuple[int, float], ...]
 
 
-class Behind(NamedTuple):
-    """A text that a draft model has not seen in full."""
+class MissedText(NamedTuple):
+    """A text that a draft model may not have computed in full."""
 
-    num_missed: int  # tokens to catch up with before the first draft
+    num_missed: int  # tokens that it computes before its first draft
     num_left: int  # tokens that the text can still get
 
 
@@ -82,7 +82,7 @@ class StepCosts:
     plain: Pairs = ()  # (sequences, seconds) of steps without drafts, if these run other kernels
     turns_s: float = 0.0  # fixed seconds of drafting, for any number of positions
     draft_seen_s: float = 0.0  # seconds for each position that a token of the draft model attends to
-    missed_token_s: float = 0.0  # seconds in which a draft model catches up with one more token
+    missed_token_s: float | None = None  # seconds of a token that a draft model missed; None: `draft_row_s`
 
     def __post_init__(self) -> None:
         if not self.pairs or any(pairs and not pairs[0][1] > 0 <= pairs[0][0] for pairs in self._tables):
@@ -91,6 +91,7 @@ class StepCosts:
             if not (fewer < more and less <= later):
                 raise ValueError(f"step costs must ascend, got {(fewer, less)} before {(more, later)}")
         known = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_s")}
+        known["missed_token_s"] = self.missed_s(1)
         known["seconds"] = max(pairs[-1][1] for pairs in self._tables if pairs)
         for name, value in known.items():
             if not 0 <= value < math.inf:
@@ -152,7 +153,7 @@ class StepCosts:
 
     def missed_s(self, num_tokens: int) -> float:
         """Estimate the seconds that missed tokens add to a pass of a draft model."""
-        return num_tokens * self.missed_token_s
+        return num_tokens * (self.draft_row_s if self.missed_token_s is None else self.missed_token_s)
 
     def catch_up_s(self, num_tokens: int) -> float:
         """Estimate the seconds in which a draft model computes the tokens that it has missed."""
@@ -194,6 +195,7 @@ class Acceptance:
     """Statistics of a sequence's drafts: the acceptance rate, and counts to report."""
 
     num_drafts: int = 0
+    is_new: bool = True  # True: it was neither judged nor probed, and follows the rate of all sequences
     by_length: list[int] = field(default_factory=list)  # windows by the number of accepted drafts, from 0
     saved_s: float = 0.0  # seconds that the drafts saved, estimated with `StepCosts.per_draft`
     _right: float = PRIOR_RATE * PRIOR_WEIGHT  # decayed counts, which start from the prior
@@ -208,7 +210,7 @@ class Acceptance:
         assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} drafts accepted"
         if not num_drafts:
             return
-        self.num_drafts += num_drafts
+        self.num_drafts, self.is_new = self.num_drafts + num_drafts, False
         self.by_length += [0] * (num_accepted + 1 - len(self.by_length))
         self.by_length[num_accepted] += 1
         for place in range(min(num_accepted + 1, num_drafts if longest is None else longest)):
@@ -218,7 +220,7 @@ class Acceptance:
     def fade(self) -> None:
         """Reduce the weight of past windows to PRIOR_WEIGHT, so that the next windows decide."""
         excess = max(self._judged / PRIOR_WEIGHT, 1.0)
-        self._right, self._judged = self._right / excess, self._judged / excess
+        self._right, self._judged, self.is_new = self._right / excess, self._judged / excess, False
 
     @property
     def rate(self) -> float:
@@ -273,14 +275,14 @@ class DraftLengths:
         num_others: int = 0,
         room: int | None = None,
         seen: float = 0.0,
-        behind: Sequence[Behind] = (),
+        missed: Sequence[MissedText] = (),
     ) -> list[int]:
         """Return the number of drafts of each wish, which is a sequence and the most drafts that it can use.
 
-        `seen`: the positions that a token attends to, on average; `behind`: the text of each wish, if a draft
+        `seen`: the positions that a token attends to, on average; `missed`: the text of each wish, if a draft
         model may have to catch up.
         """
-        chosen, idle = self._chosen(step, wishes, num_others, room, seen, behind)
+        chosen, idle = self._chosen(step, wishes, num_others, room, seen, missed)
         if any(map(chosen.__getitem__, idle)):
             # nothing overlaps a probe: the device waits for the host before it, and again after it
             owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial does not wait for the old debt
@@ -296,14 +298,15 @@ class DraftLengths:
         step: int,
         wishes: Sequence[tuple[int, int]],
         num_others: int = 0,
+        room: int | None = None,
         seen: float = 0.0,
-        behind: Sequence[Behind] = (),
+        missed: Sequence[MissedText] = (),
     ) -> bool:
         """True if any wish would get drafts in this step."""
         asked = list(wishes), num_others
         if asked == self._unworthy and step < self._unworthy_until:
             return False
-        if any(self._chosen(step, wishes, num_others, None, seen, behind)[0]):
+        if any(self._chosen(step, wishes, num_others, room, seen, missed)[0]):
             return True
         probe = self._next_probe(len(wishes) + num_others)
         self._unworthy, self._unworthy_until = asked, probe if probe > step else step + PROBE_STEPS
@@ -369,43 +372,67 @@ class DraftLengths:
         num_others: int,
         room: int | None,
         seen: float,
-        behind: Sequence[Behind],
+        missed: Sequence[MissedText],
     ) -> tuple[list[int], list[int]]:
         """Return the number of drafts of each wish, and the places of the wishes that are probed."""
         rows = [(self._rate(seq_id), available) for seq_id, available in wishes]
-        repaid_s = sum(
-            self.costs.missed_s(each.num_missed) / min(max(each.num_left, 1), REPAY_STEPS) for each in behind
-        )
-        chosen = self.choose(rows, num_others, room, seen, repaid_s)
+        token_s = self.costs.without_drafts(len(rows) + num_others, seen) / max(len(rows) + num_others, 1)
+        able, repaid_s = self._able(rows, missed, token_s)
+        chosen = self.choose(able, num_others, room, seen, repaid_s)
         if step < self._next_probe(len(rows) + num_others):
             return chosen, []
         idle = [row for row, (_, available) in enumerate(rows) if available and not chosen[row]]
         for most in (1, LONG_PROBE) if idle else ():
             for row in idle:
                 rows[row] = HOPED_RATE, min(most, wishes[row][1])
-            chosen = self.choose(rows, num_others, room, seen, repaid_s)
+            able, repaid_s = self._able(rows, missed, token_s)
+            chosen = self.choose(able, num_others, room, seen, repaid_s)
             if any(map(chosen.__getitem__, idle)):
                 break
-        if behind:
-            for row in self._unaffordable(idle, behind, len(rows) + num_others):
+        if missed:
+            for row in self._unaffordable(idle, missed, len(rows) + num_others):
                 chosen[row] = 0
         return chosen, idle
 
-    def _unaffordable(self, idle: Sequence[int], behind: Sequence[Behind], num_rows: int) -> Iterator[int]:
+    def _able(
+        self, rows: Sequence[tuple[float, int]], missed: Sequence[MissedText], token_s: float
+    ) -> tuple[Sequence[tuple[float, int]], float]:
+        """Return the rows, without drafts for texts that cannot repay, and the seconds that others repay.
+
+        The seconds are per step; `token_s`: the seconds that an accepted draft saves.
+        """
+        able, repaid_s = [*rows], 0.0
+        for row, ((rate, most), (num_missed, num_left)) in enumerate(zip(rows, missed, strict=bool(missed))):
+            if not (num_missed and most):
+                continue
+            own_s = self.costs.missed_s(num_missed) / min(max(num_left, 1), REPAY_STEPS)
+            survival, num_expected = 1.0, 0.0  # accepted drafts on average
+            for place in range(most):
+                survival = self._survival(survival, rate, place)
+                num_expected += survival
+            if own_s < token_s * num_expected:
+                repaid_s += own_s
+            else:
+                able[row] = rate, 0
+        return able, repaid_s
+
+    def _unaffordable(
+        self, idle: Sequence[int], missed: Sequence[MissedText], num_rows: int
+    ) -> Iterator[int]:
         """Yield the places that a probe leaves out, because catching up with all is more than its share.
 
-        The first is never left out. What the others teach is the prior of these.
+        The first is never left out. These texts then have the rate that the others teach.
         """
         left_s = MOST_PROBE_STEPS * PROBE_SHARE * self.costs.without_drafts(num_rows)
         for number, row in enumerate(idle):
-            left_s -= self.costs.missed_s(behind[row].num_missed)
+            left_s -= self.costs.missed_s(missed[row].num_missed)
             if number and left_s < 0:
                 yield row
 
     def _rate(self, seq_id: int) -> float:
-        """Return the acceptance rate of a sequence; until its first drafts, the rate of all sequences."""
+        """Return the acceptance rate of a sequence; until it is probed or judged, the rate of all."""
         known = self._known[seq_id]
-        if not known.num_drafts:
+        if known.is_new:
             known = self._known[seq_id] = self._new()
         return known.rate
 

@@ -17,8 +17,8 @@ from infer.speculative.adaptive import (
     PRIOR_RATE,
     PROBE_STEPS,
     Acceptance,
-    Behind,
     DraftLengths,
+    MissedText,
     StepCosts,
 )
 
@@ -423,6 +423,16 @@ def test_the_cost_of_a_trial_adds_to_what_is_owed() -> None:
     assert probed == [5100 + MOST_PROBE_STEPS], "5 s are owed, so the wait is the longest"
 
 
+def test_a_probe_that_has_no_room_is_not_waited_for() -> None:
+    """Windows of five tokens would pay off for 64 rows, but a step has room for two tokens of each."""
+    costs = StepCosts(((64, 5.5), (128, 13.5), (320, 18.7)))
+    wishes = [(seq_id, 8) for seq_id in range(64)]
+    lengths = DraftLengths(costs)
+    assert lengths.is_worth_it(PROBE_STEPS, wishes)
+    assert not any(lengths.lengths(PROBE_STEPS, wishes, room=64))
+    assert not DraftLengths(costs).is_worth_it(PROBE_STEPS, wishes, room=64)
+
+
 # -- catching up ------------------------------------------------------------------------------------
 
 
@@ -442,21 +452,49 @@ def test_a_text_gets_drafts_if_they_repay_the_tokens_that_were_missed(
 ) -> None:
     """A draft gains half a step; 20 missed tokens take ten steps."""
     lengths = DraftLengths(StepCosts(((1, 1.0),), missed_token_s=0.5))
-    assert lengths.lengths(0, [(1, 1)], behind=[Behind(num_missed, num_left)]) == [count]
+    assert lengths.lengths(0, [(1, 1)], missed=[MissedText(num_missed, num_left)]) == [count]
 
 
 def test_a_probe_catches_up_with_as_many_texts_as_its_share_allows() -> None:
     costs = StepCosts(((1, 1.0), (8, 1.5)), missed_token_s=2.0)
     lengths, wishes = DraftLengths(costs), [(seq_id, 1) for seq_id in range(8)]
-    behind = [Behind(1, 1)] * 8  # a step has to repay two seconds of each
-    assert lengths.lengths(PROBE_STEPS, wishes, behind=behind) == [0] * 8
-    behind = [Behind(1, 1000)] * 8  # 5.12 steps of 1.5 seconds are three texts
-    assert lengths.lengths(PROBE_STEPS, wishes, behind=behind) == [1] * 8, "at the first rate, no probe"
-    for seq_id in range(8):
+    assert lengths.lengths(0, wishes, missed=[MissedText(1, 1)] * 8) == [0] * 8, "two seconds in a step"
+    texts = [MissedText(1, 1000)] * 8  # 5.12 steps of 1.5 seconds are three texts
+    assert lengths.lengths(1, wishes, missed=texts) == [1] * 8, "at the first rate, no probe"
+    for seq_id in [*range(8)] * 2:
         lengths.update(seq_id, 1, 0)
-        lengths.update(seq_id, 1, 0)
-    chosen = lengths.lengths(9 * PROBE_STEPS, wishes, behind=behind)
-    assert chosen == [1] * 3 + [0] * 5
+    assert lengths.lengths(9 * PROBE_STEPS, wishes, missed=texts) == [1] * 3 + [0] * 5
+
+
+def test_a_text_that_cannot_repay_stops_no_other() -> None:
+    lengths, wishes = (
+        DraftLengths(StepCosts(((1, 1.0),), missed_token_s=0.01)),
+        [(each, 4) for each in range(8)],
+    )
+    texts = [MissedText(0, 100)] * 7 + [MissedText(8000, 16)]
+    for step in (0, 9 * PROBE_STEPS):
+        assert lengths.lengths(step, wishes, missed=texts) == [4] * 7 + [0]
+
+
+def test_a_probed_text_keeps_its_light_prior_until_it_is_judged() -> None:
+    """Lengths are chosen again before the probe is judged, if drafts are made ahead."""
+    rates = []
+    for again in (False, True):
+        lengths = DraftLengths(StepCosts(((1, 1.0), (2, 1.5))))
+        for _ in range(40):
+            lengths.update(7, 1, 0)
+        lengths.begin(1)
+        assert lengths.lengths(PROBE_STEPS, [(1, 1)]) == [1]
+        if again:
+            lengths.lengths(PROBE_STEPS + 1, [(1, 1)])
+        known = lengths.update(1, 1, 1)
+        assert known is not None
+        rates.append(known.rate)
+    assert rates[0] == rates[1] > 0.3
+
+
+def test_costs_of_older_records_take_a_row_for_a_missed_token() -> None:
+    assert StepCosts(((1, 1.0),), draft_row_s=0.25).catch_up_s(4) == 1.0
 
 
 def test_a_text_without_drafts_has_the_rate_of_all_others() -> None:

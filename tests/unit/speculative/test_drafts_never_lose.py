@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infer.speculative.adaptive import Behind, DraftLengths, StepCosts
+from infer.speculative.adaptive import DraftLengths, MissedText, StepCosts
 from tests.support.thinned import thinned
 
 MOST = 8  # drafts of a window
@@ -62,7 +62,6 @@ class Machine:
             row_gap_s=self.host_row,
             draft_s=self.turn,
             draft_row_s=self.missed,
-            missed_token_s=self.missed,
             turns_s=self.first_turn,
             is_ahead=self.is_ahead,
         )
@@ -164,9 +163,11 @@ def served_speed(
     can_draft = {seq_id: not has_trials or lengths.is_tried(num_rows, MOST) for seq_id in left}
     while left:
         wishes = [(seq_id, MOST) for seq_id in left if can_draft[seq_id]]
-        texts = [Behind(behind[seq_id] if behind[seq_id] > 2 else 0, left[seq_id]) for seq_id, _ in wishes]
+        texts = [
+            MissedText(behind[seq_id] if behind[seq_id] > 2 else 0, left[seq_id]) for seq_id, _ in wishes
+        ]
         num_others, room = len(left) - len(wishes), MOST_TOKENS - len(left)
-        chosen = iter(lengths.lengths(len(steps), wishes, num_others, room, behind=texts))
+        chosen = iter(lengths.lengths(len(steps), wishes, num_others, room, missed=texts))
         counts = [next(chosen) if can_draft[seq_id] else 0 for seq_id in left]
         lost_s, num_missed = 0.0, 0
         for seq_id, count in zip([*left], counts, strict=True):
@@ -207,12 +208,15 @@ def test_probes_pay_for_texts_that_a_draft_model_has_missed(rate: float, num_row
     assert served_speed(SMALL, rate, num_rows, 24) >= 0.98
 
 
-@pytest.mark.parametrize(("num_rows", "rate"), thinned((32, 48, 64), (0.5, 0.6, 0.7, 0.8), keep=3))
+@pytest.mark.parametrize(
+    ("num_rows", "rate", "least"),
+    [(32, 0.6, 0.98), (48, 0.6, 0.98), (48, 0.7, 0.94), (64, 0.6, 0.98), (64, 0.7, 0.98), (64, 0.8, 0.96)],
+)
 def test_in_large_batches_drafts_repay_the_prompts_that_a_draft_model_has_missed(
-    num_rows: int, rate: float
+    num_rows: int, rate: float, least: float
 ) -> None:
-    """Waiting for the host when a text begins is no part of the costs: it takes up to 6 % at the limit."""
-    assert served_speed(LOADED, rate, num_rows, 4 * num_rows) >= 0.94
+    """Where drafts hardly pay, waiting for the host at the start of each text loses up to 6 %."""
+    assert served_speed(LOADED, rate, num_rows, 4 * num_rows) >= least
 
 
 def test_in_a_batch_of_eight_they_repay_them() -> None:
