@@ -21,6 +21,7 @@ from infer.config.settings import EngineConfig
 from infer.engine import build, cache_fit
 from infer.errors import ConfigError
 from infer.execution import cpu_step
+from infer.loader import dtype as dtypes
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 from infer.loader.weight_plan import plan_weights
@@ -67,7 +68,7 @@ _PLANS: dict[str, Any] = {}
 
 def plan_once(headers: Any, **options: Any) -> Any:
     """`plan_weights`, computed once for equal shapes: many tests ask for five forms of 32 layers."""
-    key = repr((headers, options))
+    key = repr((headers, options, dtypes.cpu_has_amx()))
     if key not in _PLANS:
         _PLANS[key] = plan_weights(headers, **options)
     return _PLANS[key]
@@ -464,9 +465,15 @@ def test_what_does_not_fit_is_a_row_that_says_so(infer: Infer, shape: Path) -> N
     assert {row["num_cache_tokens"] for row in json.loads(refused.out)["schemes"]} == {None}
 
 
-def test_a_form_that_is_no_row_of_its_own_gets_one(infer: Infer, model: Path) -> None:
+@pytest.mark.parametrize(("has_amx", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_a_form_that_is_no_row_of_its_own_gets_one(
+    infer: Infer, model: Path, monkeypatch: pytest.MonkeyPatch, has_amx: bool, dtype: str
+) -> None:
+    """`none` keeps the file's bfloat16 where the processor multiplies it."""
+    monkeypatch.setattr(dtypes, "cpu_has_amx", lambda: has_amx)
     text = infer("plan", str(model), "--device", "cpu", "--quantization", "fp32", "--bandwidth", "0.001").out
-    assert re.search(r"\* +fp32 .* \d\.\d   float32\n", text) and re.search(r"  +none .*   float32\n", text)
+    assert re.search(r"\* +fp32 .* \d\.\d   float32\n", text)
+    assert re.search(rf"  +none .*   {dtype}\n", text)
 
 
 def test_experts_that_a_token_does_not_meet_are_not_read(infer: Infer, tmp_path: Path) -> None:
