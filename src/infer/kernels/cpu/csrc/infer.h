@@ -126,7 +126,7 @@ static inline float peak_of_lanes(vf v) {
 
 ALWAYS_INLINE vr load_vr(const float *p) { return *(const vr_unaligned *)p; }
 ALWAYS_INLINE void store_vr(float *p, vr v) { *(vr_unaligned *)p = v; }
-ALWAYS_INLINE vr splat_vr(float x) { return (vr){0} + x; }
+ALWAYS_INLINE vr splat_vr(float x) { return x - (vr){0}; } /* 0 + x would stay an addition, because of -0 */
 ALWAYS_INLINE vr choose_vr(vri mask, vr a, vr b) { return (vr)(((vri)a & mask) | ((vri)b & ~mask)); }
 
 /* Clamp between least and most; the result is arbitrary if x is NaN. */

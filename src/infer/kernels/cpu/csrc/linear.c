@@ -276,8 +276,9 @@ static void configure_tiles(int depth) {
     _tile_loadconfig(&config);
 }
 
-/* Unpack a group of weights of fewer bits to bytes. AMX loads tiles from memory, which must have been written, so this
- * is done one group early. */
+/* Unpack a group of weights of fewer bits to bytes. AMX loads tiles from memory, and waits until they are written there,
+ * so this is done UNPACKED_AHEAD groups early. */
+#define UNPACKED_AHEAD 6
 ALWAYS_INLINE void unpack(const uint8_t *from, uint8_t *to, const int kind) {
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) _mm512_store_si512(to + v * 64, load_vector(from, v, kind));
@@ -291,36 +292,37 @@ ALWAYS_INLINE void multiply_tile_amx(const linear_args *a, const activations *ac
     const int64_t group_bytes = bits * 64;
     const uint8_t *w = a->data + tile * groups * group_bytes;
     const uint16_t *w_scales = a->scales + tile * groups * (bits == 8 ? 1 : 2) * LANES;
-    vi sums[2][2][2 * LINES];
-    uint8_t bytes[2][512] __attribute__((aligned(64)));
+    vi sums[2][2][2 * LINES]; /* part; this group or the last, 2 KB apart: 4 KB apart, loads would wait for stores */
+    uint8_t bytes[8][512] __attribute__((aligned(64))); /* a ring */
     vf total[2 * LINES];
     for (int i = 0; i < rows; i++) total[i] = (vf){0};
     int64_t place = place_of(act, m);
+    for (int64_t g = 0; bits < 8 && g < UNPACKED_AHEAD && g < groups; g++) unpack(w + g * group_bytes, bytes[g], kind);
     /* Sums go through memory, which takes long: a group's sums are added while the next group is computed. */
     for (int64_t g = 0; g <= groups; g++, place += block) {
         const uint8_t *weights = w + g * group_bytes;
         if (g < groups) prefetch_next(weights, w_scales, g, bits);
-        if (bits < 8 && g == 0) unpack(weights, bytes[0], kind);
-        if (bits < 8) weights = bytes[g & 1];
+        if (bits < 8) weights = bytes[g % 8];
         for (int part = 0; g < groups && part < parts; part++) {
             const int8_t *q = act->q + place * digits * GROUP + part * 16;
             _tile_loadd(2, weights + part * 256, 64);
             _tile_loadd(1, q, GROUP);
             _tile_zero(0);
             _tile_dpbsud(0, 1, 2);
-            _tile_stored(0, sums[g & 1][part], 64);
+            _tile_stored(0, sums[part][g & 1], 64);
             if (blocks == 2) {
                 _tile_loadd(4, q + next_block * digits * GROUP, GROUP);
                 _tile_zero(3);
                 _tile_dpbsud(3, 4, 2);
-                _tile_stored(3, sums[g & 1][part] + LINES, 64);
+                _tile_stored(3, sums[part][g & 1] + LINES, 64);
             }
         }
-        if (bits < 8 && g + 1 < groups) unpack(w + (g + 1) * group_bytes, bytes[(g + 1) & 1], kind);
+        if (bits < 8 && g + UNPACKED_AHEAD < groups)
+            unpack(w + (g + UNPACKED_AHEAD) * group_bytes, bytes[(g + UNPACKED_AHEAD) % 8], kind);
         if (g == 0) continue;
         group_scales scales = load_scales(w_scales, g - 1, bits);
         for (int part = 0; part < parts; part++) {
-            const vi *line = sums[(g - 1) & 1][part];
+            const vi *line = sums[part][(g - 1) & 1];
 #pragma GCC unroll 32
             for (int i = 0; i < rows; i++) {
                 const int64_t at = place - block + i / block * next_block + i % block;
