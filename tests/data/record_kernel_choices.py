@@ -16,7 +16,7 @@ from typing import Any
 from infer.config.profiles.find import KNOWN_GPUS
 from infer.config.settings import EngineConfig
 from infer.tools.kernel_report import Choice, explain_kernels
-from infer.tools.memory_plan import find_headers
+from infer.tools.memory_needs import find_headers
 
 FILE = Path(__file__).with_name("kernel_choices.txt")
 GPUS = ("a100", "l4", "h100-pcie", "h200", "rtx5090")  # sm_80, sm_89, a part of sm_90, all of it, sm_120

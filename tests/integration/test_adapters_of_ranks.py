@@ -23,7 +23,8 @@ from infer.kernels.cpu.collectives import SharedCommunicator
 from infer.loader.adapter import cut_pair
 from infer.loader.formats.checkpoint import write_safetensors
 from infer.loader.slices import Rank
-from infer.tools.memory_plan import find_headers, find_machine, plan_memory
+from infer.tools.memory_needs import find_headers, find_machine
+from infer.tools.memory_plan import plan_memory
 from scripts.make_checkpoint import make_checkpoint
 from tests.integration.test_adapters import (
     MIXED,
@@ -150,5 +151,5 @@ def test_the_plan_counts_the_part_of_a_rank() -> None:
             model=str(base("llama")), device="cpu", tensor_parallel_size=size, enable_lora=True
         )
         headers = find_headers(config.load.model, revision=None, show_progress=False, model_impl="auto")
-        found.append(plan_memory(config, headers, find_machine("cpu", None, None)).adapters)
+        found.append(plan_memory(config, headers, find_machine("cpu", None, None)).needs.adapters)
     assert found[1] < found[0] < 2 * found[1]  # of each pair one matrix is cut, and the other whole

@@ -23,7 +23,8 @@ from infer.loader.find.source import resolve_model
 from infer.loader.headers import headers_of_config, read_headers
 from infer.models.transformers_model import Seen, _check_config, _read_mask, check_tokens_apart
 from infer.tools.doctor import examine_machine
-from infer.tools.memory_plan import find_machine, plan_memory
+from infer.tools.memory_needs import find_machine
+from infer.tools.memory_plan import plan_memory
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.checkpoints import randomize
 from tests.support.thinned import thinned
@@ -171,7 +172,7 @@ def test_the_start_line_the_plan_and_the_doctor_say_whose_code_it_is(
     config = EngineConfig.from_knobs(model=str(path), **KNOBS)
     plan = plan_memory(config, read_headers(resolve_model(str(path))), find_machine("cpu", None))
     assert plan.num_parameters == model.num_parameters()
-    assert plan.weights >= 4 * plan.num_parameters
+    assert plan.needs.weights >= 4 * plan.num_parameters
     assert any(name == "transformers" for name, _ in examine_machine().rows)
 
 

@@ -29,7 +29,8 @@ from infer.layers.whole_sequence import WholeSequence
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, load_model
-from infer.tools.memory_plan import machine_on, plan_memory
+from infer.tools.memory_needs import machine_on
+from infer.tools.memory_plan import plan_memory
 from scripts.make_checkpoint import make_checkpoint
 from tests.support.tiny import SIZES, greedy, random_prompts, run_engine
 

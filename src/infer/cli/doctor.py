@@ -80,7 +80,7 @@ def _explain_kernels(args: argparse.Namespace) -> int:
         import torch
 
         from infer.tools.kernel_report import explain_kernels, gpu_of
-        from infer.tools.memory_plan import find_headers
+        from infer.tools.memory_needs import find_headers
 
     headers = find_headers(args.kernels, revision=None, show_progress=True)
     if args.profile is None and not torch.cuda.device_count():

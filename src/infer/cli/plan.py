@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,8 @@ from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, NoRoom
 
 if TYPE_CHECKING:
-    from infer.tools.memory_plan import DraftMemory, MemoryPlan
+    from infer.tools.memory_needs import DraftMemory, MemoryNeeds
+    from infer.tools.memory_plan import MemoryPlan
     from infer.tools.scheme_plan import SchemePlan
 
 HELP = "show where a model's memory would go, without loading it"
@@ -87,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_knobs(**knobs)
     with importing():
         from infer.bench.roofline import copy_bandwidth
-        from infer.tools.memory_plan import find_headers, find_machine, plan_memory
+        from infer.tools.memory_needs import find_headers, find_machine
+        from infer.tools.memory_plan import plan_memory
         from infer.tools.scheme_plan import compare_schemes
 
     load = config.load
@@ -136,22 +139,23 @@ class Forms(NamedTuple):
 
 def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
     """Return the object that `--json` prints."""
+    needs, machine, scheduler = plan.needs, plan.needs.machine, plan.needs.resolved.scheduler
     return {
-        "model": plan.choice.headers.source.name,
+        "model": needs.choice.headers.source.name,
         "num_parameters": plan.num_parameters,
         "stored_bytes": plan.stored_bytes,
-        "dtype": str(plan.choice.dtype).removeprefix("torch."),
-        "weight_format": plan.choice.weights,
-        "machine": plan.machine.kind,
-        "memory": plan.memory,
-        "other_processes": plan.machine.others,
-        "runtime": plan.machine.runtime,
-        "weights": plan.weights,
+        "dtype": str(needs.choice.dtype).removeprefix("torch."),
+        "weight_format": needs.choice.weights,
+        "machine": machine.kind,
+        "memory": needs.memory,
+        "other_processes": machine.others,
+        "runtime": machine.runtime,
+        "weights": needs.weights,
         "stages": [stage.weights for stage in plan.stages],
-        **_draft_json(plan.draft),
-        **({"adapters": plan.adapters} if plan.adapters else {}),
-        "activations": plan.step.activations,
-        "graphs": plan.graphs,
+        **_draft_json(needs.draft),
+        **({"adapters": needs.adapters} if needs.adapters else {}),
+        "activations": needs.step.activations,
+        "graphs": needs.graphs,
         "workspace": plan.workspace,
         "kv_cache": plan.cache.num_bytes,
         "kv_bytes_per_token": plan.cache.bytes_per_token,
@@ -161,8 +165,8 @@ def to_json(plan: MemoryPlan, forms: Forms) -> dict[str, Any]:
         "host_cache": plan.host_cache,
         "total": plan.total,
         "max_seq_len": plan.longest_sequence,
-        "max_batch_size": plan.resolved.scheduler.max_batch_size,
-        "prefill_tokens_while_decoding": plan.resolved.scheduler.prefill_tokens_while_decoding,
+        "max_batch_size": scheduler.max_batch_size,
+        "prefill_tokens_while_decoding": scheduler.prefill_tokens_while_decoding,
         "contexts": {str(context): plan.at_once(context) for context in plan.contexts()},
         **_forms_json(forms),
         "flags": flags.spell(plan.knobs()),
@@ -182,71 +186,99 @@ def _forms_json(forms: Forms) -> dict[str, Any]:
 
 def to_text(plan: MemoryPlan, model: str | None, forms: Forms) -> str:
     """Return the plan as a table."""
-    from infer.engine.cache_fit import cache_share
+    lines = [
+        _title(plan.needs),
+        "",
+        *(f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in _parts(plan)),
+        "",
+        *_context_table(plan),
+        "",
+        *_scheme_table(forms),
+        "",
+        *_limits(plan),
+        _start(plan, model),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _title(needs: MemoryNeeds) -> str:
+    """Return the model, and the memory that a rank of it has."""
+    machine, num_ranks = needs.machine, needs.choice.plan.rank.num_ranks
+    where = "a GPU" if machine.kind == "gpu" else "this machine's CPU"
+    if num_ranks > 1:
+        shares = machine.kind == "cpu" or needs.resolved.settings.load.names_gpu
+        where = f"{where}, each of {num_ranks} ranks" if shares else f"each of {num_ranks} GPUs"
+    held = f", other processes hold {format_bytes(machine.others)}" if machine.others else ""
+    return f"{needs.choice.headers.source.name} on {where} with {format_bytes(needs.memory)} for it{held}"
+
+
+def _parts(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
+    """Yield each part of the memory, its bytes, and a note."""
     from infer.tools.memory_plan import in_form
 
-    cache, num_planes = plan.cache, plan.layout.num_planes
-    where = "a GPU" if plan.machine.kind == "gpu" else "this machine's CPU"
-    rank = plan.choice.plan.rank
-    if (num_ranks := rank.num_ranks) > 1:
-        shares = plan.machine.kind == "cpu" or plan.resolved.settings.load.names_gpu
-        where = f"{where}, each of {num_ranks} ranks" if shares else f"each of {num_ranks} GPUs"
-    number, draft = plan.num_parameters, plan.draft
+    needs, draft, number = plan.needs, plan.needs.draft, plan.num_parameters
     count = f"{number / 1e6:,.0f} M" if number >= 10**7 else f"{number:,}"
-    drafting = f"{draft.name}: {format_bytes(draft.weights)} of weights, the rest for its steps"
-    adapting = f"room for {plan.resolved.settings.adapters.num_slots} LoRA adapters at a time"
-    rows = [
-        ("weights", plan.weights, f"{count} parameters {in_form(plan.choice.weights)}"),
-        *(
-            (f"stage {place}", stage.weights, f"weights of layers {stage.layers.start} to {stage.layers[-1]}")
-            for place, stage in enumerate(plan.stages[:-1])
-        ),
-        *([("draft model", draft.total, drafting)] if draft.name else []),
-        *([("adapters", plan.adapters, adapting)] if plan.adapters else []),
-        ("activations", plan.step.activations, "of the largest step"),
-        *([("graphs", plan.graphs, "captured steps, and the buffers of all steps")] if plan.graphs else []),
-        (
-            "KV cache",
-            cache.num_bytes,
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens"
-            + (f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else "")
-            + f": {cache.num_tokens:,} tokens, "
-            f"{format_bytes(cache.bytes_per_token)} each"
-            + (f", {format_bytes(draft.beside.per_token)} the draft's" if draft.name else ""),
-        ),
-        *([("workspace", plan.workspace, "of attention")] if plan.workspace else []),
-        *([("runtime", plan.machine.runtime, "of the GPU")] if plan.machine.runtime else []),
-    ]
+    yield "weights", needs.weights, f"{count} parameters {in_form(needs.choice.weights)}"
+    for place, stage in enumerate(plan.stages[:-1]):
+        layers = f"layers {stage.layers.start} to {stage.layers[-1]}"
+        yield f"stage {place}", stage.weights, f"weights of {layers}"
+    if draft.name:
+        weights = format_bytes(draft.weights)
+        yield "draft model", draft.total, f"{draft.name}: {weights} of weights, the rest for its steps"
+    if needs.adapters:
+        num_slots = needs.resolved.settings.adapters.num_slots
+        yield "adapters", needs.adapters, f"room for {num_slots} LoRA adapters at a time"
+    yield "activations", needs.step.activations, "of the largest step"
+    if needs.graphs:
+        yield "graphs", needs.graphs, "captured steps, and the buffers of all steps"
+    yield "KV cache", plan.cache.num_bytes, _cache_note(plan)
+    if plan.workspace:
+        yield "workspace", plan.workspace, "of attention"
+    if needs.machine.runtime:
+        yield "runtime", needs.machine.runtime, "of the GPU"
     last = f", for a rank of stage {len(plan.stages) - 1}, the last" if len(plan.stages) > 1 else ""
-    rows.append(("in all", plan.total, f"of {format_bytes(plan.memory)}{last}"))
+    yield "in all", plan.total, f"of {format_bytes(needs.memory)}{last}"
     if plan.host_cache:
-        rows.append(("host memory", plan.host_cache, "for what is swapped or evicted"))
-    held = f", other processes hold {format_bytes(plan.machine.others)}" if plan.machine.others else ""
-    lines = [
-        f"{plan.choice.headers.source.name} on {where} with {format_bytes(plan.memory)} for it{held}",
-        "",
-    ]
-    lines += [f"  {name:12}{format_bytes(size):>11}   {note}" for name, size, note in rows]
-    lines += ["", *_context_table(plan), "", *_scheme_table(forms), ""]
-    if plan.longest_sequence < plan.choice.max_seq_len:
-        lines.append(
-            f"The model's context is {plan.choice.max_seq_len} tokens; this cache serves sequences of up to "
-            f"{plan.longest_sequence}."
+        yield "host memory", plan.host_cache, "for what is swapped or evicted"
+
+
+def _cache_note(plan: MemoryPlan) -> str:
+    """Return the blocks and tokens of the cache in words."""
+    cache, num_planes, draft = plan.cache, plan.kept.layout.num_planes, plan.needs.draft
+    layers = f" in {num_planes} layer{'s' * (num_planes != 1)}" if cache.num_tables > 1 else ""
+    drafts = f", {format_bytes(draft.beside.per_token)} the draft's" if draft.name else ""
+    return (
+        f"{cache.num_blocks} blocks of {cache.block_size} tokens{layers}: {cache.num_tokens:,} tokens, "
+        f"{format_bytes(cache.bytes_per_token)} each{drafts}"
+    )
+
+
+def _limits(plan: MemoryPlan) -> Iterator[str]:
+    """Yield what keeps the cache from serving the model's whole context, if it is too small for that."""
+    from infer.engine.cache_fit import cache_share
+
+    max_seq_len = plan.needs.choice.max_seq_len
+    if plan.longest_sequence >= max_seq_len:
+        return
+    yield (
+        f"The model's context is {max_seq_len} tokens; this cache serves sequences of up to "
+        f"{plan.longest_sequence}."
+    )
+    given, usual = plan.needs.resolved.settings.cache, cache_share(plan.needs.machine.device)
+    if usual < 1 and not (given.kv_cache_memory or given.num_blocks):
+        yield (
+            f"It has {given.kv_cache_share or usual:.0%} of the memory that weights leave; --kv-cache-memory "
+            "or --kv-cache-share gives it more."
         )
-        given = plan.resolved.settings.cache
-        usual = cache_share(plan.machine.device)
-        if usual < 1 and not (given.kv_cache_memory or given.num_blocks):
-            share = given.kv_cache_share or usual
-            lines.append(
-                f"It has {share:.0%} of the memory that weights leave; --kv-cache-memory or --kv-cache-share "
-                "gives it more."
-            )
+
+
+def _start(plan: MemoryPlan, model: str | None) -> str:
+    """Return the command that starts a server with this cache."""
     is_shape_only = model is not None and plan.stored_bytes == 0 and Path(model).expanduser().exists()
     start = "Start with, once the weights are there:" if is_shape_only else "Start with:"
     path = Path(model or "")
     named = [] if model is None else ["--model", str(path.parent) if path.name == "config.json" else model]
-    lines.append(f"{start} infer serve {shlex.join([*named, *flags.spell(plan.knobs())])}".rstrip())
-    return "\n".join(lines) + "\n"
+    return f"{start} infer serve {shlex.join([*named, *flags.spell(plan.knobs())])}".rstrip()
 
 
 def _draft_json(draft: DraftMemory) -> dict[str, Any]:
@@ -280,7 +312,7 @@ def _context_table(plan: MemoryPlan) -> list[str]:
     """Return the table of the contexts that fit at each concurrency."""
     from infer.tools.memory_plan import CONCURRENCIES
 
-    columns = [count for count in CONCURRENCIES if count <= plan.resolved.scheduler.max_batch_size]
+    columns = [count for count in CONCURRENCIES if count <= plan.needs.resolved.scheduler.max_batch_size]
     head = f"  {'context':>9}{'KV each':>12}{'at once':>10}   " + "".join(f"{f'x{n}':>6}" for n in columns)
     lines = [head]
     for context in plan.contexts():

@@ -191,7 +191,7 @@ def read_ranks(args: argparse.Namespace) -> list[Ranks | None]:
             "the numbers of some links"
         )
     from infer.loader.slices import rank_counts
-    from infer.tools.memory_plan import find_headers
+    from infer.tools.memory_needs import find_headers
     from infer.tools.step_cost import Ranks
 
     shape = find_headers(args.model, revision=None, show_progress=True).config

@@ -51,7 +51,8 @@ def plan_model(config: EngineConfig) -> Planned:
 
 
 def _plan(config: EngineConfig) -> Planned:
-    from infer.tools.memory_plan import find_headers, find_machine, plan_memory
+    from infer.tools.memory_needs import find_headers, find_machine
+    from infer.tools.memory_plan import plan_memory
 
     load, cache = config.load, config.cache
     machine = find_machine(load.device, None, cache.device_memory)

@@ -39,7 +39,7 @@ from infer.loader.headers import ModelHeaders
 from infer.models.config import ModelConfig
 from infer.quant.gpu_schemes import GPUWeights
 from infer.quant.projection import Neighbours
-from infer.tools.memory_plan import choose_load, find_machine
+from infer.tools.memory_needs import choose_load, find_machine
 
 # sizes that are tried; if the choices for two neighbours differ, the exact limit between them is searched
 ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -17,7 +17,8 @@ from infer.layers.linear import ExpertLinear, Projected
 from infer.loader.headers import ModelHeaders
 from infer.loader.weight_plan import kept_bytes
 from infer.models.model import Model
-from infer.tools.memory_plan import MachineMemory, choose_load, plan_memory, weight_bytes
+from infer.tools.memory_needs import MachineMemory, choose_load, weight_bytes
+from infer.tools.memory_plan import plan_memory
 
 FORMS = {"gpu": ("auto", "none", "fp8", "int8", "int4"), "cpu": ("auto", "none", "int8", "int4")}
 

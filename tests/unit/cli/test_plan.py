@@ -25,7 +25,7 @@ from infer.loader import dtype as dtypes
 from infer.loader.find.source import resolve_model
 from infer.loader.load import load_model
 from infer.loader.weight_plan import plan_weights
-from infer.tools import memory_plan
+from infer.tools import memory_needs
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.adapters import make_adapter
 
@@ -77,8 +77,8 @@ def plan_once(headers: Any, **options: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _small_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.bench.roofline.copy_bandwidth", lambda *_, **__: 1e10)
-    monkeypatch.setattr(memory_plan, "plan_weights", plan_once)
-    monkeypatch.setattr(memory_plan, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
+    monkeypatch.setattr(memory_needs, "plan_weights", plan_once)
+    monkeypatch.setattr(memory_needs, "GPU_RUNTIME_BYTES", 0)  # so that tiny models fit tiny memories
     monkeypatch.setattr(memory, "GRAPH_WORKSPACE", 0)
     monkeypatch.setattr(cache_fit, "GRAPH_WORKSPACE", 0)
 
@@ -353,7 +353,7 @@ def test_what_would_fit_does_fit(infer: Infer, shape: Path) -> None:
 def test_what_is_missing_of_device_memory_adds_up(
     infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 64 << 30)
     said = infer("plan", str(shape), "--device", "cpu", "--device-memory", "100MiB").err
     sizes = re.search(r"it needs (.*) next to (.*) of this process, (.*) more than there is", said)
     assert sizes is not None, said
@@ -369,20 +369,20 @@ def test_a_form_that_weights_have_already_is_no_advice(infer: Infer, tmp_path: P
 
 
 def test_what_would_fit_on_a_cpu_does_fit(infer: Infer, shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 24 << 30)
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 24 << 30)
     outcome = infer("plan", str(shape), "--device", "cpu", "--quantization", "fp32")
     assert "what would fit: quantization=int8 or int4" in outcome.err
     whole = ["plan", str(shape), "--device", "cpu", "--quantization", "int8", "--max-seq-len", "50000"]
     outcome = infer(*whole)
     size = outcome.err.rpartition("kv_cache_memory=")[2].partition(",")[0]
     assert infer(*whole, "--kv-cache-memory", size).code == 0
-    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 7 << 30)
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 7 << 30)
     outcome = infer("plan", str(shape), "--device", "cpu")
     assert "what would fit: quantization=int4" in outcome.err
 
 
 def test_the_default_is_this_machine(infer: Infer, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: 64 << 20)
     plan = planned(infer, model, "--device", "cpu", "--dtype", "float32")
     assert (plan["machine"], plan["memory"]) == ("cpu", 64 << 20)
     assert plan["kv_cache"] <= 0.25 * (64 << 20)
@@ -396,7 +396,7 @@ def test_the_engine_gets_the_cache_that_was_planned(
     free = 25 << 18  # 6.25 MiB, of which a step takes 6
     plan_weights = planned(infer, model, "--dtype", "float32", "--gpu-memory", "1GiB")["weights"]
     monkeypatch.setattr(cache_fit, "free_host_bytes", lambda: free)
-    monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: free + plan_weights)
+    monkeypatch.setattr(memory_needs, "free_host_bytes", lambda: free + plan_weights)
     plan = planned(infer, model, "--device", "cpu", "--dtype", "float32", "--max-batch-size", "4")
     engine = build.build_engine(config, loaded)
     assert engine.scheduler.pool.usage().num_blocks == plan["num_blocks"]

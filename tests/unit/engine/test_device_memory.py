@@ -21,7 +21,7 @@ from infer.execution.gpu.device import GpuDevice
 from infer.execution.gpu.warm_up import WarmUp
 from infer.kernels.runtime import dispatch
 from infer.kernels.runtime.profiles import device_profile
-from infer.tools import doctor, memory_plan
+from infer.tools import doctor, memory_needs
 from infer.tools.doctor import _gpu_memory
 from tests.support.tiny import drain, tiny_model
 
@@ -90,7 +90,7 @@ def test_what_other_processes_hold_is_not_counted_as_free(monkeypatch: pytest.Mo
     assert memory.free == 5 * GIB - GPU_RUNTIME_BYTES
     assert memory.room == int(0.9 * memory.free)
     assert "other processes hold 65.0 GiB" in _gpu_memory()
-    found = memory_plan.machine_on(GPU, "60GiB")
+    found = memory_needs.machine_on(GPU, "60GiB")
     assert (found.memory, found.others, found.unloaded.limit) == (memory.free, 65 * GIB, 60 * GIB)
 
 

@@ -32,7 +32,8 @@ from infer.loader.load import LoadChoice
 from infer.loader.quantization import Rule
 from infer.loader.weight_plan import WeightPlan, num_weights, plan_weights
 from infer.models.config import ModelConfig
-from infer.tools.memory_plan import find_machine, plan_memory
+from infer.tools.memory_needs import find_machine
+from infer.tools.memory_plan import plan_memory
 from scripts.make_checkpoint import make_checkpoint
 
 
@@ -221,10 +222,10 @@ def test_a_plan_for_a_gpu_that_is_half_used_has_the_steps_of_its_engine(
     headers: ModelHeaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are as long as the GPU's memory allows, whatever is free of it at the moment."""
-    monkeypatch.setattr("infer.tools.memory_plan.choose_device", torch.device)
+    monkeypatch.setattr("infer.tools.memory_needs.choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
     machine = find_machine("cuda", None)
     config, same = EngineConfig.from_knobs(), EngineConfig.from_knobs(max_num_batched_tokens=16384)
     plan, expected = (plan_memory(each, headers, machine) for each in (config, same))
     assert machine.memory == 40 << 30
-    assert plan.step.activations == expected.step.activations
+    assert plan.needs.step.activations == expected.needs.step.activations
