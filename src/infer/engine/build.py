@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from infer.engine.observer import EngineObserver
 from infer.engine.phases import Phases
 from infer.engine.preemption_cost import measure_cost
 from infer.engine.run_manifest import RunFacts, fingerprint, shareable_knobs
+from infer.engine.speculation import Speculation
 from infer.engine.speculation_build import (
     LoadedHead,
     draft_bytes,
@@ -99,41 +100,23 @@ def build_engine(
         step = build.rehearse(wait_for_linears)
         size = _fit(build, layout, step, draft)
         store = build.make_store(size)
-    pool = make_pool(settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     if cost is None and size.num_host_blocks:
         wait_for_linears()
         prefill, max_tokens = partial(_probe_all, loaded, None), config.scheduler.max_num_batched_tokens
         cost = measure_cost(prefill, loaded.model, store, size.block_size, max_tokens)
-    scheduler = Scheduler(
-        pool,
-        config.scheduler,
-        cost=cost,
-        keeps_cache=config.keeps_cache,
-        max_seq_len=config.max_seq_len,
-        spans=layout.spans,
-    )
-    ranks, shape = loaded.ranks, shape_of(scheduler.state)
-    with phases("warm up"):
-        if ranks is not None:
-            ranks.send(RankMessage.BUILD, msgspec.json.encode((size, shape, step)))
+    scheduler = _make_scheduler(config, size, layout, cost)
+    shape = shape_of(scheduler.state)
+    with phases("warm up"), _with_ranks(loaded.ranks, RankMessage.BUILD, (size, shape, step)):
         draft_device = make_draft_device(config, draft, size, layout, shape)
         device, warm_up = build.make_warm(store, shape, step, draft_device)
-        if ranks is not None:
-            ranks.wait()
     with phases("compile"):
         wait_for_linears()
     with phases("measure steps"):
         speculation = make_speculation(
-            config,
-            loaded,
-            scheduler,
-            device,
-            draft_device=draft_device,
-            size=size,
-            shape=shape,
-            costs=step_costs,
-        )
-    pieces = _prepare_all(warm_up, ranks)
+            config, loaded, scheduler, device,
+            draft_device=draft_device, size=size, shape=shape, costs=step_costs,
+        )  # fmt: skip
+    pieces = _prepare_all(warm_up, loaded.ranks)
     scheduler.config = _within_target(config, loaded, warm_up, pieces, phases)
     config = replace(config, scheduler=scheduler.config)
     if observer is not None:
@@ -142,30 +125,17 @@ def build_engine(
     token_bytes = token_bytes or token_bytes_of(
         loaded.source, settings.load.tokenizer, loaded.config, loaded.eos_ids
     )
-
-    def prepare() -> bool:
-        if next(pieces, False):
-            token_bytes.start()  # runs while steps are captured
-            return True
-        return speculation is not None and speculation.prepare()
-
-    on_gpu = is_gpu(loaded.device)
+    prepare, on_gpu = partial(_prepare, pieces, token_bytes, speculation), is_gpu(loaded.device)
     engine = Engine(
         scheduler,
         device,
-        context_len=_served_len(config, pool, size),
+        context_len=_served_len(config, scheduler.pool, size),
         model_len=loaded.config.context_len,
         family=loaded.config.family,
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.eos_ids,
         has_head=loaded.config.has_head,
-        form=EngineForm(
-            dtype=config.dtype,
-            weights=config.weights,
-            kv_cache_dtype=kv_cache_dtype(config),
-            products=products(config),
-            gpu=gpu_name(loaded.device) if on_gpu else "",
-        ),
+        form=_form(config, loaded),
         observer=observer,
         steps_ahead=config.steps_ahead,
         prepare=freezing(prepare) if on_gpu else prepare,
@@ -173,15 +143,12 @@ def build_engine(
         token_bytes=token_bytes,
         speculation=speculation,
         adapters=_load_adapters(settings, build),
-        rank_times=partial(_rank_times, device, ranks) if ranks is not None else dict,
+        rank_times=partial(_rank_times, device, loaded.ranks) if loaded.ranks is not None else dict,
     )
-    engine.ranks = ranks
+    engine.ranks = loaded.ranks
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
-    logger.info("%s", describe_engine(loaded.name, config, size, attention=device.attention))
-    for name, why in config.unused.items():
-        logger.warning("%s is without effect: %s", name, why)
-    logger.debug("engine settings %s", " ".join(f'{name}="{why}"' for name, why in config.reasons.items()))
+    _report(loaded.name, config, size, device)
     return engine
 
 
@@ -204,9 +171,7 @@ def _bind_ranks(
 ) -> tuple[DeviceBuild, Callable[[], bool]]:
     """Bind the projections of all ranks; return rank 0's parts and a function that waits for compilers."""
     ranks, communicator = loaded.ranks, None
-    if ranks is not None:
-        ranks.send(RankMessage.BIND, msgspec.json.encode(settings))
-    with phases("compile"):
+    with _with_ranks(ranks, RankMessage.BIND, settings), phases("compile"):
         bank = make_bank(settings, loaded)
         if ranks is not None:
             try:
@@ -216,9 +181,17 @@ def _bind_ranks(
                 raise
         build = DeviceBuild(config, loaded, bank, communicator)
         wait_for_linears = build.bind(None if ranks is None else ranks.pipe)
+    return build, wait_for_linears
+
+
+@contextmanager
+def _with_ranks(ranks: RankGroup | None, message: RankMessage, facts: object) -> Iterator[None]:
+    """Let the other ranks do their part while a `with` block does the part of rank 0."""
+    if ranks is not None:
+        ranks.send(message, msgspec.json.encode(facts))
+    yield
     if ranks is not None:
         ranks.wait()
-    return build, wait_for_linears
 
 
 def _fit(
@@ -231,6 +204,20 @@ def _fit(
         beside = draft_bytes(config, draft.config, draft.dtype, layout, width)
     shortage = communicator.shortage if isinstance(communicator, DeviceRanks) else 0
     return fit_to_device(config, loaded, weight_bytes=shortage, step=step, draft=beside)
+
+
+def _make_scheduler(
+    config: ResolvedConfig, size: CacheSize, layout: KVLayout, cost: PreemptionCost | None
+) -> Scheduler:
+    pool = make_pool(config.settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
+    return Scheduler(
+        pool,
+        config.scheduler,
+        cost=cost,
+        keeps_cache=config.keeps_cache,
+        max_seq_len=config.max_seq_len,
+        spans=layout.spans,
+    )
 
 
 def _served_len(config: ResolvedConfig, pool: PagedKVCachePool, size: CacheSize) -> int:
@@ -282,6 +269,14 @@ def _within_target(
     max_tokens = min(limits.max_num_batched_tokens, config.max_seq_len)
     tokens = prompt_tokens_within(asked.itl_target_ms, time_step, max_tokens=max_tokens)
     return replace(limits, prefill_tokens_while_decoding=tokens)
+
+
+def _prepare(pieces: Iterator[bool], token_bytes: TokenBytes, speculation: Speculation | None) -> bool:
+    """Prepare one more piece of the engine; returns False if there was nothing left to do."""
+    if next(pieces, False):
+        token_bytes.start()  # runs while steps are captured
+        return True
+    return speculation is not None and speculation.prepare()
 
 
 def _load_adapters(settings: EngineConfig, build: DeviceBuild) -> Adapters | None:
@@ -382,6 +377,24 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
             "infer.cache.block_allocator.BlockAllocator"
         )
     return found
+
+
+def _form(config: ResolvedConfig, loaded: LoadedModel) -> EngineForm:
+    return EngineForm(
+        dtype=config.dtype,
+        weights=config.weights,
+        kv_cache_dtype=kv_cache_dtype(config),
+        products=products(config),
+        gpu=gpu_name(loaded.device) if is_gpu(loaded.device) else "",
+    )
+
+
+def _report(name: str, config: ResolvedConfig, size: CacheSize, device: TorchDevice | GpuDevice) -> None:
+    """Log the engine's decisions, the settings without effect, and the reasons."""
+    logger.info("%s", describe_engine(name, config, size, attention=device.attention))
+    for knob, why in config.unused.items():
+        logger.warning("%s is without effect: %s", knob, why)
+    logger.debug("engine settings %s", " ".join(f'{knob}="{why}"' for knob, why in config.reasons.items()))
 
 
 def _facts(

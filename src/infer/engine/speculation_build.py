@@ -277,63 +277,30 @@ def make_speculation(
     settings = config.settings.speculation
     if not settings.is_on:
         return None
-    vocab_size, proposer, has_trees = loaded.config.vocab_size, None, settings.method == "tree"
+    prepare = _begin_warm_up(draft_device)
+    proposer = _make_proposer(settings) if draft_device is None else None
     max_len = sys.maxsize if draft_device is None else draft_device.model.config.context_len
-    prepare: Callable[[], bool] = lambda: False
     again: Iterable[tuple[StepCosts, float | None]] = ()
-    is_head = draft_device is not None and isinstance(draft_device.model, HeadModel)
-    if draft_device is not None:
-        if isinstance(draft_device, DraftDevice):
-            prepare = draft_device.graphs.prepare if is_head else WarmUp(draft_device).prepare
-            draft_device.launcher.wait_for_compilers()
-    else:
-        proposer = _make_proposer(settings)
     if costs is None:
-        overlaps = config.steps_ahead > 0
-        draft_kv_bytes = 0 if draft_device is None else draft_device.store.num_bytes
-        costs = measure_step_costs(
-            device,
-            shape,
-            max_tokens=min(config.max_seq_len, size.num_tokens, max_len),
-            vocab_size=vocab_size,
-            weight_bytes=kept_bytes(loaded.model),
-            kv_bytes_per_token=device.store.num_bytes // max(size.num_tokens, 1),
-            draft_kv_bytes_per_token=draft_kv_bytes // max(size.num_tokens, 1),
-            gap_s=HOST_GAP_S if overlaps else 0.0,
-            row_gap_s=ROW_GAP_S if overlaps else 0.0,
-            drafter=draft_device,
-            draft_start=int(is_head),
-            has_trees=has_trees,
-        )
-        logger.info(
-            "steps measured tokens_ms=%s draft_ms=%.2f",
-            ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
-            1e3 * costs.draft_s,
-        )
+        max_tokens = min(config.max_seq_len, size.num_tokens, max_len)
+        costs = _measure_costs(config, loaded, device, draft_device, size, shape, max_tokens)
         if isinstance(device, TorchDevice) and draft_device is None and loaded.ranks is None:
-            again = measure_again(device, shape, vocab_size, costs)
+            again = measure_again(device, shape, loaded.config.vocab_size, costs)
     if settings.synthetic_acceptance is not None:
         logger.warning(
             "drafts are accepted at random, so the text is wrong: synthetic_acceptance is for benchmarks"
         )
         device.use_judge(SyntheticJudge(settings.synthetic_acceptance))
+    has_trees = settings.method == "tree"
     lengths = DraftLengths(costs, survival=survival, turns=turns_of) if has_trees else DraftLengths(costs)
-    target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
-    drafter: DraftModel | None = None
-    if draft_device is not None and is_head:
-        knows = lengths if settings.adaptive_speculation else None
-        drafter = DraftHead(draft_device, state, num_drafts=settings.max_drafts, lengths=knows, target=target)
-    elif draft_device is not None:
-        kind = TreeModel if has_trees else DraftModel
-        drafter = kind(draft_device, state, size.num_blocks, max_tokens=DRAFT_TOKENS, target=target)
     return Speculation(
         scheduler,
         lengths,
         proposer,
-        drafter,
+        _make_drafter(settings, draft_device, device, scheduler, size.num_blocks, lengths),
         max_drafts=settings.max_drafts,
         max_rows=DRAFT_ROWS,
-        vocab_size=vocab_size,
+        vocab_size=loaded.config.vocab_size,
         max_len=max_len,
         is_adaptive=settings.adaptive_speculation,
         is_synthetic=settings.synthetic_acceptance is not None,
@@ -341,6 +308,72 @@ def make_speculation(
         prepare=prepare,
         again=again,
     )
+
+
+def _runs_head(device: TorchDevice | DraftDevice | None) -> bool:
+    return device is not None and isinstance(device.model, HeadModel)
+
+
+def _begin_warm_up(draft_device: TorchDevice | DraftDevice | None) -> Callable[[], bool]:
+    """Wait until a draft device can run; returns a function that prepares one more piece of it."""
+    if not isinstance(draft_device, DraftDevice):
+        return lambda: False
+    prepare = draft_device.graphs.prepare if _runs_head(draft_device) else WarmUp(draft_device).prepare
+    draft_device.launcher.wait_for_compilers()
+    return prepare
+
+
+def _measure_costs(
+    config: ResolvedConfig,
+    loaded: LoadedModel,
+    device: TorchDevice | GpuDevice,
+    draft_device: TorchDevice | DraftDevice | None,
+    size: CacheSize,
+    shape: StateShape,
+    max_tokens: int,
+) -> StepCosts:
+    """Measure the steps of the model and of the draft model, with texts of up to `max_tokens`."""
+    overlaps = config.steps_ahead > 0
+    draft_kv_bytes = 0 if draft_device is None else draft_device.store.num_bytes
+    costs = measure_step_costs(
+        device,
+        shape,
+        max_tokens=max_tokens,
+        vocab_size=loaded.config.vocab_size,
+        weight_bytes=kept_bytes(loaded.model),
+        kv_bytes_per_token=device.store.num_bytes // max(size.num_tokens, 1),
+        draft_kv_bytes_per_token=draft_kv_bytes // max(size.num_tokens, 1),
+        gap_s=HOST_GAP_S if overlaps else 0.0,
+        row_gap_s=ROW_GAP_S if overlaps else 0.0,
+        drafter=draft_device,
+        draft_start=int(_runs_head(draft_device)),
+        has_trees=config.settings.speculation.method == "tree",
+    )
+    logger.info(
+        "steps measured tokens_ms=%s draft_ms=%.2f",
+        ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
+        1e3 * costs.draft_s,
+    )
+    return costs
+
+
+def _make_drafter(
+    settings: SpeculationConfig,
+    draft_device: TorchDevice | DraftDevice | None,
+    device: TorchDevice | GpuDevice,
+    scheduler: Scheduler,
+    num_blocks: int,
+    lengths: DraftLengths,
+) -> DraftModel | None:
+    """Return the host part of the draft model or head; None: a proposer looks drafts up."""
+    if draft_device is None:
+        return None
+    target, state = device if isinstance(device, GpuDevice) else None, scheduler.state
+    if _runs_head(draft_device):
+        knows = lengths if settings.adaptive_speculation else None
+        return DraftHead(draft_device, state, num_drafts=settings.max_drafts, lengths=knows, target=target)
+    kind = TreeModel if settings.method == "tree" else DraftModel
+    return kind(draft_device, state, num_blocks, max_tokens=DRAFT_TOKENS, target=target)
 
 
 def _make_proposer(settings: SpeculationConfig) -> Proposer:
