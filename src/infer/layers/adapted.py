@@ -4,8 +4,8 @@
     y = W x + B[s] (A[s] x)        rows whose adapter is in slot s
 
 All matrices of a step have the same slots for its rows, so the slots are set once per step, in the *bank*. If
-no row has an adapter, the wrapper only calls its projection, with fused kernels and recorded programs, and
-the step costs nothing extra. On a GPU a few rows with adapters keep the fused kernels: a launch before each
+no row has an adapter, the layer uses the projection itself, with fused kernels and recorded programs, and the
+step costs nothing extra. On a GPU a few rows with adapters keep the fused kernels: a launch before each
 of them computes A x, and B extends W by columns (linear/wgmma.py).
 
 After the last attention a step may keep only some of its rows (models/model.py): `select` is told which.
@@ -32,7 +32,7 @@ from infer.layers.embedding import Embedding
 from infer.layers.linear import Linear
 from infer.quant.dense import Dense
 from infer.quant.projection import Neighbours, Projection, Wrapped
-from infer.quant.residual import NormedInput, ResidualNorm
+from infer.quant.residual import ResidualNorm
 
 OUTER = ("embedding", "head")
 
@@ -163,36 +163,40 @@ class Adapted(Wrapped):
 
     def __init__(self, base: Projection, stack: LowRankStack, bank: AdapterBank) -> None:
         super().__init__(base)
+        self._bank, self._with_terms = bank, WithTerms(base, stack, bank)
+
+    @property
+    def active(self) -> Projection:
+        """The projection itself in a step without adapters."""
+        return self._inner if self._bank.rows is None else self._with_terms
+
+    def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
+        """Prepare the projection, and then what adds the terms of adapters to it."""
+        self._inner.prepare(compiled, neighbours)
+        self._with_terms.prepare(compiled, neighbours)
+
+
+class WithTerms(Wrapped):
+    """A prepared projection in a step with adapters, whose terms are added to its products."""
+
+    def __init__(self, base: Projection, stack: LowRankStack, bank: AdapterBank) -> None:
+        super().__init__(base)
         self._stack, self._bank = stack, bank
         self._compiled: CompiledLinears | None = None  # kernels that may add the terms of adapters
 
-    @property
-    def can_add(self) -> bool:  # type: ignore[override]  # it depends on the step
-        """True if the projection adds to the residual stream, including the terms of adapters if any."""
-        is_plain = self._bank.rows is None
-        return self._inner.can_add and (is_plain or self._compiled is not None)
-
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
-        """Prepare the projection, and request kernels that also add the terms of adapters."""
+        """Request kernels that also add the terms of adapters."""
         base = self._inner
-        base.prepare(compiled, neighbours)
         if isinstance(base, Dense) and (matrix := base.matrix(neighbours)) is not None:
-            self._compiled = compiled
+            self._compiled, self.can_add = compiled, base.can_add
             compiled.want_low_rank(matrix, self._stack)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b plus the terms of the adapters."""
-        rows, y = self._bank.rows, self._inner.multiply(x)
-        return y if rows is None else add_low_rank(y, x, rows, self._stack)
-
-    def project(self, x: torch.Tensor | NormedInput, activation: str = "") -> torch.Tensor:
-        """Multiply, with norm and gate; a step without adapters calls the projection."""
-        if self._bank.rows is None:
-            return self._inner.project(x, activation)
-        return super().project(x, activation)
+        return add_low_rank(self._inner.multiply(x), x, self._slots, self._stack)
 
     def project_rows(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Multiply and add the terms of adapters in one kernel, or one after the other."""
+        """Multiply and add the terms in one kernel, or one after the other."""
         plan, gate = self._plan(x, activation), activation if self.bias is None else ""
         if plan is None:
             return super().project_rows(x, activation)
@@ -209,6 +213,20 @@ class Adapted(Wrapped):
         )
         return y if gate == activation else gated_activation(y, activation=activation)
 
+    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
+        """Return True if a kernel can finish the norm of a sum and add the terms."""
+        return self._plan(x, activation) is not None
+
+    def add_to(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
+    ) -> torch.Tensor | ResidualSum:
+        """Multiply, adding the terms and the residual stream."""
+        plan = self._plan(x, "")
+        if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
+            return self.project_rows(x, "")
+        stream = ResidualInput(residual, norm.weight, norm.offset)
+        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._shrink(x))
+
     def _plan(self, x: torch.Tensor, activation: str) -> WgmmaConfig | None:
         """The tile shape of a kernel that adds the terms of adapters to the product; None: no such kernel."""
         if self._compiled is None or x.dim() != 2:
@@ -219,27 +237,13 @@ class Adapted(Wrapped):
         )
 
     def _shrink(self, x: torch.Tensor) -> LowRankTerm:
+        return shrink(x, self._slots, self._stack)
+
+    @property
+    def _slots(self) -> RowSlots:
         assert self._bank.rows is not None
-        return shrink(x, self._bank.rows, self._stack)
+        return self._bank.rows
 
     @property
     def _weight(self) -> torch.Tensor:
         return self.tensors["weight"]
-
-    def reads_sum(self, x: torch.Tensor, num_parts: int, activation: str) -> bool:
-        """Return True if a kernel can finish the norm of a sum, including adapters if the step has any."""
-        if self._bank.rows is None:
-            return self._inner.reads_sum(x, num_parts, activation)
-        return self._plan(x, activation) is not None
-
-    def add_to(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
-    ) -> torch.Tensor | ResidualSum:
-        """Multiply, adding to the residual stream."""
-        if self._bank.rows is None:
-            return self._inner.add_to(x, residual, norm, reader, activation)
-        plan = self._plan(x, "")
-        if plan is None or not reader.reads_sum(x, plan.num_parts(self.spec.num_rows), activation):
-            return self.project_rows(x, "")
-        stream = ResidualInput(residual, norm.weight, norm.offset)
-        return launch_add(plan, stream, x, self._weight, self.bias, low_rank=self._shrink(x))

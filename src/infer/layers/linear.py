@@ -127,7 +127,7 @@ class Linear(Projected):
 
     def forward(self, x: torch.Tensor | NormedInput) -> torch.Tensor | PendingProduct:
         """Multiply the last dimension of `x`; a product that a kernel adds to the stream is left pending."""
-        projection = self.projection
+        projection = self.projection.active
         if projection.can_add:
             return PendingProduct(projection, as_tensor(x))
         return projection.project(x)
@@ -136,7 +136,7 @@ class Linear(Projected):
         """Return act(gate) * up for a matrix with the parts gate and up."""
         if self._forward_hooks:  # hooks need the product before the gate
             return gated_activation(as_tensor(self(x)), activation=activation)
-        return self.projection.project(x, activation)
+        return self.projection.active.project(x, activation)
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split an output of this layer into its parts, as views."""

@@ -61,7 +61,7 @@ class RowParallel(RankPart):
         self, x: torch.Tensor, residual: torch.Tensor, norm: ResidualNorm, reader: Projection, activation: str
     ) -> torch.Tensor | ResidualSum:
         """Multiply, and add the products of all ranks to the stream."""
-        y = self._inner.multiply(x)
+        y = self.unreduced.multiply(x)
         parts = self._communicator.num_parts(*y.shape) if y.dim() == 2 else None
         if parts is None or not reader.reads_sum(x, parts, activation):
             return self.reduced(y)
@@ -69,12 +69,12 @@ class RowParallel(RankPart):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b of the whole matrix; only rank 0 has the bias."""
-        return self.reduced(self._inner.multiply(x))
+        return self.reduced(self.unreduced.multiply(x))
 
     @property
     def unreduced(self) -> Projection:
         """The rank's part, whose products are still to be summed over ranks."""
-        return self._inner
+        return self._inner.active
 
     def reduced(self, y: torch.Tensor) -> torch.Tensor:
         """Sum the products of all ranks."""

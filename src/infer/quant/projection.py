@@ -183,6 +183,11 @@ class Projection:
 
     # -- how it multiplies ------------------------------------------------------------------------------
 
+    @property
+    def active(self) -> Projection:
+        """The projection that multiplies in the current step: this one, or one that it wraps."""
+        return self
+
     def prepare(self, compiled: CompiledLinears, neighbours: Neighbours) -> None:
         """Repack, choose kernels, request their compilation; called once, before the first step."""
 
@@ -245,7 +250,7 @@ class Projection:
     @property
     def unreduced(self) -> Projection:
         """The rank's part of a matrix that several ranks share (layers/parallel.py)."""
-        return self
+        return self.active
 
     def reduced(self, y: torch.Tensor) -> torch.Tensor:
         """The sum of `unreduced` products of all ranks."""
