@@ -166,6 +166,7 @@ class _SequenceText:
         self.events: list[AnswerEvent] = []
         self.num_reasoning = 0
         self._pieces: list[str] = []
+        self._text, self._new = "", list[AnswerEvent]()  # text and events of the current step
         self.token_ids: list[int] = []
         self.logprobs: list[RowLogprobs] = []
         self.cumulative_logprob = 0.0
@@ -189,62 +190,70 @@ class _SequenceText:
             text = self._detokenizer.push(output.token_ids)
             self._pieces.append(text)
             return TextDelta(text=text, token_ids=output.token_ids, index=output.index)
-        text = ""
-        num_taken = num_reasoning = 0
-        events: list[AnswerEvent] = []
-        parser = self._parser
-
-        def add(piece: str) -> None:
-            nonlocal text
-            if parser is None:
-                text += piece
-            else:
-                events.extend(parser.push(piece))
-
-        for token_id in output.token_ids:
-            self.token_ids.append(token_id)
-            num_taken += 1
-            was_reasoning = parser is not None and parser.is_reasoning
-            add(self._detokenizer.push((token_id,)))
-            num_reasoning += was_reasoning or (parser is not None and parser.is_reasoning)
-            if self._request.params.stop and self._stop != (stop := self._next_stop(len(self.token_ids))):
-                self._stop = stop
-                add(self._detokenizer.look_for(stop))
-            if self._detokenizer.stopped is not None or (parser is not None and parser.is_done):
-                break
+        self._text, self._new = "", []
+        num_taken, num_reasoning = self._read(output.token_ids)
         self.logprobs.extend(output.logprobs[:num_taken])
         self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
-        if self._detokenizer.stopped is not None:
-            add(self._stop_at(self._detokenizer.stopped))
-        elif parser is not None and parser.is_done:
-            self.finish_reason = FinishReason.STOP
-        elif output.finish_reason is not None:
-            rest = self._detokenizer.finish()
-            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-            if self._detokenizer.stopped is not None:  # the text held back was a stop string
-                rest += self._stop_at(self._detokenizer.stopped)
-            add(rest)
-        if parser is not None:
-            if self.finish_reason is not None:
-                is_cut = self.finish_reason == FinishReason.LENGTH or self.stop_reason is not None
-                events += parser.finish(is_cut=is_cut)
-            text = "".join([event.text for event in events if isinstance(event, ContentDelta)])
-            self.events += events
-            if self.finish_reason is not None and self._form is not None:
-                self.finish_reason = self._form.finish_reason(self.finish_reason, join_calls(self.events))
-            self.num_reasoning += num_reasoning
-        self._pieces.append(text)
+        self._end(output)
+        self.num_reasoning += num_reasoning
+        self._pieces.append(self._text)
         return TextDelta(
-            text=text,
+            text=self._text,
             token_ids=output.token_ids[:num_taken],
             finish_reason=self.finish_reason,
             index=output.index,
             logprobs=output.logprobs[:num_taken],
             error=output.error,
             stop_reason=self.stop_reason,
-            events=tuple(events),
+            events=tuple(self._new),
             num_reasoning=num_reasoning,
         )
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Add tokens up to the end of the answer; returns how many there were, and how many reason."""
+        parser, num_taken, num_reasoning = self._parser, 0, 0
+        for token_id in token_ids:
+            self.token_ids.append(token_id)
+            num_taken += 1
+            was_reasoning = parser is not None and parser.is_reasoning
+            self._add(self._detokenizer.push((token_id,)))
+            num_reasoning += was_reasoning or (parser is not None and parser.is_reasoning)
+            if self._request.params.stop and self._stop != (stop := self._next_stop(len(self.token_ids))):
+                self._stop = stop
+                self._add(self._detokenizer.look_for(stop))
+            if self._detokenizer.stopped is not None or (parser is not None and parser.is_done):
+                break
+        return num_taken, num_reasoning
+
+    def _add(self, piece: str) -> None:
+        """Add text of the current step, which a parser turns into events."""
+        if self._parser is None:
+            self._text += piece
+        else:
+            self._add_events(self._parser.push(piece))
+
+    def _add_events(self, events: list[AnswerEvent]) -> None:
+        self._new += events
+        self._text += "".join([event.text for event in events if isinstance(event, ContentDelta)])
+
+    def _end(self, output: StepOutput) -> None:
+        """End the answer at a stop string, at the last call allowed, or where the engine has ended it."""
+        if self._detokenizer.stopped is not None:
+            self._add(self._stop_at(self._detokenizer.stopped))
+        elif self._parser is not None and self._parser.is_done:
+            self.finish_reason = FinishReason.STOP
+        elif output.finish_reason is not None:
+            rest = self._detokenizer.finish()
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            if self._detokenizer.stopped is not None:  # the text held back was a stop string
+                rest += self._stop_at(self._detokenizer.stopped)
+            self._add(rest)
+        if self._parser is not None and self.finish_reason is not None:
+            is_cut = self.finish_reason == FinishReason.LENGTH or self.stop_reason is not None
+            self._add_events(self._parser.finish(is_cut=is_cut))
+        self.events += self._new
+        if self._form is not None and self.finish_reason is not None:
+            self.finish_reason = self._form.finish_reason(self.finish_reason, join_calls(self.events))
 
     def _stop_at(self, stop: str) -> str:
         """End at a stop string; returns it if the text should include it."""
