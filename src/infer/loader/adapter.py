@@ -40,7 +40,7 @@ from infer.loader.slices import ALONE, Rank, own_part, own_vocabulary
 from infer.models.config import ModelConfig
 from infer.models.model import Model
 from infer.models.registry import get_family
-from infer.models.weight_map import WeightMap, find_target
+from infer.models.weight_map import Target, WeightMap, find_target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -263,6 +263,20 @@ def _pair(
     if len(found) < 2:
         raise CheckpointError(f"{where} with lora_{next(iter(found))} alone; it needs lora_A and lora_B")
     a, b = found["A"], found["B"]
+    target, layer = _find_layer(where, name, model, weight_map)
+    _check_shapes(where, a, b, layer, target)
+    scale = _scale(where, name, a.shape[0], config, patterns)
+    parts = layer.spec.parts if isinstance(layer, Linear) else {}
+    if order := row_order(model.config, target.module, target.part, parts, b.shape[0]):
+        b = reordered(b, order, name, model.config.head_dim)  # same row order as the adapted matrix
+    part = None if target.part is None else list(parts).index(target.part)
+    return LowRankPair(target.module, part, a, b, scale)
+
+
+def _find_layer(
+    where: str, name: str, model: Model, weight_map: WeightMap
+) -> tuple[Target, Linear | Embedding]:
+    """Return the place of a module of the base model, and the layer that it adapts there."""
     try:
         target, _ = find_target(f"{name}.weight", weight_map)
         layer = model.get_submodule(target.module)
@@ -270,45 +284,50 @@ def _pair(
         raise CheckpointError(f"{where}, which the model does not have; is it for another model?") from None
     if isinstance(layer, ExpertLinear) or target.expert is not None:
         raise CheckpointError(f"{where}, a matrix of experts; only attention of such a model can be adapted")
-    is_outer = target.module in OUTER
-    can_adapt = isinstance(layer, Linear | Embedding) and (is_outer or target.module.startswith("layers."))
-    if target.ignored or not can_adapt:
+    is_inside = target.module in OUTER or target.module.startswith("layers.")
+    if target.ignored or not is_inside or not isinstance(layer, Linear | Embedding):
         raise CheckpointError(f"{where}; only attention, MLP, embedding and head can be adapted")
-    parts: Mapping[str, int] = {}
+    if isinstance(layer, Linear) and layer.always_dense:
+        raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
+    if isinstance(layer, Linear) and target.part not in (None, *layer.spec.parts):
+        raise CheckpointError(f"{where}, and this layer of the model has no such matrix")
+    return target, layer
+
+
+def _check_shapes(
+    where: str, a: StoredTensor, b: StoredTensor, layer: Linear | Embedding, target: Target
+) -> None:
+    """Refuse matrices that do not fit the adapted one, or that are not numbers."""
     if isinstance(layer, Embedding):
-        wanted = layer.weight.shape[0], layer.weight.shape[1]
+        size, num_rows = layer.weight.shape
     else:
-        assert isinstance(layer, Linear)
-        if layer.always_dense:
-            raise CheckpointError(f"{where}, a router; only attention of such a model can be adapted")
-        if target.part not in (None, *layer.spec.parts):
-            raise CheckpointError(f"{where}, and this layer of the model has no such matrix")
         rows = layer.spec.part_rows(target.part)
-        wanted, parts = (layer.spec.size, rows.stop - rows.start), layer.spec.parts
-    shapes = a.shape, b.shape
-    if (
-        len(a.shape) != 2
-        or len(b.shape) != 2
-        or (a.shape[1], b.shape[0]) != wanted
-        or a.shape[0] != b.shape[1]
-    ):
+        size, num_rows = layer.spec.size, rows.stop - rows.start
+    rank = a.shape[0] if a.shape else 0
+    if (a.shape, b.shape) != ((rank, size), (num_rows, rank)):
         raise CheckpointError(
-            f"{where} with A {list(shapes[0])} and B {list(shapes[1])}, but the model's matrix is "
-            f"{wanted[1]} x {wanted[0]}; is it for another model?"
+            f"{where} with A {list(a.shape)} and B {list(b.shape)}, but the model's matrix is "
+            f"{num_rows} x {size}; is it for another model?"
         )
-    if not a.shape[0] or not (a.is_readable and b.is_readable):
-        raise CheckpointError(f"{where} with {a.type_name} matrices of rank {a.shape[0]}, not with numbers")
-    rank, alpha = (
+    if not rank or not (a.is_readable and b.is_readable):
+        raise CheckpointError(f"{where} with {a.type_name} matrices of rank {rank}, not with numbers")
+
+
+def _scale(
+    where: str,
+    name: str,
+    rank: int,
+    config: Mapping[str, Any],
+    patterns: Mapping[str, Sequence[tuple[re.Pattern[str], float]]],
+) -> float:
+    """Return the factor of a module's product B A; a rank that is not the config's is refused."""
+    told, alpha = (
         next((value for pattern, value in patterns[key] if pattern.match(name)), config.get(key))
         for key in ("r", "lora_alpha")
     )
-    if rank != a.shape[0]:
+    if told != rank:
         raise CheckpointError(
-            f"{where} with rank {a.shape[0]}, but {CONFIG} says {rank!r}; were both files saved together?"
+            f"{where} with rank {rank}, but {CONFIG} says {told!r}; were both files saved together?"
         )
     assert alpha is not None  # checked with the config
-    root = math.sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0]
-    if order := row_order(model.config, target.module, target.part, parts, b.shape[0]):
-        b = reordered(b, order, name, model.config.head_dim)  # same row order as the adapted matrix
-    part = None if target.part is None else list(parts).index(target.part)
-    return LowRankPair(target.module, part, a, b, alpha / root)
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +38,7 @@ from infer.loader.row_order import reordered, row_order
 from infer.loader.slices import Slice
 from infer.models.config import ModelConfig
 from infer.models.model import Model
-from infer.models.weight_map import WeightMap, names_an_expert
+from infer.models.weight_map import Target, WeightMap, names_an_expert
 from infer.quant.projection import Projection
 
 MAX_ZEROS = 1 << 24  # largest bias that is checked for all zeros, and then skipped if the model has none
@@ -125,23 +125,20 @@ def match_tensors(
     slices of tensors, by name. `config` decides which rows of queries and keys are reordered (row_order.py).
     """
     modules = dict(model.named_modules())
-    leaves = {name: leaves_of(module) for name, module in modules.items()}
     unexpected, misshapen, unreadable = list[str](), list[str](), list[str]()
     moves: list[Move] = []
     taken: dict[Place, str] = {}
-    for tensor_name, tensor, target, leaf in tensors:
+    for source in tensors:
+        tensor_name, tensor, target, leaf = source
         if target is None:
             unexpected.append(tensor_name)
             continue
-        is_tied_copy = is_tied and (target.module, leaf) == ("head", "weight")
-        if target.ignored or is_tied_copy:
+        if target.ignored or (is_tied and (target.module, leaf) == ("head", "weight")):
             continue
-        module, is_known = modules.get(target.module), leaf in leaves.get(target.module, {})
-        if module is not None and not is_known and leaf == "bias" and _is_zero(tensor):
+        module = modules.get(target.module)
+        if module is not None and leaf == "bias" and leaf not in leaves_of(module) and _is_zero(tensor):
             continue  # quantizers write a bias for every matrix
-        if isinstance(module, Projected) and target.part not in (None, *module.parts):
-            is_known = False  # a layer without a value matrix, for example
-        if module is None or not is_known or not _has_expert(module, target.expert):
+        if module is None or not _has_place(module, target, leaf):
             unexpected.append(tensor_name)
             continue
         place = Place(target.module, leaf, target.part, target.expert)
@@ -150,31 +147,16 @@ def match_tensors(
             if (other := _taken_by(module, each, taken)) is not None:
                 raise CheckpointError(f"{name}: tensors {other!r} and {tensor_name!r} fill the same place")
             taken[each] = tensor_name
-        is_stack = places != [place]
-        is_whole = is_stack and tensor.shape[:1] == (len(places),)
-        sources = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
-        shape = _shape(module, place)
-        is_transposed = target.transposed and len(shape) == 2
-        if tensor_name in slices:
-            cut = slices[tensor_name]
-            sources = [cut_tensor(each, cut, transposed=is_transposed) for each in sources]
-            shape = shape if cut.rows else (0,)  # the bias after a partial sum, which another rank adds
-        parts = module.parts if isinstance(module, Projected) else {}
-        num_rows = sources[0].shape[0] if sources[0].shape else 0
-        if config and (order := row_order(config, target.module, target.part, parts, num_rows)):
-            assert not is_transposed, tensor_name
-            sources = [reordered(sources[0], order, tensor_name, config.head_dim)]
-        if is_transposed:
-            shape = shape[::-1]
+        pieces, shape, is_transposed = _pieces(source, module, place, places, slices.get(tensor_name), config)
         if not tensor.is_readable:
             unreadable.append(f"{tensor_name} ({tensor.type_name})")
-        elif sources[0].shape != shape:
-            shape = (len(places), *shape) if is_stack else shape
+        elif pieces[0].shape != shape:
+            shape = shape if places == [place] else (len(places), *shape)
             misshapen.append(f"{tensor_name} is {list(tensor.shape)}, not {list(shape)}")
         else:
-            moves += [Move(source, each, is_transposed) for source, each in zip(sources, places, strict=True)]
+            moves += [Move(piece, each, is_transposed) for piece, each in zip(pieces, places, strict=True)]
     complaints = {
-        "missing": _missing(modules, leaves, taken, weight_map, is_tied=is_tied),
+        "missing": _missing(modules, taken, weight_map, is_tied=is_tied),
         "not part of this model": unexpected,
         "of the wrong shape": misshapen,
         "in a format that cannot be read": unreadable,
@@ -207,8 +189,39 @@ def _is_zero(tensor: StoredTensor) -> bool:
     return not bool(numbers.any())
 
 
-def _has_expert(module: nn.Module, expert: int | None) -> bool:
-    return expert is None or (isinstance(module, ExpertLinear) and expert < module.num_experts)
+def _has_place(module: nn.Module, target: Target, leaf: str) -> bool:
+    """Return True if a module has the leaf, the part and the expert of a target."""
+    if isinstance(module, Projected) and target.part not in (None, *module.parts):
+        return False  # a layer without a value matrix, for example
+    expert = target.expert
+    has_expert = expert is None or (isinstance(module, ExpertLinear) and expert < module.num_experts)
+    return has_expert and leaf in leaves_of(module)
+
+
+def _pieces(
+    source: WeightSource,
+    module: nn.Module,
+    place: Place,
+    places: Sequence[Place],
+    cut: Slice | None,
+    config: ModelConfig | None,
+) -> tuple[list[StoredTensor], tuple[int, ...], bool]:
+    """Return the tensors for the places, the shape that each must have, and True if they are transposed."""
+    tensor, target = source.tensor, source.target
+    assert target is not None
+    is_whole = places != [place] and tensor.shape[:1] == (len(places),)
+    pieces = [tensor.matrix(number) for number in range(len(places))] if is_whole else [tensor]
+    shape = _shape(module, place)
+    is_transposed = target.transposed and len(shape) == 2
+    if cut is not None:
+        pieces = [cut_tensor(each, cut, transposed=is_transposed) for each in pieces]
+        shape = shape if cut.rows else (0,)  # the bias after a partial sum, which another rank adds
+    parts = module.parts if isinstance(module, Projected) else {}
+    num_rows = pieces[0].shape[0] if pieces[0].shape else 0
+    if config and (order := row_order(config, target.module, target.part, parts, num_rows)):
+        assert not is_transposed, source.name
+        pieces = [reordered(pieces[0], order, source.name, config.head_dim)]
+    return pieces, shape[::-1] if is_transposed else shape, is_transposed
 
 
 def _places(module: nn.Module, place: Place) -> list[Place]:
@@ -228,7 +241,6 @@ def _taken_by(module: nn.Module, place: Place, taken: Mapping[Place, str]) -> st
 
 def _missing(
     modules: Mapping[str, nn.Module],
-    leaves: Mapping[str, Collection[str]],
     taken: Collection[Place],
     weight_map: WeightMap,
     *,
@@ -240,8 +252,9 @@ def _missing(
         spelling.setdefault((target.module, target.part, names_an_expert(key, target)), key)
     literal = {target.module for target in weight_map.values()}
     missing = []
-    for name, leaf in ((module, leaf) for module, found in leaves.items() for leaf in found):
-        module = modules[name]
+    for name, module, leaf in (
+        (name, each, leaf) for name, each in modules.items() for leaf in leaves_of(each)
+    ):
         if is_tied and name == "head":
             continue
         generic, numbers = re.sub(r"\.\d+(?=\.)", ".{}", name), re.findall(r"\.(\d+)(?=\.)", name)

@@ -256,10 +256,27 @@ def plan_weights(
     `home` "cuda" gives weights a GPU's forms on any device; on a CPU the reference code then multiplies them.
     The plan is for one `rank`: its slices, and the layers of its stage.
     """
-    num_stages = rank.num_stages
-    assert 0 <= rank.number < rank.world_size and 0 <= rank.stage < num_stages, rank
+    assert 0 <= rank.number < rank.world_size and 0 <= rank.stage < rank.num_stages, rank
     if headers.family.load is not None:
         quantization = _check_foreign(headers, quantization, rank)
+    _check_stages(headers, rank.num_stages)
+    rule = choose_rule(quantization, dtype, device, _held(headers, home or home_of(device)), home)
+    whole = rank._replace(number=0, world_size=1)
+    skeleton = _network(headers, rule.dtype, META, whole)  # whole layers; the rank has a part of each
+    cutter = Cutter(headers.config, rank)
+    modules = _choose_forms(headers, skeleton, rule, cutter)
+    if rank.world_size > 1 and not cutter.uncut:
+        skeleton = _network(headers, rule.dtype, META, rank)
+    plan = WeightPlan(
+        headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
+        rank=rank, uncut=cutter.uncut,
+    )  # fmt: skip
+    plan.give_projections(skeleton, META)
+    return plan
+
+
+def _check_stages(headers: ModelHeaders, num_stages: int) -> None:
+    """Refuse a number of pipeline stages over which the model cannot be split."""
     if num_stages > headers.config.num_layers:
         raise ConfigError(
             f"pipeline_parallel_size={num_stages} cannot be used with {headers.source.name}, which has "
@@ -270,14 +287,14 @@ def plan_weights(
             f"pipeline_parallel_size={num_stages} cannot be used with {headers.source.name}: its layers read "
             "keys of other layers, and embeddings of their own; leave it out"
         )
-    rule = choose_rule(quantization, dtype, device, _held(headers, home or home_of(device)), home)
-    whole = rank._replace(number=0, world_size=1)
-    skeleton = _network(headers, rule.dtype, META, whole)  # whole layers; the rank has a part of each
+
+
+def _choose_forms(headers: ModelHeaders, skeleton: Model, rule: Rule, cutter: Cutter) -> dict[str, Kept]:
+    """Return the form of every module that has weights; a tied embedding has the form of the head."""
     by_module: dict[str, list[WeightSource]] = {}
     for source in headers.sources:
         if source.module:
             by_module.setdefault(source.module, []).append(source)
-    cutter = Cutter(headers.config, rank)
     settings, modules = Settings(headers.quantization), dict[str, Kept]()
     for name, module in skeleton.named_modules():
         sources = tuple(by_module.get(name, ()))
@@ -299,14 +316,7 @@ def plan_weights(
         modules[name] = kept
         if is_tied:
             modules["embedding"] = kept
-    if rank.world_size > 1 and not cutter.uncut:
-        skeleton = _network(headers, rule.dtype, META, rank)
-    plan = WeightPlan(
-        headers=headers, rule=rule, device=device, modules=modules, skeleton=skeleton,
-        rank=rank, uncut=cutter.uncut,
-    )  # fmt: skip
-    plan.give_projections(skeleton, META)
-    return plan
+    return modules
 
 
 def _check_foreign(headers: ModelHeaders, quantization: str, rank: Rank) -> str:
@@ -331,19 +341,7 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
     has_order = len(orders) == 1 and orders != {""} and not is_head
     is_cut = has_order and any(tensor.codes and tensor.codes.size != spec.size for tensor in tensors)
     if rule.home == "cpu":
-        bits = cpu_bits(tensors)
-        if is_head and rule.label in PACKED:  # its errors go straight into the logits
-            is_kept = bits == 6 and rule.label != "int8"
-            return replace(dense, scheme=FILE_SCHEMES["int6"] if is_kept else SCHEMES["int8"])
-        is_announced = not tensors and _is_mxfp4_stack(spec, settings) and multiplies_mxfp4()
-        if rule.scheme is None and (is_announced or is_mxfp4(tensors)):
-            return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
-        if is_cut:  # a rank's columns are not whole groups
-            return replace(dense, scheme=SCHEMES["int8"])
-        if rule.scheme is None and bits == 8 and (runs := _runs(dense, spec)):
-            return replace(dense, scheme=FILE_SCHEMES["runs"], spec=replace(spec, runs=runs))
-        scheme = rule.scheme or (SCHEMES | FILE_SCHEMES)[f"int{bits}"]
-        return replace(dense, scheme=scheme, spec=replace(spec, has_order=has_order))
+        return _keep_on_cpu(dense, rule, settings, is_head=is_head, has_order=has_order, is_cut=is_cut)
     forms = [form_of(tensor) for tensor in tensors if len(tensor.shape) >= 2]
     if not tensors and settings.raw and not is_head:
         codes = settings.codes(spec.size)
@@ -373,6 +371,27 @@ def _keep(dense: Kept, rule: Rule, settings: Settings, *, is_head: bool) -> Kept
         num_outliers=outliers if form is stored else 0,
     )
     return replace(dense, scheme=FILE_SCHEMES.get(form.codes) or SCHEMES[form.codes], spec=kept)
+
+
+def _keep_on_cpu(
+    dense: Kept, rule: Rule, settings: Settings, *, is_head: bool, has_order: bool, is_cut: bool
+) -> Kept:
+    """Return a matrix in a form that the C kernels read."""
+    tensors, spec = dense.weights, dense.spec
+    assert spec is not None, dense
+    bits = cpu_bits(tensors)
+    if is_head and rule.label in PACKED:  # its errors go straight into the logits
+        is_kept = bits == 6 and rule.label != "int8"
+        return replace(dense, scheme=FILE_SCHEMES["int6"] if is_kept else SCHEMES["int8"])
+    is_announced = not tensors and _is_mxfp4_stack(spec, settings) and multiplies_mxfp4()
+    if rule.scheme is None and (is_announced or is_mxfp4(tensors)):
+        return replace(dense, scheme=FILE_SCHEMES["mxfp4"])
+    if is_cut:  # a rank's columns are not whole groups
+        return replace(dense, scheme=SCHEMES["int8"])
+    if rule.scheme is None and bits == 8 and (runs := _runs(dense, spec)):
+        return replace(dense, scheme=FILE_SCHEMES["runs"], spec=replace(spec, runs=runs))
+    scheme = rule.scheme or (SCHEMES | FILE_SCHEMES)[f"int{bits}"]
+    return replace(dense, scheme=scheme, spec=replace(spec, has_order=has_order))
 
 
 def _held(headers: ModelHeaders, home: str = "cpu") -> Held:
