@@ -127,24 +127,14 @@ def build_engine(
     )
     prepare, on_gpu = partial(_prepare, pieces, token_bytes, speculation), is_gpu(loaded.device)
     engine = Engine(
-        scheduler,
-        device,
-        context_len=_served_len(config, scheduler.pool, size),
-        model_len=loaded.config.context_len,
-        family=loaded.config.family,
-        vocab_size=loaded.config.vocab_size,
-        eos_ids=loaded.eos_ids,
-        has_head=loaded.config.has_head,
-        form=_form(config, loaded),
-        observer=observer,
-        steps_ahead=config.steps_ahead,
-        prepare=freezing(prepare) if on_gpu else prepare,
-        phases=phases,
-        token_bytes=token_bytes,
-        speculation=speculation,
-        adapters=_load_adapters(settings, build),
+        scheduler, device, context_len=_served_len(config, scheduler.pool, size),
+        model_len=loaded.config.context_len, family=loaded.config.family,
+        vocab_size=loaded.config.vocab_size, eos_ids=loaded.eos_ids, has_head=loaded.config.has_head,
+        form=_form(config, loaded), observer=observer, steps_ahead=config.steps_ahead,
+        prepare=freezing(prepare) if on_gpu else prepare, phases=phases, token_bytes=token_bytes,
+        speculation=speculation, adapters=_load_adapters(settings, build),
         rank_times=partial(_rank_times, device, loaded.ranks) if loaded.ranks is not None else dict,
-    )
+    )  # fmt: skip
     engine.ranks = loaded.ranks
     if on_gpu:  # a CPU step never waits for the garbage collector, and tests build many tiny models
         freeze_with(engine)
@@ -211,13 +201,9 @@ def _make_scheduler(
 ) -> Scheduler:
     pool = make_pool(config.settings, size, windows=layout.windows, max_chunk=config.scheduler.max_chunk)
     return Scheduler(
-        pool,
-        config.scheduler,
-        cost=cost,
-        keeps_cache=config.keeps_cache,
-        max_seq_len=config.max_seq_len,
-        spans=layout.spans,
-    )
+        pool, config.scheduler, cost=cost, keeps_cache=config.keeps_cache,
+        max_seq_len=config.max_seq_len, spans=layout.spans,
+    )  # fmt: skip
 
 
 def _served_len(config: ResolvedConfig, pool: PagedKVCachePool, size: CacheSize) -> int:
@@ -354,16 +340,12 @@ def make_pool(
     """Return the block pool of a cache of this size, whose tables have these windows (cache/layout.py)."""
     cache = settings.cache
     return PagedKVCachePool(
-        size.num_blocks,
-        size.block_size,
-        use_prefix_caching=cache.caches_prefixes,
+        size.num_blocks, size.block_size, use_prefix_caching=cache.caches_prefixes,
         num_host_blocks=size.num_host_blocks,
         max_blocks_per_sequence=1 if cache.kv_cache_backend == "contiguous" else None,
-        windows=windows,
-        max_chunk=max_chunk,
-        allocator=_find_allocator(cache.block_allocator),
+        windows=windows, max_chunk=max_chunk, allocator=_find_allocator(cache.block_allocator),
         block_bytes=size.bytes_per_block,
-    )
+    )  # fmt: skip
 
 
 def _find_allocator(name: str) -> type[BlockAllocator]:
@@ -381,12 +363,9 @@ def _find_allocator(name: str) -> type[BlockAllocator]:
 
 def _form(config: ResolvedConfig, loaded: LoadedModel) -> EngineForm:
     return EngineForm(
-        dtype=config.dtype,
-        weights=config.weights,
-        kv_cache_dtype=kv_cache_dtype(config),
-        products=products(config),
-        gpu=gpu_name(loaded.device) if is_gpu(loaded.device) else "",
-    )
+        dtype=config.dtype, weights=config.weights, kv_cache_dtype=kv_cache_dtype(config),
+        products=products(config), gpu=gpu_name(loaded.device) if is_gpu(loaded.device) else "",
+    )  # fmt: skip
 
 
 def _report(name: str, config: ResolvedConfig, size: CacheSize, device: TorchDevice | GpuDevice) -> None:
@@ -411,18 +390,11 @@ def _facts(
     if config.settings.scheduler.itl_target_ms is not None:  # a replay must use the measured limit
         knobs["prefill_tokens_while_decoding"] = config.scheduler.prefill_tokens_while_decoding
     return RunFacts(
-        version=__version__,
-        model=loaded.name,
-        fingerprint=fingerprint(loaded.whole or loaded.config, loaded.eos_ids),
-        dtype=config.dtype,
-        device=device_kind(loaded.device),
-        num_threads=torch.get_num_threads(),
-        context_len=config.max_seq_len,
-        knobs=knobs,
-        cache=size,
-        cost=cost,
-        step_costs=step_costs,
+        version=__version__, model=loaded.name,
+        fingerprint=fingerprint(loaded.whole or loaded.config, loaded.eos_ids), dtype=config.dtype,
+        device=device_kind(loaded.device), num_threads=torch.get_num_threads(),
+        context_len=config.max_seq_len, knobs=knobs, cache=size, cost=cost, step_costs=step_costs,
         draft_model="" if draft is None else draft.name,
         draft_fingerprint="" if draft is None else fingerprint(draft.config, draft.eos_ids),
         steps_ahead=config.steps_ahead,
-    )
+    )  # fmt: skip

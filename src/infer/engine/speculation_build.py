@@ -240,17 +240,12 @@ def draft_bytes(
     scheduler = config.scheduler
     num_tokens = scheduler.max_num_batched_tokens if states_width else DRAFT_TOKENS
     each = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype.itemsize)
+    num_rows = min(DRAFT_ROWS, scheduler.max_batch_size)
     step = step_bytes(
-        replace(
-            scheduler,
-            max_batch_size=min(DRAFT_ROWS, scheduler.max_batch_size),
-            max_num_batched_tokens=num_tokens,
-        ),
-        model,
-        max_seq_len=config.max_seq_len,
-        bytes_per_element=dtype.itemsize,
+        replace(scheduler, max_batch_size=num_rows, max_num_batched_tokens=num_tokens), model,
+        max_seq_len=config.max_seq_len, bytes_per_element=dtype.itemsize,
         graph_tokens=WINDOW_TOKENS if config.use_cuda_graphs else None,
-    )
+    )  # fmt: skip
     states = 2 * num_tokens * states_width * dtype.itemsize  # states of the layers, and their concatenation
     crossing = 0  # a head's blocks are swapped with the model's, through a separate buffer
     cache = config.settings.cache
@@ -293,21 +288,13 @@ def make_speculation(
         device.use_judge(SyntheticJudge(settings.synthetic_acceptance))
     has_trees = settings.method == "tree"
     lengths = DraftLengths(costs, survival=survival, turns=turns_of) if has_trees else DraftLengths(costs)
+    drafter = _make_drafter(settings, draft_device, device, scheduler, size.num_blocks, lengths)
     return Speculation(
-        scheduler,
-        lengths,
-        proposer,
-        _make_drafter(settings, draft_device, device, scheduler, size.num_blocks, lengths),
-        max_drafts=settings.max_drafts,
-        max_rows=DRAFT_ROWS,
-        vocab_size=loaded.config.vocab_size,
-        max_len=max_len,
-        is_adaptive=settings.adaptive_speculation,
-        is_synthetic=settings.synthetic_acceptance is not None,
-        has_trees=has_trees,
-        prepare=prepare,
+        scheduler, lengths, proposer, drafter, max_drafts=settings.max_drafts, max_rows=DRAFT_ROWS,
+        vocab_size=loaded.config.vocab_size, max_len=max_len, is_adaptive=settings.adaptive_speculation,
+        is_synthetic=settings.synthetic_acceptance is not None, has_trees=has_trees, prepare=prepare,
         again=again,
-    )
+    )  # fmt: skip
 
 
 def _runs_head(device: TorchDevice | DraftDevice | None) -> bool:
@@ -336,19 +323,14 @@ def _measure_costs(
     overlaps = config.steps_ahead > 0
     draft_kv_bytes = 0 if draft_device is None else draft_device.store.num_bytes
     costs = measure_step_costs(
-        device,
-        shape,
-        max_tokens=max_tokens,
-        vocab_size=loaded.config.vocab_size,
+        device, shape, max_tokens=max_tokens, vocab_size=loaded.config.vocab_size,
         weight_bytes=kept_bytes(loaded.model),
         kv_bytes_per_token=device.store.num_bytes // max(size.num_tokens, 1),
         draft_kv_bytes_per_token=draft_kv_bytes // max(size.num_tokens, 1),
-        gap_s=HOST_GAP_S if overlaps else 0.0,
-        row_gap_s=ROW_GAP_S if overlaps else 0.0,
-        drafter=draft_device,
-        draft_start=int(_runs_head(draft_device)),
+        gap_s=HOST_GAP_S if overlaps else 0.0, row_gap_s=ROW_GAP_S if overlaps else 0.0,
+        drafter=draft_device, draft_start=int(_runs_head(draft_device)),
         has_trees=config.settings.speculation.method == "tree",
-    )
+    )  # fmt: skip
     logger.info(
         "steps measured tokens_ms=%s draft_ms=%.2f",
         ",".join(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in costs.pairs),
