@@ -31,8 +31,14 @@ from infer.server.middleware.access_log import METRICS_PATH, AccessLog
 from infer.server.middleware.auth import EXPLAIN_PREFIX, HEALTH_PATH, Auth, route_path
 from infer.server.middleware.host_check import HostCheck, cors_options
 from infer.server.middleware.limits import BodyLimit, Gate
-from infer.server.protocol.errors import REFUSED_HEADER, ApiError, api_of
-from infer.server.protocol.stream import DONE, LAST_READ_S, named_event
+from infer.server.protocol.errors import REFUSED_HEADER, ApiError
+from infer.server.protocol.stream import LAST_READ_S, FrameWriter
+from infer.server.routes.chat import ChatWriter
+from infer.server.routes.completions import CompletionWriter, EventWriter
+from infer.server.routes.llama_cpp import LlamaWriter
+from infer.server.routes.messages import MessageWriter
+from infer.server.routes.ollama import OllamaWriter
+from infer.server.routes.responses import ResponseWriter
 from infer.server.state import ServerState, current_id
 
 logger = logging.getLogger(__name__)
@@ -45,7 +51,15 @@ KEYS = {b"authorization", b"x-api-key"}
 OVERTIME_S = LAST_READ_S + 10  # time for a replica's own timeout error, and for a client that reads slowly
 MAX_BEGUN = 2  # replicas that may begin a request, if the first of them ends
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
-WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # streams that end with [DONE]
+WRITERS: dict[str, type[FrameWriter]] = {  # formats of streams, by path
+    "/v1/chat/completions": ChatWriter,
+    "/v1/completions": CompletionWriter,
+    "/v1/completions/stream": EventWriter,
+    "/v1/messages": MessageWriter,
+    "/v1/responses": ResponseWriter,
+    **dict.fromkeys(("/completion", "/completions"), LlamaWriter),
+    **dict.fromkeys(("/api/chat", "/api/generate"), OllamaWriter),
+}
 
 
 def build_front(state: ServerState, replicas: ReplicaSet, *, check_host: bool) -> ASGIApp:
@@ -103,13 +117,7 @@ class _Answer:
             return
         if not self.is_stream:
             raise ConnectionError(error.message)
-        told = error.encode()
-        if api_of(self.path) == "ollama":
-            frame = told + b"\n"
-        elif self.path in WITH_DONE:
-            frame = b"data: " + told + b"\n\n" + DONE
-        else:
-            frame = named_event("error", told)
+        frame = WRITERS.get(self.path, EventWriter).failure(error)
         await self.send({"type": "http.response.body", "body": frame, "more_body": False})
 
 

@@ -220,6 +220,8 @@ async def test_a_replica_that_goes_in_the_middle_of_a_stream_ends_it_with_an_err
         "/v1/chat/completions": "data: ",
         "/v1/completions/stream": "event: error\ndata: ",
         "/v1/messages": "event: error\ndata: ",
+        "/v1/responses": "event: error\ndata: ",
+        "/completion": "data: ",
     }
     for path, prefix in paths.items():
         fakes = FakeReplica(SSE, chunk(EVENT), "hang up"), FakeReplica(SSE, chunk(EVENT), "hang up")
@@ -229,8 +231,9 @@ async def test_a_replica_that_goes_in_the_middle_of_a_stream_ends_it_with_an_err
         assert len(fakes[0].heads) + len(fakes[1].heads) == 1, "tokens would come twice"
         rest = answer.text.removeprefix(EVENT.decode())
         assert rest.startswith(prefix) and rest.count("data: ") == 1 + rest.count("[DONE]")
-        error = json.loads(rest.removeprefix(prefix).split("\n")[0])["error"]
-        assert "has ended" in error["message"]
+        told = json.loads(rest.removeprefix(prefix).split("\n")[0])
+        assert "has ended" in told["error"]["message"]
+        assert told.get("type") == ("error" if path in ("/v1/messages", "/v1/responses") else None)
 
 
 @in_loop

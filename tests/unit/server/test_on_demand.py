@@ -433,6 +433,7 @@ def test_a_stream_that_has_begun_ends_with_the_error(
             ("/v1/completions", {"model": "a", "stream": True}),
             ("/api/generate", {"model": "b"}),
             ("/v1/completions", {"model": "c", "stream": True, "temperature": -1}),
+            ("/v1/responses", {"model": "a", "stream": True, "input": "a", "prompt": None}),
         ]
         texts: list[str] = []
         for path, body in bodies:
@@ -445,6 +446,9 @@ def test_a_stream_that_has_begun_ends_with_the_error(
         assert "could not be loaded" in texts[0] and texts[0].endswith("data: [DONE]\n\n")
         assert list(json.loads(texts[1])) == ["error"]
         assert "temperature" in texts[2] and stage.state.models["c"].num_held == 0
+        told = json.loads(texts[3].rpartition("data: ")[2])
+        assert (told["type"], told["sequence_number"]) == ("error", 0), "an event of a response has a type"
+        assert "could not be loaded" in told["message"]
 
     play(monkeypatch, oracle, scene, closed=("a", "b", "c"))
 

@@ -19,6 +19,7 @@ from infer.errors import EngineError
 from infer.finish_reason import FinishReason
 from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
+from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.parts import Part, PartWriter, place
 from infer.server.routes.messages import MessagesRequest, MessageWriter
@@ -239,7 +240,7 @@ def test_a_response_that_fails_says_so_twice() -> None:
     """Once with the response, for programs that read it, and once as what OpenAI's package raises."""
     writer = response_writer()
     num_before = len(read(b"".join(writer.frames(piece_of([ContentDelta("half an ans")])))))
-    (failed, failure), (kind, error) = read(writer.error(EngineError("the engine fell over")))
+    (failed, failure), (kind, error) = read(writer.error(to_api_error(EngineError("the engine fell over"))))
     assert (failed, kind) == ("response.failed", "error")
     RESPONSE_EVENT.validate_python(failure, strict=True)
     RESPONSE_EVENT.validate_python(error, strict=True)

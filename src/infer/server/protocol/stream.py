@@ -35,7 +35,7 @@ from starlette.types import Receive, Scope, Send
 from infer.dialects.events import TextDelta
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
-from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.errors import ApiError, to_api_error
 from infer.server.protocol.generation import PAUSES, Generation, Piece
 from infer.server.protocol.schemas import AskingBody, SamplingBody
 from infer.server.protocol.translate import Job
@@ -83,13 +83,13 @@ class FrameWriter(ABC):
         """Return the frames after the last piece."""
 
     @classmethod
-    def failure(cls, error: BaseException) -> bytes:
-        """Return the only frame of a stream that fails before its job is open."""
-        return named_event("error", to_api_error(error).encode())
+    def failure(cls, told: ApiError) -> bytes:
+        """Return the last frame of a stream that fails, whatever was sent before."""
+        return named_event("error", told.encode())
 
-    def error(self, error: BaseException) -> bytes:
-        """Return the last frame of a stream that fails."""
-        return self.failure(error)
+    def error(self, told: ApiError) -> bytes:
+        """Return the last frames of this stream, which fails."""
+        return self.failure(told)
 
     def is_slow(self, piece: Piece) -> bool:
         """Return True if the frames of a piece take so long that a thread should make them."""
@@ -129,9 +129,9 @@ class ChunkWriter(FrameWriter):
         return [self._before + b"]," + orjson.dumps(rest)[1:] + b"\n\n", DONE]
 
     @classmethod
-    def failure(cls, error: BaseException) -> bytes:
+    def failure(cls, told: ApiError) -> bytes:
         """Return the error as a frame, and [DONE]."""
-        return b"data: " + to_api_error(error).encode() + b"\n\n" + DONE
+        return b"data: " + told.encode() + b"\n\n" + DONE
 
     def token(
         self,
@@ -290,8 +290,8 @@ class EventStream(Response):
             return await reading
         except Exception as error:
             self._has_ended = True
-            is_open = self._opening.exception() is None
-            return [self._opening.result().error(error) if is_open else self._kind.failure(error)]
+            is_open, told = self._opening.exception() is None, to_api_error(error)
+            return [self._opening.result().error(told) if is_open else self._kind.failure(told)]
 
     async def _read_first(self) -> list[bytes]:
         """Wait for the job, then for the first frames."""

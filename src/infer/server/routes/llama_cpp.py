@@ -23,7 +23,7 @@ from infer.errors import MalformedRequest, RequestError, show_value
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
-from infer.server.protocol.errors import ApiError, to_api_error
+from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
@@ -184,9 +184,9 @@ class LlamaWriter(FrameWriter):
         return [_frame(self._ending("", ()))]
 
     @classmethod
-    def failure(cls, error: BaseException) -> bytes:
+    def failure(cls, told: ApiError) -> bytes:
         """Return the error as a frame."""
-        return b"data: " + to_api_error(error).encode() + b"\n\n"
+        return b"data: " + told.encode() + b"\n\n"
 
     def whole(self, answers: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""

@@ -40,7 +40,7 @@ from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import MAX_INT
-from infer.server.protocol.errors import to_api_error
+from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter
@@ -550,9 +550,9 @@ class OllamaWriter(PartWriter):
         return self._fields(self.said(joined["text"], rest) | self.ending())
 
     @classmethod
-    def failure(cls, error: BaseException) -> bytes:
+    def failure(cls, told: ApiError) -> bytes:
         """Return the last line of a stream that fails."""
-        return to_api_error(error).encode() + b"\n"
+        return told.encode() + b"\n"
 
     def ending(self) -> dict[str, Any]:
         """Return why the answer ended, how long it took and how many tokens it has."""

@@ -36,7 +36,7 @@ from pydantic import PrivateAttr
 
 from infer.errors import ContextOverflow, RequestError, closest
 from infer.finish_reason import FinishReason
-from infer.server.protocol.errors import Path, spell_path, to_api_error
+from infer.server.protocol.errors import ApiError, Path, spell_path
 from infer.server.protocol.generation import Generation
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.parts import Part, PartWriter, reasoning_tokens
@@ -570,15 +570,18 @@ class ResponseWriter(PartWriter):
         if self._keep is not None:
             await self._keep(self._response)
 
-    def error(self, error: BaseException) -> bytes:
-        """Return the failed response, and the event that makes OpenAI's package raise an error."""
-        told = to_api_error(error)
+    @classmethod
+    def failure(cls, told: ApiError, number: int = 0) -> bytes:
+        """Return the event that makes OpenAI's package raise an error."""
+        fields = {"code": "server_error", "message": told.message, "param": told.param}
+        event = {"type": "error", "sequence_number": number, **fields, **orjson.loads(told.encode())}
+        return named_event("error", orjson.dumps(event))
+
+    def error(self, told: ApiError) -> bytes:
+        """Return the failed response, and the event of the error."""
         response = self._at("failed", [self._item(part, "incomplete") for part in self.parts])
         response["error"] = {"code": "server_error", "message": told.message}
-        failed = self._event("failed", response=response)
-        fields = {"code": "server_error", "message": told.message, "param": told.param}
-        number = {"type": "error", "sequence_number": self._num_sent}
-        return failed + named_event("error", orjson.dumps(number | fields | orjson.loads(told.encode())))
+        return self._event("failed", response=response) + self.failure(told, self._num_sent)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
         kind = f"response.{name}"
