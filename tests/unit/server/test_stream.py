@@ -120,6 +120,22 @@ def test_an_error_after_the_signs_of_life_is_a_frame(oracle: LLM, hurried: None,
     assert len(client.closed) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": "x"}, "text.format"),
+        ("/v1/messages", BODIES[CHAT], "output_config.format"),
+    ],
+)
+def test_an_error_in_a_stream_names_fields_as_they_were_sent(
+    oracle: LLM, hurried: None, path: str, body: dict[str, Any], param: str
+) -> None:
+    wire, _ = scripted(oracle, late(RequestError.about("response_format", "cannot be enforced")))
+    text = wire.post(path, body | {"stream": True}).text
+    told = json.loads(text.rpartition("data: ")[2])["error"]
+    assert (told["param"], told["message"]) == (param, f"{param} cannot be enforced")
+
+
 def test_a_stream_does_not_begin_before_the_engine_has_taken_its_request(oracle: LLM, hurried: None) -> None:
     wire, client = scripted(oracle, late(QueueFull("too many")))
     client.is_taken = False

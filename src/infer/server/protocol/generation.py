@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from infer.frontend.outputs import OutputBuilder, RequestOutput
 from infer.scheduling.request import DraftCounts, StepOutput
 from infer.server.protocol.timings import AnswerTimes
 from infer.server.protocol.translate import Job
+from infer.server.protocol.turns import spelled
 from infer.server.state import current_record
 
 PAUSES = (*[False] * 15, True)  # True: yield to the event loop after a frame or an output
@@ -41,8 +42,10 @@ class Piece(NamedTuple):
 class Generation:
     """The outputs of one job, read from its engines; closing it aborts the requests that have not ended."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, spellings: Mapping[str, str]) -> None:
+        """Open the streams of a job; errors name its fields by their `spellings`."""
         self.job = job
+        self._spellings = spellings
         self.num_output = 0
         self.num_reasoning = 0  # output tokens that are reasoning
         self._begun_at, self._first_at = perf_counter(), 0.0  # 0: no output yet
@@ -195,7 +198,8 @@ class Generation:
                 raise self._timeout() from None
             raise
         except RequestError as error:
-            raise error.of_prompt("prompt", "messages" if self.job.is_chat else "prompt") from None
+            with spelled(self._spellings):
+                raise error.of_prompt("prompt", "messages" if self.job.is_chat else "prompt") from None
         except StopAsyncIteration:
             raise EngineError("the engine ended a request without its last token") from None
         finally:

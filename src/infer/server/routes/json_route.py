@@ -228,10 +228,9 @@ async def answer(
             assert isinstance(kind, type) and issubclass(kind, FrameWriter)
             return EventStream(kind, opening, {})
         writer = opening.result()  # raises the error of the body or the model
-    with spelled(body.spellings):
-        if body.stream:
-            return await EventStream.start(http, writer, ignored_headers(body))
-        answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
+    if body.stream:
+        return await EventStream.start(http, writer, ignored_headers(body))
+    answers = await unless_disconnected(http.receive, writer.generation.collect(writer.note))
     num_tokens, params = writer.generation.usage()["total_tokens"], writer.generation.job.params
     asked = [count for count in (params.logprobs, params.prompt_logprobs) if count is not None]
     num_spelled = num_tokens * (1 + max(asked)) if asked else 0  # each token and its alternatives
@@ -244,7 +243,7 @@ async def _open_writer(
     body: AskingBody, job: Awaitable[Job], form: Callable[[Generation, Any], FrameWriter]
 ) -> FrameWriter:
     with spelled(body.spellings):
-        return form(Generation(await job), body)
+        return form(Generation(await job, body.spellings), body)
 
 
 async def open_agent(
