@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
@@ -104,6 +105,21 @@ def test_resetting_empties_every_engine_of_one_model_or_of_all() -> None:
     assert post(site, "/admin/reset_prefix_cache", {"model": "fake"}).json() == {"num_blocks": 6}
     assert post(site, "/admin/reset_prefix_cache", {"model": "fak"}).status_code == 404
     assert [client.num_resets for client in site.clients] == [2, 2]
+
+
+def test_an_adapter_is_unloaded_from_every_engine_that_lives() -> None:
+    class Down(FakeClient):
+        async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+            if path is None:
+                raise EngineStopped("the engine process has ended; it is being restarted")
+
+    site = Site(Down(), FakeClient(), admin_key="root")
+    body = {"name": "sql", "path": "/sql"}
+    assert post(site, "/admin/adapters/load", body).status_code == 200
+    assert site.clients[1].adapters == {"sql": "/sql"}
+    answer = post(site, "/admin/adapters/unload", {"name": "sql"})
+    assert answer.status_code == 200, answer.text
+    assert site.clients[1].adapters == site.state.adapters == {}
 
 
 def test_draining_sends_newcomers_away_until_it_is_taken_back() -> None:
@@ -419,18 +435,30 @@ def test_unloading_does_not_wait_for_ever(oracle: LLM) -> None:
     asyncio.run(live())
 
 
-def test_closing_the_fleet_closes_a_model_that_is_being_unloaded() -> None:
+def test_closing_the_fleet_closes_a_model_that_is_being_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     async def live() -> None:
+        has_ended, faults = asyncio.Event(), list[dict[str, Any]]()
+
+        async def unserve(model: ServedModel, timeout_s: float) -> int:
+            await has_ended.wait()
+            raise EngineStopped("a process of the server has ended")
+
         site = Site()
         fleet: Fleet = site.app.state.fleet
+        monkeypatch.setattr(fleet._workers, "unserve", unserve)
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         site.state.models["fake"].num_held = 1
         unloading = asyncio.create_task(fleet.unload("fake"))
         while site.state.models:
             await asyncio.sleep(0)
         await fleet.close()
         assert site.clients[0].is_closed
-        unloading.cancel()
-        await asyncio.gather(unloading, return_exceptions=True)
+        with pytest.raises(EngineStopped, match="the server is shutting down"):
+            await unloading
+        has_ended.set()
+        await asyncio.sleep(0.01)
+        gc.collect()
+        assert not faults, "nothing is left behind that fails unseen"
 
     asyncio.run(live())
 

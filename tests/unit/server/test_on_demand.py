@@ -432,11 +432,12 @@ def test_a_stream_that_has_begun_ends_with_the_error(
         bodies: list[tuple[str, dict[str, Any]]] = [
             ("/v1/completions", {"model": "a", "stream": True}),
             ("/api/generate", {"model": "b"}),
-            ("/v1/completions", {"model": "c", "stream": True, "temperature": -1}),
             ("/v1/responses", {"model": "a", "stream": True, "input": "a", "prompt": None}),
+            ("/v1/completions", {"model": "c", "stream": True, "temperature": -1}),
         ]
         texts: list[str] = []
         for path, body in bodies:
+            stage.may_load[body["model"]].clear()
             asked = asyncio.create_task(stage.client.post(path, json={"prompt": "a", **body}))
             await until(lambda: len(begun) == len(texts) + 1)  # noqa: B023
             stage.may_load[body["model"]].set()
@@ -445,10 +446,10 @@ def test_a_stream_that_has_begun_ends_with_the_error(
             texts.append(answer.text)
         assert "could not be loaded" in texts[0] and texts[0].endswith("data: [DONE]\n\n")
         assert list(json.loads(texts[1])) == ["error"]
-        assert "temperature" in texts[2] and stage.state.models["c"].num_held == 0
-        told = json.loads(texts[3].rpartition("data: ")[2])
+        told = json.loads(texts[2].rpartition("data: ")[2])
         assert (told["type"], told["sequence_number"]) == ("error", 0), "an event of a response has a type"
         assert "could not be loaded" in told["message"]
+        assert "temperature" in texts[3] and stage.state.models["c"].num_held == 0
 
     play(monkeypatch, oracle, scene, closed=("a", "b", "c"))
 
@@ -542,6 +543,81 @@ def test_the_operator_adds_replaces_and_removes_models(monkeypatch: pytest.Monke
         assert [card["id"] for card in (await stage.client.get("/v1/models")).json()["data"]] == ["c", "d"]
 
     play(monkeypatch, oracle, scene)
+
+
+def test_a_load_under_a_taken_name_unloads_no_other_model(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.may_load["d"].set()
+        await stage.ok("a")
+        stage.fleet.set_alias("x", {"b": 1.0})
+        taken = await stage.client.post("/admin/models/load", json={"name": "x", "model": "d"})
+        assert taken.status_code == 409 and "is an alias" in taken.text
+        assert stage.loaded == ["a"] and not stage.starts["d"]
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_of_two_loads_under_one_name_the_second_is_refused(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        async def load(path: str) -> httpx.Response:
+            return await stage.client.post("/admin/models/load", json={"name": "new", "model": path})
+
+        stage.may_load["e"].set()
+        asked = []
+        for work in (load("d"), stage.ask("b"), load("e")):
+            asked.append(asyncio.create_task(work))
+            await asyncio.sleep(0.05)  # they wait for their turn, in this order
+        stage.may_load["d"].set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200, 409]
+        await stage.ok("new")
+        assert stage.starts == {"d": 2, "b": 1}
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_name_that_is_gone_is_not_loaded(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
+    """Another API process may ask for a model before it hears that the model was unloaded."""
+
+    async def scene(stage: Stage) -> None:
+        assert stage.state.demand is not None
+        await stage.fleet.unload("b")
+        await stage.state.demand("b")
+        assert stage.loaded == [] and not stage.starts
+
+    play(monkeypatch, oracle, scene)
+
+
+def test_a_model_that_is_used_while_another_idle_one_ends_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+        async def close(reason: str = "") -> None:
+            is_ending.set()
+            await may_end.wait()
+
+        for name in "ab":
+            await stage.ok(name)
+        stage.fleet.metrics.meters[0].close = close
+        for model in stage.state.models.values():
+            model.used_at -= 1000
+        await is_ending.wait()
+        stage.engines["b"].gate.clear()
+        asked = asyncio.create_task(stage.ok("b"))
+        await until(lambda: stage.state.models["b"].num_held)
+        may_end.set()
+        await until(lambda: not stage.fleet._leaving)
+        await stage.client.get("/v1/models")
+        assert stage.loaded == ["b"]
+        stage.engines["b"].gate.set()
+        await asked
+
+    play(monkeypatch, oracle, scene, max_loaded_models=2, idle_unload=100.0)
 
 
 def test_an_unload_ends_a_load_that_requests_wait_for(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:

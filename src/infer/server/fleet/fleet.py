@@ -152,14 +152,21 @@ class Fleet:
         """
         if self._on_demand is None:
             return await self._bring_up(name, config, replaces=replaces)
-        catalog = self._on_demand.catalog
-        if name in catalog and not replaces:
-            raise _taken(name, "known and loaded on demand")
+        if name not in self._loading:  # else a running load decides whether the name is free
+            self._check_new(name, config, replaces=replaces)  # no other model makes room in vain
         async with self._on_demand.room(name, config) as fixed:
+            self._check_new(name, config, replaces=replaces)  # another load may have taken the name meanwhile
             model = await self._bring_up(name, fixed, replaces=replaces)
-            catalog[model.name] = config
+            self._on_demand.catalog[model.name] = config
             self._note_loadable()
         return model
+
+    def _check_new(self, name: str, config: EngineConfig, *, replaces: bool) -> None:
+        """Reject a new model if its name is taken, or the name of one of its adapters."""
+        if name in self.state.loadable and not replaces:
+            raise _taken(name, "known and loaded on demand")
+        self._check_name(name, replaces=replaces)
+        self._check_adapters(name, config)
 
     async def _bring_up(self, name: str, config: EngineConfig, *, replaces: bool = False) -> ServedModel:
         """Load a model and give it its name."""
@@ -218,7 +225,13 @@ class Fleet:
         await self._forget_asleep(name)
         if model is None:
             return 0
-        return await asyncio.shield(self._start_leaving(model, self.state.config.drain_timeout))
+        leaving = self._start_leaving(model, self.state.config.drain_timeout)
+        try:
+            return await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            if leaving.cancelled():  # the server is shutting down; not only this caller was cancelled
+                raise EngineStopped(SHUTTING_DOWN) from None
+            raise
 
     async def _retire(self, model: ServedModel) -> None:
         """Unload an on-demand model when no request holds it any more; it keeps its name."""
@@ -239,9 +252,8 @@ class Fleet:
         """Stop the engines of a model or put them to sleep; returns how many requests were cut off."""
         is_asleep, num_cut_off = False, 0
         try:
-            elsewhere = asyncio.ensure_future(self._workers.unserve(model, timeout_s))
-            await model.wait_unheld(timeout_s)
-            num_cut_off = await elsewhere + model.num_held
+            waits = self._workers.unserve(model, timeout_s), model.wait_unheld(timeout_s)
+            num_cut_off = (await asyncio.gather(*waits))[0] + model.num_held
             if num_cut_off:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, num_cut_off)
             if may_sleep:
@@ -369,7 +381,7 @@ class Fleet:
             self._adapter_paths.pop(name, None)
             await self._workers.call(self._names())
             for client in self.state.models[base].clients if base in self.state.models else ():
-                with suppress(UnknownModel):  # a restarted engine
+                with suppress(UnknownModel, EngineStopped):  # an engine that was restarted, or is down
                     await client.set_adapter(name, None)
 
     def _check_adapter_name(self, name: str) -> None:

@@ -145,9 +145,9 @@ class OnDemand:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load_in_turn(self, name: str) -> None:
-        if name in self._state.models:
+        config = self.catalog.get(name)
+        if config is None or name in self._state.models:  # unloaded, or loaded, before this task began
             return
-        config = self.catalog[name]
         try:
             async with self.room(name, config) as fixed:
                 if self.catalog.get(name) is config and name not in self._state.models:  # still wanted
@@ -197,9 +197,10 @@ class OnDemand:
 
     async def _retire_idle(self) -> None:
         async with self._turn:
-            for name, use in (await self._uses()).items():
+            for name in list(self._state.models):
+                use = (await self._uses()).get(name)  # anew: requests arrive while another model is unloaded
                 model = self._state.models.get(name)
-                if model is not None and self._is_over(use):
+                if model is not None and use is not None and self._is_over(use):
                     logger.info("model idle model=%s seconds=%.0f", name, monotonic() - use.used_at)
                     await self._retire(model)
 
