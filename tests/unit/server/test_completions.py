@@ -292,6 +292,8 @@ def test_usage_is_in_every_chunk_where_that_was_asked(wire: Wire) -> None:
         PATH, {"prompt": "x", "max_tokens": 4, "ignore_eos": True, "stream": True, "stream_options": options}
     )
     assert [frame["usage"]["completion_tokens"] for frame in frames] == [1, 2, 3, 4, 4]
+    scored = {"prompt": "x", "max_tokens": 0, "echo": True, "stream": True, "stream_options": options}
+    assert {frame["usage"]["completion_tokens"] for frame in wire.frames(PATH, scored)} == {0}
 
 
 def test_answers_are_json_of_the_right_shape(wire: Wire) -> None:

@@ -94,6 +94,14 @@ def test_tokenize_takes_a_text_or_a_conversation(wire: Wire) -> None:
     wire.refused("/tokenize", {"prompt": "x", "messages": []}, 400)
 
 
+def test_tokenize_names_the_fields_that_have_no_effect(wire: Wire) -> None:
+    text = {"prompt": "x", "tools": [], "add_generation_prompt": False, "add_special_tokens": False}
+    answer = wire.post("/tokenize", text)
+    assert answer.headers["x-infer-ignored"] == "add_generation_prompt, tools"
+    talk = {"messages": [{"role": "user", "content": "hi"}], "add_special_tokens": True, "tools": []}
+    assert wire.post("/tokenize", talk).headers["x-infer-ignored"] == "add_special_tokens"
+
+
 def test_detokenize_spells_special_tokens_out(wire: Wire, oracle: LLM) -> None:
     ids = oracle.encode("the river")
     assert wire.ok("/detokenize", {"tokens": ids})["prompt"] == "<|begin_of_text|>the river"

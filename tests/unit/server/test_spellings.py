@@ -213,3 +213,11 @@ def test_a_suffix_needs_marks_in_the_vocabulary(wire: Wire) -> None:
     error = wire.refused(COMPLETIONS, {"prompt": "a", "suffix": "b"}, 422)
     assert (error["param"], "fill in the middle" in error["message"]) == ("suffix", True)
     assert wire.ok(COMPLETIONS, {"prompt": "a", "suffix": ""})["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"echo": True}, {"truncate_prompt_tokens": 3}, {"add_special_tokens": False}, {"prompt": [1]}]
+)
+def test_a_suffix_is_refused_with_what_it_would_ignore(wire: Wire, fields: dict[str, Any]) -> None:
+    error = wire.refused(COMPLETIONS, {"prompt": "a", "suffix": "b"} | fields, 422)
+    assert error["message"].startswith("suffix goes with")

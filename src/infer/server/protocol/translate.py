@@ -314,9 +314,11 @@ def read_opening(body: ChatRequest | TokenizeRequest) -> Opening:
 
 
 def only_text(body: CompletionRequest, prompts: Sequence[str | list[int]]) -> str:
-    """Return the text before a gap; reject a suffix with several prompts, token ids or echo."""
-    if len(prompts) != 1 or not isinstance(prompts[0], str) or body.echo:
-        raise RequestError.about("suffix", "goes with one prompt, which is a text, and without echo")
+    """Return the text before a gap; reject a suffix with several prompts, token ids or other options."""
+    if len(prompts) != 1 or not isinstance(prompts[0], str):
+        raise RequestError.about("suffix", "goes with one prompt, which is a text")
+    if body.echo or body.truncate_prompt_tokens is not None or body.add_special_tokens is False:
+        raise RequestError.about("suffix", "goes without echo, truncate_prompt_tokens and add_special_tokens")
     return prompts[0]
 
 

@@ -166,8 +166,9 @@ class CompletionWriter(ChunkWriter):
         if choice in self._not_echoed:
             self._not_echoed.remove(choice)
             logprobs = view.prompt_logprobs(choice, piece.prompt, piece.output.prompt_logprobs)
-            reason = None if view.shows_output else FinishReason.LENGTH
-            frames.append(self.frame(choice, self.text(view.prompt_text(piece.prompt)), logprobs, reason))
+            reason, num_output = (None, None) if view.shows_output else (FinishReason.LENGTH, 0)
+            text = self.text(view.prompt_text(piece.prompt))
+            frames.append(self.frame(choice, text, logprobs, reason, num_output=num_output))
         if view.shows_output:
             logprobs = view.logprobs(choice, delta.token_ids, delta.logprobs)
             prompt_ids = view.job.requests[piece.prompt].prompt if choice in self._not_begun else None

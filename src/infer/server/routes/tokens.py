@@ -17,6 +17,9 @@ from infer.server.routes.json_route import in_thread_if_large, json_response, ma
 
 router = make_router()
 
+OF_TEXTS = ("add_special_tokens",)  # fields without effect on a conversation
+OF_CHATS = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "tools")  # and on a text
+
 
 @router.post("/tokenize", response_model=None)
 async def tokenize(body: TokenizeRequest, http: Request) -> Response:
@@ -24,6 +27,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     encoder = (await server_state(http).use_model(body.model)).encoder
     if (body.prompt is None) == (body.messages is None):
         raise MalformedRequest("give either prompt or messages", param="prompt")
+    others = OF_TEXTS if body.prompt is None else OF_CHATS
+    body.note_ignored(name for name in others if getattr(body, name) is not None)
     if body.prompt is not None:
         add_special = body.add_special_tokens is not False
         (ids,) = await encode_prompts(encoder, [body.prompt], "prompt", add_special=add_special)
