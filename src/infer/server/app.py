@@ -46,6 +46,7 @@ from infer.server.routes import (
     messages,
     models,
     ollama,
+    ollama_models,
     pages,
     response_memory,
     responses,
@@ -120,14 +121,14 @@ def build_app(
     app.state.live = live.LiveFeeds()
     parts = (
         completions, chat, messages, responses, response_memory, models, tokens, embeddings, scoring, ollama,
-        llama_cpp, health, explain,
+        ollama_models, llama_cpp, health, explain,
     )  # fmt: skip
     routers = [part.router for part in parts]
     if config.admin_key is not None:
         routers += [admin.router, admin.vllm_router]
     if config.admin_key is not None or is_private:
         routers.append(live.router)
-    routers.append(pages.make_router() if config.ui else ollama.root)
+    routers.append(pages.make_router() if config.ui else ollama_models.root)
     if config.docs:
         routers.append(pages.make_docs_router())
     # Not `include_router`, which would analyse every route again at the first request.

@@ -15,8 +15,10 @@ from infer.errors import EngineError, QueueFull, RequestError
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
+from infer.server.protocol.ollama_to_chat import OllamaChat, ollama_to_chat
 from infer.server.protocol.schemas import ChatRequest
-from infer.server.routes.ollama import OllamaChat, check_abilities, ollama_to_chat, tagged
+from infer.server.routes.ollama import check_abilities
+from infer.server.routes.ollama_models import tagged
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 from tests.support.wire import ScriptedClient, outputs_of

@@ -29,7 +29,7 @@ from infer.server.processes.messages import GetUses, ModelUse, Question
 from infer.server.protocol.stream import EventStream, FrameWriter
 from infer.server.routes import json_route
 from infer.server.routes.chat import ChatWriter
-from infer.server.routes.ollama import read_keep_alive
+from infer.server.routes.ollama_models import read_keep_alive
 from infer.server.state import RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 

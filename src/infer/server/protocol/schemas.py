@@ -63,6 +63,7 @@ class Neutral(NamedTuple):
 
 
 _NO_TRANSFER = Neutral((), "this server has no such extension")
+RANDOM_SEED = -1  # any seed, for clients of llama.cpp and Ollama
 
 ABOUT_THE_CLIENT = frozenset({
     "cache_control", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -367,6 +368,20 @@ class TunedBody(MeasuredBody):
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class LlamaSampling(Body):
+    """The sampling parameters that llama.cpp's server and Ollama have in common."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: StopField | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class SamplingBody(TunedBody):

@@ -27,14 +27,14 @@ from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
+    RANDOM_SEED,
     AskingBody,
-    Body,
     CompletionRequest,
     Int,
+    LlamaSampling,
     Name,
     Neutral,
     PromptField,
-    StopField,
 )
 from infer.server.protocol.stream import FrameWriter
 from infer.server.protocol.translate import Job, fill_context, open_completion
@@ -44,7 +44,6 @@ from infer.server.state import ServedModel
 router = make_router()
 
 NO_LIMIT = (-2, -1)  # values of n_predict
-RANDOM_SEED = -1
 NEVER_DRAWN = -100.0  # bias of a token that must not be sampled
 CHAT_NAMES = {  # fields of a completion: their names in this body
     "max_tokens": "n_predict",
@@ -55,20 +54,6 @@ CHAT_NAMES = {  # fields of a completion: their names in this body
 }
 _SAMPLERS = "samplers are penalties, temperature, top_k, top_p and min_p, in this order"
 _NO_GAPS = "this server continues a text, it cannot fill a gap"
-
-
-class LlamaSampling(Body):
-    """The sampling parameters that llama.cpp's server and Ollama have in common."""
-
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Int | None = None
-    stop: StopField | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
 
 
 class LlamaCompletion(LlamaSampling, AskingBody):

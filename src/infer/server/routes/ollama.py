@@ -1,4 +1,4 @@
-"""Ollama's API under `/api/`, converted to a chat or a completion.
+"""Ollama's API under `/api/`: answers and embeddings (ollama_models.py has the routes about models).
 
     /api/chat        messages, tools, think, format, options  ──►  ChatRequest         as /v1/chat/completions
     /api/generate    system, prompt                           ──►  ChatRequest         of one or two messages
@@ -12,30 +12,19 @@ A stream, the default here, is lines of JSON (NDJSON):
     {..., "message": {"role", "content": "", "tool_calls": [...]}, ...}          a complete call
     {..., "done": true, "done_reason", "total_duration", "eval_count", ...}      the end
     {"error": "..."}                                                             instead of the rest
-
-Only the operator chooses the models: `/api/pull` downloads nothing, and `keep_alive` has an effect only
-on on-demand models. Ollama's names have a tag, so `my-model` is listed as `my-model:latest` and found by
-either name.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import Request, Response
 
-from infer import __version__
-from infer.errors import RequestError, UnknownModel, closest, show_value
+from infer.errors import RequestError
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.frontend.prompts import PromptEncoder
@@ -43,17 +32,17 @@ from infer.sampling.params import MAX_INT
 from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
-from infer.server.protocol.parts import Part, PartWriter
-from infer.server.protocol.schemas import (
-    AskingBody,
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    Int,
-    Name,
-    Neutral,
+from infer.server.protocol.ollama_to_chat import (
+    OllamaBody,
+    OllamaChat,
+    OllamaGenerate,
+    generate_to_chat,
+    ollama_to_chat,
+    read_format,
+    read_sampling,
 )
+from infer.server.protocol.parts import Part, PartWriter
+from infer.server.protocol.schemas import Body, CompletionRequest, EmbeddingRequest, Int, Name
 from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
 from infer.server.routes.embeddings import list_response, make_vectors
@@ -65,132 +54,19 @@ from infer.server.routes.json_route import (
     open_agent,
     server_state,
 )
-from infer.server.routes.llama_cpp import RANDOM_SEED, LlamaSampling
-from infer.server.state import ServedModel, ServerState, current_record
+from infer.server.routes.ollama_models import (
+    NDJSON,
+    OllamaErrorBody,
+    find_name,
+    now,
+    read_keep_alive,
+    use_model,
+)
+from infer.server.state import ServerState, current_record
 
-FOLLOWED = "0.12.11"  # version of Ollama's API; VS Code rejects servers below 0.6.4
-LATEST = ":latest"
-DURATION = re.compile(r"-?(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
-DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
-UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-LONGEST_KEEP_S = 10 * 365 * 86_400.0  # a longer time means forever
-NEVER = "9999-12-31T23:59:59Z"  # expiry time of a model that is never unloaded
-NDJSON = "application/x-ndjson"
-_TEXT_ONLY = Neutral(([],), "this server reads and writes text")
-_NO_IMAGES = Neutral((), "this server makes no images")
-_FILTERS = "filters are top_k, top_p and min_p"
+router = make_router(OllamaErrorBody)
 
-
-# -- request bodies --------------------------------------------------------------------------------
-
-
-class OllamaOptions(LlamaSampling):
-    """The sampling parameters of a request, and Ollama's options for running a model."""
-
-    neutral = {
-        "mirostat": Neutral((0,), _FILTERS),
-        "tfs_z": Neutral((1.0,), _FILTERS),
-        "typical_p": Neutral((1.0,), _FILTERS),
-    }
-    # the operator sets num_ctx (max_seq_len); penalties apply to the whole text, not to repeat_last_n tokens
-    ignored = frozenset({
-        "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu",
-        "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread",
-        "numa", "penalize_newline", "repeat_last_n", "use_mlock", "use_mmap", "vocab_only",
-    })  # fmt: skip
-
-    num_predict: Int | None = None
-
-
-SAMPLING_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # others are the same
 CUT_AT_END: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}  # embeddings only
-NO_LIMIT = (-2, -1, 0)  # values of num_predict
-THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  # efforts in a chat
-
-
-class OllamaMessage(Body):
-    """A message by one author."""
-
-    neutral = {"images": _TEXT_ONLY}
-
-    role: str
-    content: str | None = None
-    thinking: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-
-class OllamaCall(Body):
-    """A tool call of an earlier answer."""
-
-    ignored = frozenset({"index"})
-    neutral = {"type": Neutral(("function",), "tools are functions")}
-
-    function: dict[str, Any]
-    id: str | None = None
-
-
-class OllamaFunction(Body):
-    """The function of a call."""
-
-    ignored = frozenset({"index"})
-
-    name: str
-    arguments: dict[str, Any] | str | None = None
-
-
-class OllamaBody(AskingBody):
-    """The fields that `/api/chat` and `/api/generate` share."""
-
-    ignored = frozenset({"shift", "truncate"})  # prompts are never truncated
-    elsewhere = {
-        **dict.fromkeys((*OllamaOptions.model_fields, *OllamaOptions.ignored), "put it into options"),
-        "max_tokens": "put num_predict into options",
-        "response_format": "this route takes format",
-        "tool_choice": "this API has none; leave tools out where none may be called",
-    }
-    renamed = {
-        **{SAMPLING_NAMES.get(name, name): f"options.{name}" for name in OllamaOptions.model_fields},
-        "reasoning_effort": "think",
-        "response_format.json_schema": "format",
-        "response_format": "format",
-    }
-
-    model: Name
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    think: bool | str | None = None
-    keep_alive: str | float | None = None
-    logprobs: bool | None = None
-    top_logprobs: Int | None = None
-
-
-class OllamaChat(OllamaBody):
-    """`POST /api/chat`."""
-
-    elsewhere = {**OllamaBody.elsewhere, "prompt": "plain prompts go to /api/generate"}
-
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-
-
-class OllamaGenerate(OllamaBody):
-    """`POST /api/generate`."""
-
-    neutral = {
-        "images": _TEXT_ONLY,
-        "template": Neutral(("",), "templates are never taken from requests"),
-        **dict.fromkeys(("width", "height", "steps"), _NO_IMAGES),
-    }
-    elsewhere = {**OllamaBody.elsewhere, "messages": "conversations go to /api/chat"}
-    renamed = {**OllamaBody.renamed, "messages": "prompt"}
-
-    prompt: str | None = None
-    system: str | None = None
-    suffix: str | None = None
-    raw: bool | None = None
-    context: list[int] | None = None
 
 
 class OllamaEmbed(Body):
@@ -213,186 +89,6 @@ class OllamaEmbeddings(Body):
 
     model: Name
     prompt: str
-
-
-class OllamaNamed(AskingBody):
-    """A body about one model, named in the newer field or the older one."""
-
-    ignored = frozenset({"insecure", "options", "password", "system", "template", "username", "verbose"})
-
-    model: Name | None = None
-    name: Name | None = None
-
-    @property
-    def wanted(self) -> str:
-        """The model's name."""
-        if (self.model or self.name) is None:
-            raise RequestError.about("model", "is missing; give the name of a model")
-        return str(self.model or self.name)
-
-
-# -- names of models -------------------------------------------------------------------------------
-
-
-def tagged(name: str) -> str:
-    """Return a name as Ollama lists it, with a tag."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
-
-
-def find_name(state: ServerState, name: str) -> str:
-    """Return the served name that a client means; either name may lack the tag."""
-    known = [*state.names, *state.other_names]
-    for each in (name, name.removesuffix(LATEST), tagged(name)):
-        if each in known:
-            return each
-    hint = closest(name, known, listed="served")
-    raise UnknownModel(f'model "{name[:100]}" not found{hint}', param="model")
-
-
-async def use_model(state: ServerState, name: str, body: OllamaBody) -> ServedModel:
-    """Return the model of a served name; an on-demand model stays loaded for the body's `keep_alive`."""
-    keep_s = None if body.keep_alive is None else read_keep_alive(body.keep_alive)
-    model = await state.use_model(name)
-    if keep_s is not None and state.demand is not None:
-        model.keep_s, model.kept_at = keep_s, monotonic()
-    return model
-
-
-def read_keep_alive(given: str | float) -> float:
-    """Return the seconds that a model stays loaded after its last request.
-
-    A number below 0 means forever, and so does one above ten years.
-    """
-    if isinstance(given, str) and DURATION.fullmatch(given):
-        seconds = sum(float(number) * UNIT_S[unit] for number, unit in DURATION_PART.findall(given))
-        seconds = -seconds if given.startswith("-") else seconds
-    else:
-        try:
-            seconds = float(given)
-        except ValueError:
-            seconds = math.nan
-    if math.isnan(seconds):
-        raise RequestError.about(
-            "keep_alive", f'must be seconds or a duration such as "5m" or "24h", got {show_value(given)}'
-        )
-    return math.inf if seconds < 0 or seconds > LONGEST_KEEP_S else seconds
-
-
-# -- conversion to a chat --------------------------------------------------------------------------
-
-
-def ollama_to_chat(body: OllamaChat, name: str) -> ChatRequest:
-    """Convert a body of `/api/chat` to a chat; raises a `RequestError` that names the field."""
-    turns = Turns()
-    messages: list[dict[str, Any]] = []
-    waiting = OpenCalls()
-    for i, given in enumerate(body.messages or ()):
-        path = ("messages", i)
-        said = turns.read_as(OllamaMessage, given, path)
-        message: dict[str, Any] = {"role": said.role, "content": said.content or ""}
-        if said.thinking:
-            message["reasoning_content"] = said.thinking
-        if said.tool_calls:
-            message["tool_calls"] = [
-                _call(turns, call, (*path, "tool_calls", k)) for k, call in enumerate(said.tool_calls)
-            ]
-            for call in message["tool_calls"]:
-                waiting.add(call)
-        if said.role == "tool":
-            named = {"tool_call_id": waiting.close(said), "name": said.tool_name}
-            message |= {key: value for key, value in named.items() if value is not None}
-        messages.append(message)
-    fields: dict[str, Any] = {"model": name, "messages": messages}
-    if messages and messages[-1]["role"] == "assistant":
-        fields["continue_final_message"] = True  # the answer continues its text
-    if body.tools:
-        fields["tools"] = body.tools
-    return _make_chat(turns, body, fields)
-
-
-def _call(turns: Turns, given: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
-    """Convert a tool call to OpenAI's format; a call without an id gets one."""
-    call = turns.read_as(OllamaCall, given, path)
-    function = turns.read_as(OllamaFunction, call.function, (*path, "function"))
-    made_up = "call_" + "_".join(str(step) for step in path if isinstance(step, int))
-    named = {"name": function.name, "arguments": function.arguments or {}}
-    return {"id": call.id or made_up, "type": "function", "function": named}
-
-
-class OpenCalls:
-    """Calls without a result, in order; adding and closing take amortized constant time."""
-
-    def __init__(self) -> None:
-        self._ids: deque[str] = deque()
-        self._ids_by_name: defaultdict[str | None, deque[str]] = defaultdict(deque)
-        self._closed: set[str] = set()
-
-    def add(self, call: Mapping[str, Any]) -> None:
-        """Add a call."""
-        self._ids.append(call["id"])
-        self._ids_by_name[call["function"]["name"]].append(call["id"])
-
-    def close(self, said: OllamaMessage) -> str | None:
-        """Return the id of the call that a result answers: by id, by its tool's name, else the next one."""
-        named = [] if said.tool_call_id is None else [said.tool_call_id]
-        for waiting in (deque(named), self._ids_by_name[said.tool_name], self._ids):
-            while waiting:
-                found = waiting.popleft()
-                if found not in self._closed or named:
-                    self._closed.add(found)
-                    return found
-        return None
-
-
-def generate_to_chat(body: OllamaGenerate, name: str) -> ChatRequest:
-    """Convert a body of `/api/generate` to a chat: a system message, if any, and a user message."""
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": body.prompt}]
-    return _make_chat(Turns(), body, {"model": name, "messages": messages})
-
-
-def _make_chat(turns: Turns, body: OllamaBody, fields: dict[str, Any]) -> ChatRequest:
-    """Return a chat, adding the fields that both routes share."""
-    fields |= _sampling(turns, body) | _thinking(body) | _format(body)
-    body.note_ignored(turns.ignored)
-    return ChatRequest.model_validate(fields)
-
-
-def _sampling(turns: Turns, body: OllamaBody) -> dict[str, Any]:
-    """Return options, logprobs and stream as fields of a chat."""
-    options = turns.read_as(OllamaOptions, body.options or {}, ("options",))
-    given = {name: getattr(options, name) for name in OllamaOptions.model_fields}
-    if given["num_predict"] in NO_LIMIT:
-        given["num_predict"] = None
-    if given["seed"] == RANDOM_SEED:
-        given["seed"] = None
-    fields = {SAMPLING_NAMES.get(name, name): value for name, value in given.items()}
-    fields |= {name: getattr(body, name) for name in ("stream", "logprobs", "top_logprobs")}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _thinking(body: OllamaBody) -> dict[str, Any]:
-    """Return the limit on reasoning; without `think`, the model's own default applies."""
-    if body.think is None:
-        return {}
-    if isinstance(body.think, bool):
-        return {"reasoning_effort": "high" if body.think else "none"}
-    if body.think not in THINKING:
-        allowed = ", ".join(("true", "false", *THINKING))
-        raise RequestError.about("think", f"must be one of {allowed}, got {show_value(body.think)}")
-    return {"reasoning_effort": THINKING[body.think]}
-
-
-def _format(body: OllamaBody) -> dict[str, Any]:
-    """Return the format of the answer: free text, any JSON object, or a JSON schema."""
-    if isinstance(body.format, dict):
-        schema = {"name": "format", "schema": body.format}
-        return {"response_format": {"type": "json_schema", "json_schema": schema}}
-    if body.format == "json":
-        return {"response_format": {"type": "json_object"}}
-    if body.format:
-        raise RequestError.about("format", f'must be "json" or a JSON schema, got {show_value(body.format)}')
-    return {}
 
 
 async def open_conversation(body: OllamaChat, http: Request) -> Job:
@@ -428,7 +124,7 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
             why = "a suffix is given" if body.suffix else why
             raise RequestError.about(field, f"belongs to a conversation, and {why}; leave it out")
     turns = Turns()
-    fields = {"max_tokens": MAX_INT} | _sampling(turns, body) | _format(body)
+    fields = {"max_tokens": MAX_INT} | read_sampling(turns, body) | read_format(body)
     has_logprobs, num_top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
     if num_top is not None and not has_logprobs:
         raise RequestError.about("top_logprobs", "needs logprobs to be true")
@@ -446,36 +142,6 @@ def check_abilities(body: OllamaBody, encoder: PromptEncoder, *, has_tools: bool
         if is_lacking:
             word = "tools" if field == "tools" else "thinking"
             raise RequestError(f'"{body.model}" does not support {word}; leave {field} out', param=field)
-
-
-# -- responses -------------------------------------------------------------------------------------
-
-
-class OllamaErrorBody(BaseModel):
-    """The body of every error of these routes."""
-
-    error: str
-
-
-router = make_router(OllamaErrorBody)
-root = APIRouter(include_in_schema=False)  # only for servers without the web page, which has this path
-
-
-@root.head("/")
-@root.get("/")
-async def probe() -> Response:
-    """Answer that the server is running, which Ollama's clients check first."""
-    return Response("infer is running", media_type="text/plain")
-
-
-def spell_time(at: datetime) -> str:
-    """Format a UTC time as Ollama does."""
-    return at.isoformat().replace("+00:00", "Z")
-
-
-def now() -> str:
-    """Return the current time."""
-    return spell_time(datetime.now(UTC))
 
 
 def nanoseconds(seconds: float) -> int:
@@ -681,136 +347,3 @@ async def _vectors(http: Request, model: str, wishes: Mapping[str, Any]) -> tupl
     asked = EmbeddingRequest.model_validate({"model": name, **wishes})
     vectors, num_tokens, _ = await make_vectors(http, asked, lambda _, vector: orjson.dumps(vector))
     return vectors, num_tokens
-
-
-# -- served models ---------------------------------------------------------------------------------
-
-
-def details(state: ServerState, name: str, model: ServedModel | None) -> dict[str, Any]:
-    """Return Ollama's details of a model, as far as they are known; `model` is None if it is not loaded."""
-    family, form = "", ""
-    if model is not None:
-        stats, family = model.clients[0].stats(), model.encoder.family
-        form = stats.weights or stats.dtype
-    return {
-        "parent_model": tagged(state.adapters[name]) if name in state.adapters else "",
-        "format": "",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": form,
-    }
-
-
-def listed(state: ServerState, name: str) -> dict[str, Any]:
-    """Return a model's entry in a list; its digest, by which clients identify models, hashes its name."""
-    model = next(iter(state.models_of(name)), None)
-    return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": made_at(model),
-        "size": 0,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": details(state, name, model),
-    }
-
-
-def made_at(model: ServedModel | None) -> str:
-    """Return the time at which a model was loaded; 1970 if it is not."""
-    return spell_time(datetime.fromtimestamp(0 if model is None else model.created, UTC))
-
-
-def expires_at(state: ServerState, model: ServedModel) -> str:
-    """Return the time at which a model will be unloaded if no request uses it."""
-    keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
-    if math.isinf(keep_s):
-        return NEVER
-    rest_s = max(model.used_at + keep_s - monotonic(), 0.0)
-    return spell_time(datetime.now(UTC) + timedelta(seconds=rest_s))
-
-
-@router.head("/api/tags", response_model=None, include_in_schema=False)
-@router.get("/api/tags", response_model=None)
-async def list_tags(http: Request) -> Response:
-    """List all models, aliases and adapters."""
-    state = server_state(http)
-    return json_response({"models": [listed(state, name) for name in (*state.names, *state.other_names)]})
-
-
-@router.get("/api/ps", response_model=None)
-async def list_running(http: Request) -> Response:
-    """List the loaded models."""
-    state = server_state(http)
-    models = []
-    for name, model in state.models.items():
-        expires = expires_at(state, model)
-        rest = {"expires_at": expires, "size_vram": 0, "context_length": model.encoder.context_len}
-        models.append(listed(state, name) | rest)
-    return json_response({"models": models})
-
-
-@router.post("/api/show", response_model=None)
-async def show(body: OllamaNamed, http: Request) -> Response:
-    """Return the facts that clients may know about a model, above all its context length and capabilities.
-
-    This never loads a model: little more than the name of an unloaded on-demand model is known.
-    """
-    state = server_state(http)
-    name = find_name(state, body.wanted)
-    model = state.look_at(name)
-    shown: dict[str, Any] = {
-        "modelfile": f"FROM {tagged(name)}",
-        "parameters": "",
-        "template": "",
-        "modified_at": made_at(model),
-        "details": details(state, name, model),
-        "model_info": {"general.basename": name if model is None else model.name},
-        "capabilities": ["completion"],
-    }
-    if model is not None:
-        encoder = model.encoder
-        parameters = [
-            f"{option:<30} {value}"
-            for option in OllamaOptions.model_fields
-            if (value := encoder.sampling_defaults.get(SAMPLING_NAMES.get(option, option))) is not None
-        ]
-        shown |= {"parameters": "\n".join(parameters), "template": encoder.chat_template or ""}
-        shown["model_info"]["general.architecture"] = encoder.family
-        shown["model_info"][f"{encoder.family}.context_length"] = encoder.context_len
-        abilities = {"tools": encoder.dialect is not None, "thinking": encoder.think is not None}
-        shown["capabilities"] += [ability for ability, has_it in abilities.items() if has_it]
-    return json_response(shown, body)
-
-
-@router.head("/api/version", response_model=None, include_in_schema=False)
-@router.get("/api/version", response_model=None)
-async def get_version() -> Response:
-    """Return the version of Ollama's API, which clients check, and this package's version."""
-    return json_response({"version": FOLLOWED, "infer": __version__})
-
-
-@router.post("/api/pull", response_model=None)
-async def pull(body: OllamaNamed, http: Request) -> Response:
-    """Report success for a served model; other models are not downloaded."""
-    try:
-        find_name(server_state(http), body.wanted)
-    except UnknownModel as error:
-        advice = "this server fetches nothing for clients: its operator starts it with the model"
-        raise UnknownModel(f"{error}; {advice}", param="model") from None
-    if body.stream is False:
-        return json_response({"status": "success"}, body)
-    lines = b"".join(orjson.dumps({"status": each}) + b"\n" for each in ("pulling manifest", "success"))
-    return Response(lines, headers=ignored_headers(body), media_type=NDJSON)
-
-
-@router.delete("/api/delete", response_model=None)
-@router.post("/api/create", response_model=None)
-@router.post("/api/copy", response_model=None)
-@router.post("/api/push", response_model=None)
-@router.post("/api/blobs/{digest}", response_model=None)
-async def refuse_change(http: Request) -> Response:
-    """Reject changes to the served models, which only the operator can make."""
-    raise RequestError(
-        f"{http.url.path[:100]} is not supported: the operator chooses the models when "
-        "the server starts or through /admin/models"
-    )
