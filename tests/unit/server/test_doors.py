@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from infer.dialects.answer import read_choice, read_tools
 from infer.errors import MalformedRequest, RequestError
+from infer.server.protocol.messages_to_chat import CountTokensRequest, MessagesRequest, messages_to_chat
+from infer.server.protocol.responses_to_chat import ResponsesRequest, responses_to_chat
 from infer.server.protocol.schemas import ChatRequest, TunedBody
 from infer.server.protocol.structured import read_structured
-from infer.server.routes.messages import CountTokensRequest, MessagesRequest, messages_to_chat
-from infer.server.routes.responses import ResponsesRequest, responses_to_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}

@@ -21,9 +21,11 @@ from infer.sampling.params import SamplingParams
 from infer.scheduling.request import StepOutput
 from infer.server.protocol.errors import to_api_error
 from infer.server.protocol.generation import Generation, Piece
+from infer.server.protocol.messages_to_chat import MessagesRequest
 from infer.server.protocol.parts import Part, PartWriter, place
-from infer.server.routes.messages import MessagesRequest, MessageWriter
-from infer.server.routes.responses import ResponsesRequest, ResponseWriter
+from infer.server.protocol.responses_to_chat import ResponsesRequest
+from infer.server.routes.messages import MessageWriter
+from infer.server.routes.responses import ResponseWriter
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

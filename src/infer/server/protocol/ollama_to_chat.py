@@ -18,6 +18,7 @@ from infer.errors import RequestError, show_value
 from infer.server.protocol.errors import Path
 from infer.server.protocol.schemas import (
     RANDOM_SEED,
+    TEXT_ONLY,
     AskingBody,
     Body,
     ChatRequest,
@@ -28,7 +29,7 @@ from infer.server.protocol.schemas import (
 )
 from infer.server.protocol.turns import Turns
 
-_TEXT_ONLY = Neutral(([],), "this server reads and writes text")
+_NO_INPUT_IMAGES = Neutral(([],), TEXT_ONLY)
 _NO_IMAGES = Neutral((), "this server makes no images")
 _FILTERS = "filters are top_k, top_p and min_p"
 
@@ -59,7 +60,7 @@ THINKING = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}  #
 class OllamaMessage(Body):
     """A message by one author."""
 
-    neutral = {"images": _TEXT_ONLY}
+    neutral = {"images": _NO_INPUT_IMAGES}
 
     role: str
     content: str | None = None
@@ -127,7 +128,7 @@ class OllamaGenerate(OllamaBody):
     """`POST /api/generate`."""
 
     neutral = {
-        "images": _TEXT_ONLY,
+        "images": _NO_INPUT_IMAGES,
         "template": Neutral(("",), "templates are never taken from requests"),
         **dict.fromkeys(("width", "height", "steps"), _NO_IMAGES),
     }

@@ -63,6 +63,7 @@ class Neutral(NamedTuple):
 
 
 _NO_TRANSFER = Neutral((), "this server has no such extension")
+TEXT_ONLY = "this server reads and writes text"  # reason to reject images, audio and files
 RANDOM_SEED = -1  # any seed, for clients of llama.cpp and Ollama
 
 ABOUT_THE_CLIENT = frozenset({
@@ -89,14 +90,14 @@ COMPLETION_NEUTRAL: dict[str, Neutral] = {"prompt_embeds": Neutral((), "prompts 
 
 CHAT_NEUTRAL: dict[str, Neutral] = {
     "add_special_tokens": Neutral((False,), "the chat template writes them"),
-    "audio": Neutral((), "this server reads and writes text"),
+    "audio": Neutral((), TEXT_ONLY),
     "chat_template": Neutral((), "templates are never taken from requests"),
     "documents": Neutral(([],), "put documents into the messages"),
     "echo": Neutral((False,), "use /v1/completions"),
     "function_call": Neutral((), "it is deprecated, use tools and tool_choice"),
     "functions": Neutral((), "it is deprecated, use tools"),
     "mm_processor_kwargs": _NO_TRANSFER,
-    "modalities": Neutral((["text"],), "this server reads and writes text"),
+    "modalities": Neutral((["text"],), TEXT_ONLY),
     "moderation": Neutral((), "this server does not moderate"),
     "prediction": Neutral((), "this server does not use predicted outputs"),
     "web_search_options": Neutral((), "this server does not search"),
@@ -106,7 +107,7 @@ CHAT_NEUTRAL: dict[str, Neutral] = {
 # The keys of a message that templates get; other keys that servers write mean nothing to a model.
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 MESSAGE_NEUTRAL: dict[str, Neutral] = {
-    "audio": Neutral((), "this server reads and writes text"),
+    "audio": Neutral((), TEXT_ONLY),
     "function_call": Neutral((), "use tool_calls"),
 }
 PART_IGNORED = frozenset({"annotations", "cache_control"})  # ignored keys of a text part

@@ -28,6 +28,7 @@ from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.protocol.schemas import (
     RANDOM_SEED,
+    TEXT_ONLY,
     AskingBody,
     CompletionRequest,
     Int,
@@ -63,7 +64,7 @@ class LlamaCompletion(LlamaSampling, AskingBody):
         **dict.fromkeys(("dry_multiplier", "dynatemp_range", "xtc_probability"), Neutral((0.0,), _SAMPLERS)),
         **dict.fromkeys(("min_keep", "mirostat", "n_indent"), Neutral((0,), _SAMPLERS)),
         **dict.fromkeys(("tfs_z", "typical_p"), Neutral((1.0,), _SAMPLERS)),
-        "image_data": Neutral(([],), "this server reads and writes text"),
+        "image_data": Neutral(([],), TEXT_ONLY),
         "input_extra": Neutral(([],), _NO_GAPS),
         **dict.fromkeys(("input_prefix", "input_suffix"), Neutral(("",), _NO_GAPS)),
         "lora": Neutral(([],), "an adapter is chosen by the name of the model"),

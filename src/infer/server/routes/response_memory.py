@@ -22,9 +22,8 @@ from infer.errors import RequestError, UnknownPrevious, UnknownResponse
 from infer.server.middleware.auth import key_of
 from infer.server.processes.messages import StoredResponse
 from infer.server.protocol.errors import spell_path
+from infer.server.protocol.responses_to_chat import Item
 from infer.server.routes.json_route import check_values, json_response, make_router, server_state
-
-Item = dict[str, Any]
 
 MAX_LISTED = 100
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_\d+")
