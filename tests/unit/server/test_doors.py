@@ -250,7 +250,7 @@ def test_thinking_and_output_config() -> None:
     assert message(thinking={"type": "disabled"}, output_config={"effort": "low"}).reasoning_effort == "none"
     assert message(thinking={"type": "adaptive"}).max_reasoning_tokens is None
     form = {"type": "json_schema", "schema": SCHEMA}
-    wanted = {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     assert message(output_config={"format": form}).response_format == wanted
     assert message(output_format=form).response_format == wanted
     assert response(reasoning={"effort": "low", "summary": "auto"}).reasoning_effort == "low"

@@ -53,7 +53,7 @@ SPELLINGS: list[tuple[dict[str, Any], Structured | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "guided_json": None}, None),
     (
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object", "schema": None}},
         Structured(kind="json_object", param="response_format"),
     ),
     *(
@@ -70,6 +70,13 @@ SPELLINGS: list[tuple[dict[str, Any], Structured | None]] = [
             {"type": "json_schema", "schema": SCHEMA},
             {"type": "json_schema", "schema": SCHEMA, "name": "answer", "strict": True},
         )
+    ),
+    *(
+        (
+            {"response_format": {"type": "json_object", name: SCHEMA}},
+            Structured(kind="json_schema", text=TEXT, param=f"response_format.{name}"),
+        )
+        for name in ("schema", "value")
     ),
     *(
         (
@@ -142,6 +149,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": openai({"properties": {"a": {"not": {}}}})},
         "response_format",
         "the keyword 'not' of the schema at #/properties/a/not is not supported",
+    ),
+    *(
+        (
+            {"response_format": {"type": "json_object", **schemas}},
+            f"response_format.{[*schemas][-1]}",
+            words,
+        )
+        for schemas, words in (
+            ({"json_schema": {"schema": SCHEMA}}, "needs the type 'json_schema', got 'json_object'"),
+            ({"schema": SCHEMA, "value": SCHEMA}, "is a second schema; leave out schema"),
+        )
+    ),
+    (
+        {"response_format": {"type": "text", "schema": SCHEMA}},
+        "response_format.schema",
+        "needs the type 'json_schema' or 'json_object', got 'text'",
     ),
     ({"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice, grammar"),
     (

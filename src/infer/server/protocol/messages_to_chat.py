@@ -23,7 +23,7 @@ from infer.server.protocol.schemas import (
     Name,
     Neutral,
 )
-from infer.server.protocol.structured import check_has_schema
+from infer.server.protocol.structured import nested
 from infer.server.protocol.turns import Turns
 
 _NO_SERVER_TOOLS = "tools run where the client runs; describe one with name and input_schema"
@@ -308,8 +308,5 @@ def _output(turns: Turns, body: CountTokensRequest) -> dict[str, Any]:
         if config.effort is not None:
             fields["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
     if form is not None:
-        if form.get("type") == "json_schema":
-            check_has_schema(form, "output_config.format", '"schema": {...}')
-        rest = {name: value for name, value in form.items() if name != "type"}
-        fields["response_format"] = {"type": form.get("type"), "json_schema": {"name": "output", **rest}}
+        fields["response_format"] = nested(form, "output_config.format", '"schema": {...}')
     return fields

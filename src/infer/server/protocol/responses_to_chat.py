@@ -32,7 +32,7 @@ from infer.server.protocol.schemas import (
     Neutral,
     TunedBody,
 )
-from infer.server.protocol.structured import check_has_schema
+from infer.server.protocol.structured import nested
 from infer.server.protocol.turns import Turns
 from infer.tokenizer.chat_template import map_strings
 
@@ -278,7 +278,8 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
     if body.text is not None:
         turns.ignored |= {f"text.{name}": None for name in body.text.ignored_fields}
         if body.text.format is not None:
-            fields["response_format"] = _format(body.text.format)
+            form = '"name": ..., "schema": {...}'
+            fields["response_format"] = nested(body.text.format, "text.format", form)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
         turns.ignored |= {f"reasoning.{name}": None for name in body.reasoning.ignored_fields}
@@ -353,11 +354,3 @@ def _functions(
                 if namespace:
                     body._namespaces[tool.name] = namespace
                 yield {"type": "function", "function": tool.model_dump(exclude_none=True)}
-
-
-def _format(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the format for a chat, where a schema is nested one level deeper."""
-    if given.get("type") != "json_schema":
-        return given
-    check_has_schema(given, "text.format", '"name": ..., "schema": {...}')
-    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}

@@ -3,6 +3,7 @@ r"""The fields by which clients constrain an answer; each becomes a `Structured`
     OpenAI      response_format       {"type": "json_object"}
                                       {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}
                                       {"type": "json_schema", "schema": {...}}
+    llama.cpp                         {"type": "json_object", "schema": {...}}
     Hugging Face                      {"type": "json_object", "value": {...}}
     vLLM        structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
     older vLLM  guided_json, guided_regex, guided_choice, guided_grammar
@@ -27,6 +28,9 @@ from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
 FORMATS = ("text", "json_object", "json_schema")
 FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description", "value")
 SCHEMA_KEYS = ("name", "schema", "strict", "description")
+SCHEMA_TYPES = {  # keys of a format with its schema: the types that have them
+    "json_schema": ("json_schema",), "schema": ("json_schema", "json_object"), "value": ("json_object",),
+}  # fmt: skip
 
 KINDS: Mapping[str, Callable[..., Structured]] = {  # vLLM's names; a schema may be JSON text
     "json": Structured.json_schema,
@@ -79,13 +83,18 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         allowed = ", ".join(map(repr, FORMATS))
         raise error(f"{param}.type must be one of {allowed}, got {show_value(kind)}", param=param)
     account_for(given, FORMAT_KEYS, where=f"{param}.")
-    if kind != "json_object" and given.get("value") is not None:
-        raise RequestError.about(f"{param}.value", f"needs the type 'json_object', got {show_value(kind)}")
+    schemas = [name for name in SCHEMA_TYPES if given.get(name) is not None]
+    for name in schemas:
+        if kind not in SCHEMA_TYPES[name]:
+            types = " or ".join(map(repr, SCHEMA_TYPES[name]))
+            raise RequestError.about(f"{param}.{name}", f"needs the type {types}, got {show_value(kind)}")
     if kind == "text":
         return None
     if kind == "json_object":
-        if (schema := given.get("value")) is not None:
-            return Structured.json_schema(schema, param=f"{param}.value")
+        if len(schemas) > 1:
+            raise RequestError.about(f"{param}.{schemas[1]}", f"is a second schema; leave out {schemas[0]}")
+        if schemas:
+            return Structured.json_schema(given[schemas[0]], param=f"{param}.{schemas[0]}")
         return Structured.json_object(param=param)
     described = given.get("json_schema", given)
     if not isinstance(described, dict):
@@ -94,12 +103,20 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         )
     if described is not given:
         account_for(described, SCHEMA_KEYS, where=f"{param}.json_schema.")
-    check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
+    _check_has_schema(described, param, '"json_schema": {"name": ..., "schema": {...}}')
     return Structured.json_schema(described["schema"], param=param)
 
 
-def check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
-    """Reject a format without a schema; `form` shows how the route writes one."""
+def nested(given: dict[str, Any], param: str, form: str) -> dict[str, Any]:
+    """Return a flat format as a chat writes it, one level deeper; `form` shows how the route writes one."""
+    if given.get("type") != "json_schema":
+        return given
+    _check_has_schema(given, param, form)
+    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
+
+
+def _check_has_schema(given: Mapping[str, Any], param: str, form: str) -> None:
+    """Reject a format without a schema."""
     if given.get("schema") is None:
         raise MalformedRequest.about(param, f'has no schema; give {{"type": "json_schema", {form}}}')
 
