@@ -12,17 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import MalformedRequest, RequestError, show_value
+from infer.server.protocol.body import Body, Neutral
 from infer.server.protocol.errors import Path, spell_path
-from infer.server.protocol.schemas import (
-    TEXT_ONLY,
-    Body,
-    ChatRequest,
-    CountedChat,
-    Int,
-    MeasuredBody,
-    Name,
-    Neutral,
-)
+from infer.server.protocol.schemas import TEXT_ONLY, ChatRequest, CountedChat, Int, MeasuredBody, Name
 from infer.server.protocol.structured import nested
 from infer.server.protocol.turns import Turns
 

@@ -15,17 +15,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import RequestError, show_value
+from infer.server.protocol.body import Body, Neutral
 from infer.server.protocol.errors import Path
 from infer.server.protocol.schemas import (
     RANDOM_SEED,
     TEXT_ONLY,
     AskingBody,
-    Body,
     ChatRequest,
     Int,
     LlamaSampling,
     Name,
-    Neutral,
 )
 from infer.server.protocol.turns import Turns
 

@@ -19,17 +19,16 @@ from typing import Any, ClassVar, TypeAlias
 from pydantic import PrivateAttr
 
 from infer.errors import RequestError, closest
+from infer.server.protocol.body import Body, Neutral
 from infer.server.protocol.errors import Path, spell_path
 from infer.server.protocol.schemas import (
     ABOUT_THE_CLIENT,
     SAMPLING_NEUTRAL,
     TEXT_ONLY,
-    Body,
     ChatRequest,
     CountedChat,
     Int,
     Name,
-    Neutral,
     TunedBody,
 )
 from infer.server.protocol.structured import nested

@@ -1,70 +1,29 @@
 """The request bodies that clients may send, field by field.
 
-Every field of an OpenAI or vLLM client falls into one of four groups, and none is dropped silently:
+body.py explains the four groups of fields; `neutral`, `ignored` and `elsewhere` of a class list the fields of
+other servers. The keys of a chat message are treated in the same way, so that a client can send back an
+answer of this or another server as its library stored it.
 
-    supported   a field of the classes below
-    neutral     known elsewhere; accepted with a value that changes nothing, else rejected with the reason
-    ignored     about the client and not about the answer, or without effect on this server or next to
-                another field; named in the x-infer-ignored response header
-    unknown     rejected with the closest known name, or with the route it belongs to; one that resembles
-                nothing is rejected on /v1/completions* and /admin, else ignored (named in header and log)
-
-The keys of a chat message are treated in the same way, so that a client can send back an answer of this or
-another server as its library stored it.
-
-Types are strict (`"1"` is not a number, nor `true` an integer); null means a missing field. Only types are
-checked here; ranges are checked where values are used (`SamplingParams`).
+Only types are checked here; ranges are checked where values are used (`SamplingParams`).
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PlainValidator,
-    PrivateAttr,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from infer.dialects.answer import TOOL_KEYS
-from infer.errors import MalformedRequest, RequestError, nearest, show_value, unknown_field
+from infer.errors import MalformedRequest, RequestError
 from infer.sampling.params import MAX_INT
-from infer.server.state import current_record
+from infer.server.protocol.body import MAX_NAME_LEN, Body, Neutral, account_for, pass_over
 
-logger = logging.getLogger(__name__)
-
-MAX_NAME_LEN = 256  # characters of a model's name or a cache salt
 MAX_CONSTRAINT_BYTES = 262_144  # largest size of a field with a schema or a grammar
-MAX_SHOWN_NAME = 60  # characters of an unknown field's name in a header or the log
-MAX_UNKNOWN = 20  # most unknown fields of one body that are ignored: comparing each with all names is slow
-MAX_LOGGED_NAMES = 1000  # most unknown fields that the log names, once each
-_LOGGED: set[str] = set()
-_PLACE = re.compile(r"\[\d+\]")
-_PLAIN = re.compile(r"[a-z][a-z_]*(\.[a-z][a-z_]*)*")
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.$-]")
-
-
-class Neutral(NamedTuple):
-    """A field of other servers: the values that change nothing, and why others are rejected."""
-
-    values: tuple[Any, ...]
-    reason: str
-
-
-_NO_TRANSFER = Neutral((), "this server has no such extension")
 TEXT_ONLY = "this server reads and writes text"  # reason to reject images, audio and files
 RANDOM_SEED = -1  # any seed, for clients of llama.cpp and Ollama
+_NO_TRANSFER = Neutral((), "this server has no such extension")
 
 ABOUT_THE_CLIENT = frozenset({
     "cache_control", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -118,59 +77,9 @@ MESSAGE_IGNORED = frozenset({
 })  # fmt: skip
 
 
-class Body(BaseModel):
-    """A JSON object whose every field is accounted for."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    neutral: ClassVar[Mapping[str, Neutral]] = {}
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # fields of other routes, with a hint
-    renamed: ClassVar[Mapping[str, str]] = {}  # chat fields: their names in this body
-    where: ClassVar[str] = ""  # field of the outer body that has this one, and a dot
-
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that were given and have no effect."""
-        return self._ignored
-
-    @property
-    def spellings(self) -> Mapping[str, str]:
-        """Chat fields and sampling parameters, by the names that the client used."""
-        return self.renamed
-
-    def note_ignored(self, names: Iterable[str]) -> None:
-        """Add fields of inner objects that have no effect."""
-        self._ignored = tuple(dict.fromkeys((*self._ignored, *names)))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _account_for_fields(
-        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
-    ) -> Self:
-        if not isinstance(data, dict):
-            return handler(data)
-        where = cls.where if info.context is None else info.context["where"]
-        kept, ignored = account_for(
-            data, cls.model_fields, cls.neutral, cls.ignored, elsewhere=cls.elsewhere, where=where
-        )
-        made = handler({name: _whole(value) for name, value in kept.items()})
-        made._ignored = (*made._ignored, *ignored)
-        return made
-
-
 def _integer(value: Any) -> Any:
     """Convert a float such as 4.0 to an integer: some clients have only floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _whole(value: Any, depth: int = 2) -> Any:  # depth: prompts are lists in lists
-    """Restore an integer of over 64 bits, which the JSON parser reads as a float, for range checks."""
-    if isinstance(value, list) and depth and not {float, list}.isdisjoint(map(type, value)):
-        return [_whole(each, depth - 1) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) > MAX_INT else value
 
 
 class Conversation(Body):
@@ -218,67 +127,6 @@ def _ids_of(calls: Any) -> set[Any]:
         [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
     )
     return {each if isinstance(each, str) else None for each in given}
-
-
-def account_for(
-    data: Mapping[str, Any],
-    known: Collection[str],
-    neutral: Mapping[str, Neutral] = MappingProxyType({}),
-    ignored: Collection[str] = (),
-    *,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-    where: str = "",
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the known fields of an object and the names of ignored ones; reject others.
-
-    `where` is the path of the object in the body, ending with a dot.
-    """
-    kept: dict[str, Any] = {}
-    without_effect: list[str] = []
-    for name, value in data.items():
-        if name in known:
-            kept[name] = value
-        elif name in ignored:
-            without_effect.append(name)
-        elif name in neutral:
-            check_neutral(where + name, value, neutral[name])
-        else:
-            others, hint = (*neutral, *ignored), elsewhere.get(name)
-            if hint is not None or not pass_over(name, where, (*known, *others)):
-                raise unknown_field(name, where, known, others=others, hint=hint)
-    return kept, without_effect
-
-
-def pass_over(name: str, where: str, known: Iterable[str]) -> bool:
-    """Return True, and record the name, if an unknown field is ignored; likely misspellings are not.
-
-    The name goes into a header and a log line, so it is truncated and sanitised.
-    """
-    record = current_record()
-    if record is None or not record.is_lenient or len(record.unknown) >= MAX_UNKNOWN:
-        return False
-    if nearest(name[:MAX_NAME_LEN], known) is not None:
-        return False
-    shown = _UNSAFE.sub("?", _PLACE.sub("", where) + name[:MAX_SHOWN_NAME])
-    record.unknown[shown] = None
-    logged = shown if _PLAIN.fullmatch(shown) else "..."  # other names may be a client's data
-    if logged not in _LOGGED and len(_LOGGED) < MAX_LOGGED_NAMES:
-        _LOGGED.add(logged)
-        logger.warning("unknown field ignored field=%s path=%s (logged once)", logged, record.path)
-    return True
-
-
-def check_neutral(name: str, value: Any, neutral: Neutral) -> None:
-    """Reject a field of other servers, unless it has a value that changes nothing."""
-    if value is None or any(
-        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-        for allowed in neutral.values
-    ):
-        return
-    allowed = " or ".join(["null", *map(show_value, neutral.values)])
-    raise RequestError.about(
-        name, f"is not supported: {neutral.reason}; leave it out ({allowed}), got {show_value(value)}"
-    )
 
 
 TokenIds = list[int]

@@ -23,7 +23,8 @@ from typing import Any
 
 from infer.constraints.description import Structured
 from infer.errors import MalformedRequest, RequestError, field_of, show_value
-from infer.server.protocol.schemas import Neutral, SamplingBody, account_for
+from infer.server.protocol.body import Neutral, account_for
+from infer.server.protocol.schemas import SamplingBody
 
 FORMATS = ("text", "json_object", "json_schema")
 FORMAT_KEYS = ("type", "json_schema", "schema", "name", "strict", "description", "value")

@@ -7,7 +7,7 @@ turn, with the turn's reasoning, its text and its tool calls:
     tool_result                |   function_call_output                  ──►   one tool message each
     text, text                 |   message, message                      ──►   one user message
 
-Blocks and items are bodies themselves (schemas.py): none of their fields is dropped silently.
+Blocks and items are bodies themselves (body.py): none of their fields is dropped silently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infer.errors import MalformedRequest, RequestError, closest, json_type, show_value
+from infer.server.protocol.body import Body
 from infer.server.protocol.errors import Path, spell_path, validation_error
-from infer.server.protocol.schemas import Body, check_call_id
+from infer.server.protocol.schemas import check_call_id
 
 Block = TypeVar("Block", bound=Body)
 

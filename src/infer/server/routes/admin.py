@@ -26,7 +26,7 @@ from infer.config.knobs import parse_knob
 from infer.config.settings import EngineConfig, knob_table
 from infer.errors import CheckpointError, ConfigError, MalformedRequest, RequestError
 from infer.server.fleet.fleet import Fleet
-from infer.server.protocol.schemas import Body
+from infer.server.protocol.body import Body
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.routes.json_route import JsonRoute
 

@@ -22,7 +22,8 @@ from infer.client.client import embed
 from infer.errors import RequestError, RequestTimeout
 from infer.frontend.embeddings import EmbeddingJob, open_embeddings
 from infer.scheduling.request import Request
-from infer.server.protocol.schemas import Body, EmbeddingRequest, ReadingBody
+from infer.server.protocol.body import Body
+from infer.server.protocol.schemas import EmbeddingRequest, ReadingBody
 from infer.server.protocol.stream import unless_disconnected
 from infer.server.protocol.translate import most_tokens, request_options, split_prompts, time_limit
 from infer.server.routes.json_route import ignored_headers, make_router, server_state

@@ -30,8 +30,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
+from infer.server.protocol.body import Body
 from infer.server.protocol.generation import Generation
-from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, Body, ChatRequest
+from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, ChatRequest
 from infer.server.protocol.stream import BEGIN_S, EventStream, FrameWriter, close_opening, unless_disconnected
 from infer.server.protocol.structured import CONSTRAINTS
 from infer.server.protocol.translate import Job, open_chat

@@ -23,6 +23,7 @@ from infer.errors import MalformedRequest, RequestError, show_value
 from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.sampling.params import MAX_INT, RowLogprobs, SamplingParams
+from infer.server.protocol.body import Neutral
 from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
@@ -34,7 +35,6 @@ from infer.server.protocol.schemas import (
     Int,
     LlamaSampling,
     Name,
-    Neutral,
     PromptField,
 )
 from infer.server.protocol.stream import FrameWriter

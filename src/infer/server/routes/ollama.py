@@ -29,6 +29,7 @@ from infer.finish_reason import FinishReason
 from infer.frontend.outputs import RequestOutput
 from infer.frontend.prompts import PromptEncoder
 from infer.sampling.params import MAX_INT
+from infer.server.protocol.body import Body
 from infer.server.protocol.errors import ApiError
 from infer.server.protocol.generation import Generation, Piece
 from infer.server.protocol.logprobs import chat_logprobs
@@ -42,7 +43,7 @@ from infer.server.protocol.ollama_to_chat import (
     read_sampling,
 )
 from infer.server.protocol.parts import Part, PartWriter
-from infer.server.protocol.schemas import Body, CompletionRequest, EmbeddingRequest, Int, Name
+from infer.server.protocol.schemas import CompletionRequest, EmbeddingRequest, Int, Name
 from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
 from infer.server.routes.embeddings import list_response, make_vectors
