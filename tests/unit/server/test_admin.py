@@ -27,6 +27,7 @@ from infer.errors import (
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app, create_app
+from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServedModel, ServerState
@@ -170,10 +171,10 @@ def test_replicas_in_one_process_divide_the_threads(monkeypatch: pytest.MonkeyPa
         raise ConfigError("that is all")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr("infer.server.fleet.fleet.open_model", note)
+    monkeypatch.setattr("infer.server.fleet.engines.open_model", note)
     fleet = Fleet(ServerState(config=ServerConfig(in_process=True, replicas=4)), ServerMetrics("infer"))
     with pytest.raises(ConfigError, match="that is all"):
-        asyncio.run(fleet._start_threads(EngineConfig.from_knobs(device="cpu")))
+        asyncio.run(fleet._starter._start_threads(EngineConfig.from_knobs(device="cpu")))
     assert opened[0].load.num_threads == 2
 
 
@@ -249,7 +250,7 @@ def test_a_name_that_is_being_loaded_is_taken(monkeypatch: pytest.MonkeyPatch) -
                 name="fake", context_len=9, template_warning=None, has_chat_template=False
             ), [FakeClient()]
 
-        monkeypatch.setattr(Fleet, "_start_threads", start_slowly)
+        monkeypatch.setattr(EngineStarter, "_start_threads", start_slowly)
         transport = httpx.ASGITransport(site.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://site", headers=ADMIN) as client:
             load = {"name": "b", "model": "x"}
@@ -276,7 +277,7 @@ def test_engines_whose_own_name_is_taken_are_stopped_again(monkeypatch: pytest.M
     async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
         return SimpleNamespace(name="fake"), list(started)
 
-    monkeypatch.setattr(Fleet, "_start_threads", start)
+    monkeypatch.setattr(EngineStarter, "_start_threads", start)
     site = Site(in_process=True)
     with pytest.raises(NameTaken):
         asyncio.run(site.app.state.fleet.load("", EngineConfig()))
@@ -335,7 +336,7 @@ def test_a_model_is_replaced_without_dropping_what_it_serves(
             await is_ready.wait()
             return oracle.encoder, [new]
 
-        monkeypatch.setattr(Fleet, "_start_threads", start)
+        monkeypatch.setattr(EngineStarter, "_start_threads", start)
         model, fleet = site.state.models["fake"], site.app.state.fleet
         ask = {"model": "fake", "prompt": "a", "max_tokens": 2}
         load = {"name": "fake", "model": "x", "replace": True}
@@ -371,7 +372,7 @@ def test_an_unload_ends_a_replacement_and_the_old_model(oracle: LLM, monkeypatch
             await asyncio.Event().wait()
             raise AssertionError
 
-        monkeypatch.setattr(Fleet, "_start_threads", start)
+        monkeypatch.setattr(EngineStarter, "_start_threads", start)
         site = Site(encoder=oracle.encoder, in_process=True)
         fleet: Fleet = site.app.state.fleet
         loading = asyncio.create_task(fleet.load("fake", EngineConfig(), replaces=True))
@@ -389,7 +390,7 @@ def test_a_failed_replacement_leaves_the_old_model(oracle: LLM, monkeypatch: pyt
     async def start(self: Fleet, config: EngineConfig) -> tuple[Any, list[EngineClient]]:
         raise ConfigError("no memory for both")
 
-    monkeypatch.setattr(Fleet, "_start_threads", start)
+    monkeypatch.setattr(EngineStarter, "_start_threads", start)
     site = Site(encoder=oracle.encoder, admin_key="root", in_process=True)
     load = {"name": "fake", "model": "x", "replace": True}
     answer = post(site, "/admin/models/load", load)

@@ -13,7 +13,8 @@ from infer.client.subscribers import CLOSED
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError, EngineError, EngineStopped, NameTaken
-from infer.server.fleet import fleet as fleet_module
+from infer.server.fleet import engines as engines_module
+from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet
 from infer.server.fleet.load import Load
 from infer.server.metrics import ServerMetrics
@@ -139,11 +140,11 @@ def fleet_that_fails(monkeypatch: pytest.MonkeyPatch, engine: Slow, place: str) 
 
     monkeypatch.setattr(Workers, "serve", serve)
     if place == "serve":
-        monkeypatch.setattr(Fleet, "_start_processes", start_all)
+        monkeypatch.setattr(EngineStarter, "_start_processes", start_all)
     else:
         monkeypatch.setattr(ProcessClient, "start", start_one)
         for name in ("find_source", "start_reading_ahead", "open_text"):
-            monkeypatch.setattr(fleet_module, name, lambda *_, **__: None)
+            monkeypatch.setattr(engines_module, name, lambda *_, **__: None)
     return Fleet(ServerState(config=ServerConfig(replicas=2)), ServerMetrics("infer"))
 
 
@@ -205,7 +206,7 @@ def fleet_with_a_sleeper(monkeypatch: pytest.MonkeyPatch, engine: Slow) -> Fleet
     async def start(self: Fleet, *_: object) -> None:
         raise ConfigError("no such model")
 
-    monkeypatch.setattr(Fleet, "_start_processes", start)
+    monkeypatch.setattr(EngineStarter, "_start_processes", start)
     fleet = Fleet(ServerState(config=ServerConfig()), ServerMetrics("infer"))
     metered = fleet.metrics.add("m", engine)
     config = EngineConfig.from_knobs(model="x")

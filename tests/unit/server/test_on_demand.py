@@ -23,6 +23,7 @@ from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.fleet import on_demand
+from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.processes.messages import GetUses, ModelUse, Question
@@ -115,7 +116,7 @@ def play(
                 made.engines[path] = Gated()
                 return oracle.encoder, [made.engines[path]]
 
-            monkeypatch.setattr(Fleet, "_start_threads", start)
+            monkeypatch.setattr(EngineStarter, "_start_threads", start)
             for name in "abc":
                 if name not in closed:
                     made.may_load[name].set()
@@ -551,7 +552,7 @@ def test_a_load_under_a_taken_name_unloads_no_other_model(
     async def scene(stage: Stage) -> None:
         stage.may_load["d"].set()
         await stage.ok("a")
-        stage.fleet.set_alias("x", {"b": 1.0})
+        stage.fleet.names.set_alias("x", {"b": 1.0})
         taken = await stage.client.post("/admin/models/load", json={"name": "x", "model": "d"})
         assert taken.status_code == 409 and "is an alias" in taken.text
         assert stage.loaded == ["a"] and not stage.starts["d"]
@@ -770,10 +771,10 @@ def test_adapters_shadow_no_model_and_come_back_with_theirs(
         assert (stage.loaded, stage.engines["b"].adapters) == (["b"], {"sql": "/sql"})
         assert await load("sql", "/new", replace=True) == 200
         stage.engines["b"].adapters = {"sql": "/sql"}  # as a restarted engine
-        await stage.fleet._restore_adapters("b", stage.engines["b"])
+        await stage.fleet.adapters.restore("b", stage.engines["b"])
         assert stage.engines["b"].adapters == {"sql": "/new"}
         await stage.fleet.unload("b")
-        assert stage.fleet._adapter_paths == {} == stage.state.adapters
+        assert stage.fleet.adapters._paths == {} == stage.state.adapters
 
     play(monkeypatch, oracle, scene)
 
@@ -783,7 +784,7 @@ def test_a_model_unloaded_while_its_adapters_come_back_is_not_served(
 ) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ok("b")
-        await stage.fleet.load_adapter("sql", "/sql", "b")
+        await stage.fleet.adapters.load("sql", "/sql", "b")
         await stage.fleet._retire(stage.state.models["b"])
         may_restore, is_restoring = asyncio.Event(), asyncio.Event()
 
@@ -806,9 +807,11 @@ def test_adapters_given_to_several_models_are_refused_with_the_way(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:
     async def scene(stage: Stage) -> None:
-        stage.fleet._note_adapters("a", ["sql"])
+        stage.fleet.adapters.note("a", ["sql"])
         with pytest.raises(NameTaken, match="'sql' is taken; .* /admin/adapters/load is for one"):
-            stage.fleet._check_adapters("b", EngineConfig.from_knobs(model="x", lora_modules=("sql=/sql",)))
+            stage.fleet.names.check_adapters(
+                "b", EngineConfig.from_knobs(model="x", lora_modules=("sql=/sql",))
+            )
 
     play(monkeypatch, oracle, scene)
 
@@ -819,16 +822,24 @@ def test_one_name_is_not_given_to_two_adapters_at_a_time(
     async def scene(stage: Stage) -> None:
         for model in "bc":
             await stage.ok(model)
-        loads = [stage.fleet.load_adapter("sql", f"/{model}", model) for model in "bc"]
+        loads = [stage.fleet.adapters.load("sql", f"/{model}", model) for model in "bc"]
         done = await asyncio.gather(*loads, return_exceptions=True)
         assert done[0] == "b" and isinstance(done[1], NameTaken)
         assert stage.engines["b"].adapters == {"sql": "/b"} and not stage.engines["c"].adapters
-        load = asyncio.ensure_future(stage.fleet.load_adapter("law", "/law", "b"))
+        load = asyncio.ensure_future(stage.fleet.adapters.load("law", "/law", "b"))
         await asyncio.sleep(0)
-        stage.fleet.set_alias("law", {"c": 1.0})
+        stage.fleet.names.set_alias("law", {"c": 1.0})
         with pytest.raises(NameTaken):
             await load
         assert stage.engines["b"].adapters == {"sql": "/b"} == {"sql": "/" + stage.state.adapters["sql"]}
+        load = asyncio.ensure_future(stage.fleet.adapters.load("tax", "/tax", "b"))
+        await asyncio.sleep(0)
+        stage.fleet.adapters.note(
+            "c", ["tax"]
+        )  # the model was loaded meanwhile, with an adapter of this name
+        with pytest.raises(NameTaken):
+            await load
+        assert stage.state.adapters["tax"] == "c" and "tax" not in stage.engines["b"].adapters
 
     play(monkeypatch, oracle, scene, max_loaded_models=2)
 

@@ -460,7 +460,7 @@ def test_a_load_that_another_process_cannot_serve_leaves_nothing(failure: BaseEx
     async def start(config: EngineConfig, shared: Any, records: Any) -> Any:
         return SimpleNamespace(name="m", template_warning=None, has_chat_template=False), list(engines)
 
-    fleet._start_processes = start  # type: ignore[method-assign]
+    fleet._starter._start_processes = start  # type: ignore[method-assign]
     with pytest.raises(type(failure)):
         asyncio.run(fleet.load("m", EngineConfig.from_knobs(model="x")))
     assert all(engine.is_closed for engine in engines) and not fleet.metrics.meters

@@ -17,6 +17,7 @@ from infer.engine.stats import EngineStats
 from infer.errors import ConfigError, EngineError, EngineStopped
 from infer.frontend.llm import LLM
 from infer.frontend.prompts import PromptEncoder
+from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet
 from infer.server.metrics import ServerMetrics
 from infer.server.state import ServerState
@@ -99,7 +100,7 @@ def play(monkeypatch: pytest.MonkeyPatch, oracle: LLM, scene: Callable[[Stand], 
             stand.engines[str(config.load.model)].append(made)
             return oracle.encoder, [made]
 
-        monkeypatch.setattr(Fleet, "_start_processes", start)
+        monkeypatch.setattr(EngineStarter, "_start_processes", start)
         await stand.fleet.start(stand.configs)
         try:
             await scene(stand)

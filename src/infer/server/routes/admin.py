@@ -138,12 +138,12 @@ async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
     if body.models == {}:
         raise RequestError.about("models", "is empty; give a weight for each model, as {'v1': 90, 'v2': 10}")
     if body.models is not None:
-        _fleet(http).set_alias(body.alias, body.models)
+        _fleet(http).names.set_alias(body.alias, body.models)
         return {"alias": body.alias, "models": body.models}
     if body.name is None:
-        _fleet(http).remove_alias(body.alias)
+        _fleet(http).names.remove_alias(body.alias)
     else:
-        _fleet(http).set_alias(body.alias, {body.name: 1.0})
+        _fleet(http).names.set_alias(body.alias, {body.name: 1.0})
     return {"alias": body.alias, "name": body.name}
 
 
@@ -157,7 +157,7 @@ async def load_adapter(body: AdapterBody, http: Request) -> dict[str, Any]:
 @router.post("/adapters/unload")
 async def unload_adapter(body: UnloadBody, http: Request) -> dict[str, Any]:
     """Unload a LoRA adapter; requests that began with it finish."""
-    await _fleet(http).unload_adapter(body.name)
+    await _fleet(http).adapters.unload(body.name)
     return {"name": body.name}
 
 
@@ -173,7 +173,7 @@ async def load_lora_adapter(body: VllmAdapterBody, http: Request) -> str:
 async def unload_lora_adapter(body: VllmUnloadBody, http: Request) -> str:
     """Unload a LoRA adapter of the default model."""
     with _in_vllm_words():
-        await _fleet(http).unload_adapter(body.lora_name)
+        await _fleet(http).adapters.unload(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
@@ -190,7 +190,7 @@ def _in_vllm_words() -> Iterator[None]:
 
 async def _load_adapter(http: Request, name: str, path: str, model: str | None, *, replaces: bool) -> str:
     try:
-        return await _fleet(http).load_adapter(name, path, model, replaces=replaces)
+        return await _fleet(http).adapters.load(name, path, model, replaces=replaces)
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="path") from None
 
