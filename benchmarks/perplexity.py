@@ -28,7 +28,7 @@ import torch
 from benchmarks.machine import facts, parse, write
 from infer.bench.report import revision_of
 from infer.config.settings import LoadConfig
-from infer.frontend.prompts import make_encoder
+from infer.frontend.open_model import make_encoder
 from infer.kernels.attention.reference import attend_sdpa
 from infer.layers.bind import bind
 from infer.layers.whole_sequence import WholeSequence

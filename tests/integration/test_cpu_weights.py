@@ -22,7 +22,7 @@ from infer.config.settings import EngineConfig, LoadConfig
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.execution.torch_device import TorchDevice
-from infer.frontend.prompts import make_encoder
+from infer.frontend.open_model import make_encoder
 from infer.kernels.attention.reference import attend_naive, attend_sdpa
 from infer.kernels.cpu.library import library
 from infer.layers.linear import Linear

@@ -459,7 +459,7 @@ def test_a_request_whose_text_cannot_begin_does_not_reach_the_engine(
     def refuse(*args: object, **fields: object) -> None:
         raise RequestError("no text")
 
-    monkeypatch.setattr("infer.frontend.llm.OutputBuilder", refuse)
+    monkeypatch.setattr("infer.frontend.text_model.OutputBuilder", refuse)
     with pytest.raises(RequestError, match="no text"):
         llm.stream([1, 2, 3], greedy(2))
     assert llm.engine.num_requests == 0

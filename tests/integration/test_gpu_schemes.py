@@ -24,7 +24,7 @@ from infer.engine.build import build_engine
 from infer.engine.engine import Engine
 from infer.errors import CheckpointError, ConfigError
 from infer.execution.torch_device import TorchDevice
-from infer.frontend.prompts import make_encoder
+from infer.frontend.open_model import make_encoder
 from infer.kernels.attention.reference import attend_sdpa
 from infer.kernels.linear.coded import CodedForm
 from infer.layers.linear import ExpertLinear, Projected

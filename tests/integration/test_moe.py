@@ -14,7 +14,7 @@ from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.cache_fit import token_elements
 from infer.execution.gpu.device import GpuDevice
-from infer.frontend.prompts import make_encoder
+from infer.frontend.open_model import make_encoder
 from infer.kernels.cpu.library import library
 from infer.layers.linear import ExpertLinear, Linear
 from infer.layers.moe import MixtureOfExperts

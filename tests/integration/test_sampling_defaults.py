@@ -17,7 +17,7 @@ from infer import LLM, SamplingParams
 from infer.cli.main import main
 from infer.client.client import InProcessClient
 from infer.engine.build import build_engine
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.loader.find import default_model
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers

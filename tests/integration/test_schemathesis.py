@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 
 from infer.config.settings import LoadConfig  # noqa: E402
-from infer.frontend.prompts import find_source, make_encoder  # noqa: E402
+from infer.frontend.open_model import find_source, make_encoder  # noqa: E402
 from infer.loader.headers import read_headers  # noqa: E402
 from infer.sampling.params import SamplingParams  # noqa: E402
 from scripts.make_checkpoint import make_checkpoint  # noqa: E402

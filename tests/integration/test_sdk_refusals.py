@@ -12,7 +12,8 @@ from openai import OpenAI
 
 from infer.config.settings import EngineConfig
 from infer.errors import QueueFull
-from infer.frontend.prompts import PromptEncoder, open_model
+from infer.frontend.open_model import open_model
+from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from scripts.make_checkpoint import make_checkpoint

@@ -25,7 +25,7 @@ from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.sampling.params import SamplingParams
 from infer.server.app import build_app
 from infer.server.connection import MAX_HEAD_BYTES, GuardedConnection

@@ -29,7 +29,8 @@ from infer.engine.live import LiveSnapshot
 from infer.engine.stats import EngineStats
 from infer.engine.stories import EngineStory
 from infer.errors import EngineError
-from infer.frontend.prompts import PromptEncoder, open_model
+from infer.frontend.open_model import open_model
+from infer.frontend.prompts import PromptEncoder
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.state import ServedModel, ServerState

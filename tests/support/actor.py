@@ -16,7 +16,8 @@ import msgspec
 
 from infer.config.settings import LoadConfig
 from infer.errors import ContextOverflow
-from infer.frontend.prompts import PromptEncoder, find_source, make_encoder
+from infer.frontend.open_model import find_source, make_encoder
+from infer.frontend.prompts import PromptEncoder
 from infer.loader.headers import read_headers
 from infer.sampling.params import RowLogprobs
 from infer.scheduling.request import Request, StepOutput

@@ -17,7 +17,7 @@ from infer.engine.build import build_engine
 from infer.engine.device_build import resolve_for
 from infer.engine.engine import Engine
 from infer.engine.run_manifest import shareable_knobs
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.kernels.runtime.dispatch import device_kind
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel

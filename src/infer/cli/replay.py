@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 def _frame_stepper(model: str | None, screen: stepping.StepScreen) -> Stepper:
     """The stepper that shows the frames of a replay, with tokens decoded by the model's tokenizer."""
     from infer.config.settings import LoadConfig
-    from infer.frontend.prompts import find_source, open_text
+    from infer.frontend.open_model import find_source, open_text
     from infer.tools.step_frames import FrameStepper
 
     config = LoadConfig(model=model)

@@ -25,9 +25,9 @@ from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
 from infer.frontend.embeddings import open_embeddings
 from infer.frontend.inputs import Conversation, Prompt, check_single, read_prompt
-from infer.frontend.llm import Opener, TextModel
 from infer.frontend.outputs import OutputBuilder, RequestOutput, check_streams
 from infer.frontend.prompts import ChatOptions, RequestOptions
+from infer.frontend.text_model import Opener, TextModel
 from infer.sampling.params import SamplingParams
 
 

@@ -14,7 +14,7 @@ from infer.engine import step_costs
 from infer.engine.observer import EngineObserver
 from infer.errors import CheckpointError, ConfigError, ModelSourceError
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.loader import load
 from infer.sampling.params import SamplingParams
 from infer.speculative.adaptive import StepCosts

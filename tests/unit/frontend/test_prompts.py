@@ -13,7 +13,8 @@ from infer.client.messages import Ready
 from infer.config.settings import LoadConfig
 from infer.engine.stats import EngineStats
 from infer.errors import ContextOverflow, RequestError
-from infer.frontend.prompts import PromptEncoder, find_source, make_encoder, make_served_encoder, open_text
+from infer.frontend.open_model import find_source, make_encoder, make_served_encoder, open_text
+from infer.frontend.prompts import PromptEncoder
 from infer.loader.headers import read_headers
 from infer.sampling.params import SamplingParams
 from scripts.make_checkpoint import make_checkpoint

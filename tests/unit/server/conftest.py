@@ -18,7 +18,7 @@ from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from tests.support.wire import Wire, make_state
 
 KNOBS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_blocks": 256, "block_size": 4}

@@ -13,7 +13,7 @@ from infer.client.client import InProcessClient
 from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.server.metrics import ServerMetrics
 from tests.support.app import Site
 from tests.support.wire import Wire, make_state

@@ -17,7 +17,7 @@ from infer.config.settings import EngineConfig
 from infer.engine.build import build_engine
 from infer.errors import ConfigError, EngineLost, RequestError
 from infer.frontend.llm import LLM
-from infer.frontend.prompts import open_model
+from infer.frontend.open_model import open_model
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app
 from infer.server.explain.served import MAX_PARTS, ServedRequest, ServedRequests

@@ -25,7 +25,8 @@ from infer.config.knobs import parse_bytes
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import ConfigError
-from infer.frontend.prompts import PromptEncoder, find_source, make_served_encoder, open_model, open_text
+from infer.frontend.open_model import find_source, make_served_encoder, open_model, open_text
+from infer.frontend.prompts import PromptEncoder
 from infer.loader.read_ahead import start_reading_ahead
 from infer.server.fleet.load import finish
 from infer.server.processes.workers import Workers

@@ -27,7 +27,7 @@ from infer.client.subscribers import CLOSED
 from infer.client.supervisor import ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig, LoadConfig
 from infer.errors import EngineStopped
-from infer.frontend.prompts import find_source, make_served_encoder, open_text
+from infer.frontend.open_model import find_source, make_served_encoder, open_text
 from infer.loader.text_headers import TextHeaders
 from infer.log import setup_logging
 from infer.server.fleet.fleet import Fleet
