@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from infer.client.process import SleepingEngine, load_engine
+from infer.client.process import load_engine
+from infer.client.sleeping import SleepingEngine
 from infer.config.settings import EngineConfig
 from infer.engine.engine import Engine
 from infer.sampling.params import SamplingParams

@@ -7,6 +7,8 @@ subscribers.py     routes outputs from request ids to readers, and bounds unread
 link.py            the server's end of the socket
 messages.py        the messages between processes
 process.py         the engine's process
+engine_server.py   its loop
+sleeping.py        an engine whose weights wait in host memory
 process_client.py  the client of that process
 spawn.py           starts the process before it is needed
 supervisor.py      watches the process, and limits restarts

@@ -16,8 +16,9 @@ import pytest
 import zmq
 
 from infer.cache.paged_pool import PagedKVCachePool
-from infer.client import process, process_client, supervisor
+from infer.client import engine_server, process_client, supervisor
 from infer.client.client import embed as embed_prompt
+from infer.client.engine_server import EngineServer
 from infer.client.messages import (
     Add,
     Answer,
@@ -33,7 +34,6 @@ from infer.client.messages import (
     decode_message,
     encode,
 )
-from infer.client.process import EngineServer
 from infer.client.process_client import ProcessClient
 from infer.client.supervisor import EngineProcess, ProcessOptions
 from infer.config.defaults import SIMULATED_STEPS
@@ -188,7 +188,7 @@ def test_api_processes_share_one_queue_and_get_their_own_outputs(monkeypatch: py
             raise StopIteration  # all is said and done
         return True
 
-    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    monkeypatch.setattr(engine_server, "_poll_all", lambda sockets: poll)
     with pytest.raises(StopIteration):
         EngineServer(make_engine(max_queue=1), cast("Any", links)).run()
     outputs = [
@@ -247,7 +247,7 @@ def test_the_vocabulary_is_read_by_an_engine_that_is_idle_and_not_before(
             raise StopIteration
         return len(waits) != 2  # the second wait ends without a command
 
-    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    monkeypatch.setattr(engine_server, "_poll_all", lambda sockets: poll)
     link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
     with pytest.raises(StopIteration):
         EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
@@ -264,7 +264,7 @@ def test_work_between_two_idle_pieces_makes_the_next_wait_again(monkeypatch: pyt
             raise StopIteration
         return len(waits) == 3  # a command comes after two pieces
 
-    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    monkeypatch.setattr(engine_server, "_poll_all", lambda sockets: poll)
     link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
     with pytest.raises(StopIteration):
         EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))]).run()
@@ -527,7 +527,7 @@ def test_counts_go_on_in_an_engine_that_is_built_again_for_a_record(monkeypatch:
             raise StopIteration
         return num_waits != 2  # the second wait ends without a command, and the engine is built again
 
-    monkeypatch.setattr(process, "_poll_all", lambda sockets: poll)
+    monkeypatch.setattr(engine_server, "_poll_all", lambda sockets: poll)
     link = ScriptedLink([Add(1, make_request("r1"))], *[[]] * 20)
     server = EngineServer(engine, [cast("zmq.Socket[bytes]", cast(Any, link))], recorder=recorder)
     del engine
