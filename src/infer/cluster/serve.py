@@ -10,9 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from infer.cluster.child import ReplicaLaunch
@@ -25,7 +23,16 @@ from infer.config.settings import EngineConfig
 from infer.errors import EngineLost
 from infer.server.middleware.host_check import needs_host_check
 from infer.server.processes.board import Board
-from infer.server.serve import HttpServer, bind, drain, http_config, stop_on_signals, url_of, warn_if_open
+from infer.server.serve import (
+    HttpServer,
+    bind,
+    drain,
+    http_config,
+    remove_socket,
+    stop_on_signals,
+    url_of,
+    warn_if_open,
+)
 from infer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -85,9 +92,7 @@ async def serve_cluster(
         server.should_exit = True
         await asyncio.gather(serving, placer.close(), return_exceptions=True)
         stopping.cancel()
-        if config.uds is not None:
-            with suppress(OSError):
-                Path(config.uds).unlink()
+        remove_socket(config)
     logger.info("stopped")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from infer import __version__
@@ -119,19 +119,8 @@ def build_app(
     )
     app.state.server, app.state.fleet, app.state.metrics = state, fleet, fleet.metrics
     app.state.live = live.LiveFeeds()
-    parts = (
-        completions, chat, messages, responses, response_memory, models, tokens, embeddings, scoring, ollama,
-        ollama_models, llama_cpp, health, explain,
-    )  # fmt: skip
-    routers = [part.router for part in parts]
-    if config.admin_key is not None:
-        routers += [admin.router, admin.vllm_router]
-    if config.admin_key is not None or is_private:
-        routers.append(live.router)
-    routers.append(pages.make_router() if config.ui else ollama_models.root)
-    if config.docs:
-        routers.append(pages.make_docs_router())
     # Not `include_router`, which would analyse every route again at the first request.
+    routers = _routers(config, is_private=is_private)
     app.router.routes.extend(route for router in routers for route in router.routes)
     install_error_handlers(app)
     # the last added is the outermost
@@ -153,3 +142,20 @@ def build_app(
         tracing=None if config.otlp_traces_endpoint is None else Tracing(config.otlp_traces_endpoint),
     )
     return app
+
+
+def _routers(config: ServerConfig, *, is_private: bool) -> list[APIRouter]:
+    """Return the routers of a server; if it is private, everyone who reaches it may view the live page."""
+    parts = (
+        completions, chat, messages, responses, response_memory, models, tokens, embeddings, scoring, ollama,
+        ollama_models, llama_cpp, health, explain,
+    )  # fmt: skip
+    routers = [part.router for part in parts]
+    if config.admin_key is not None:
+        routers += [admin.router, admin.vllm_router]
+    if config.admin_key is not None or is_private:
+        routers.append(live.router)
+    routers.append(pages.make_router() if config.ui else ollama_models.root)
+    if config.docs:
+        routers.append(pages.make_docs_router())
+    return routers

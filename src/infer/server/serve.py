@@ -121,8 +121,7 @@ async def serve(
         fleet.check(models)
     except ConfigError:
         listener.close()
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+        remove_socket(config)
         raise
     server = HttpServer(http, listener, state.board)
     warn_if_open(config)
@@ -136,10 +135,7 @@ async def serve(
     starting = asyncio.create_task(fleet.start(models))
     ends: set[asyncio.Future[Any]] = {stopping, serving, workers.lost}
     url = url_of(config, listener)
-    loop_name = _loop_name()
-    level = logging.INFO if loop_name == "uvloop" else logging.WARNING
-    said = "listening on url=%s models=%d api_processes=%d seconds=%.2f event_loop=%s"
-    logger.log(level, said, url, len(models), number, _process_age(), loop_name)
+    _log_listening(url, len(models), number)
     try:
         await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_lost(workers)
@@ -161,8 +157,7 @@ async def serve(
         server.should_exit = True
         await asyncio.gather(serving, workers.close())
         stopping.cancel()
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+        remove_socket(config)
     if state.is_cut_off:
         _exit(config)
     logger.info("stopped")
@@ -215,6 +210,12 @@ def bind(config: ServerConfig) -> socket.socket:
             is_socket = Path(config.uds).is_socket()
             reason = "another server listens there" if is_socket else "there is a file that is not a socket"
         raise ConfigError(f"cannot listen on {where}: {reason}; {advice}") from None
+
+
+def remove_socket(config: ServerConfig) -> None:
+    """Remove the file of a listening unix socket, if there is one."""
+    if config.uds is not None:
+        Path(config.uds).unlink(missing_ok=True)
 
 
 def warn_if_open(config: ServerConfig) -> None:
@@ -321,8 +322,7 @@ def stop_on_signals(state: ServerState) -> asyncio.Future[None]:
 def _exit(config: ServerConfig) -> NoReturn:
     """Exit without closing anything; engine processes notice that and exit, too."""
     remove_directories()
-    if config.uds is not None:
-        Path(config.uds).unlink(missing_ok=True)
+    remove_socket(config)
     logger.info("stopped")
     os._exit(130)
 
@@ -334,6 +334,14 @@ def _process_age() -> float:
     except OSError:
         return time.perf_counter() - _IMPORTED_AT
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _log_listening(url: str, num_models: int, num_processes: int) -> None:
+    """Log where the server listens; a warning if its event loop is the slower one."""
+    loop_name = _loop_name()
+    level = logging.INFO if loop_name == "uvloop" else logging.WARNING
+    said = "listening on url=%s models=%d api_processes=%d seconds=%.2f event_loop=%s"
+    logger.log(level, said, url, num_models, num_processes, _process_age(), loop_name)
 
 
 def _loop_name() -> str:

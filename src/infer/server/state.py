@@ -263,9 +263,9 @@ class ServerState:
         )
 
     @property
-    def other_names(self) -> list[str]:
-        """The names that refer to a model but are not its own: aliases and adapters."""
-        return [*self.aliases, *self.adapters]
+    def all_names(self) -> list[str]:
+        """The names of all models, then aliases and adapters, which refer to a model."""
+        return [*self.names, *self.aliases, *self.adapters]
 
     def adapter_of(self, name: str | None) -> str:
         """Return the LoRA adapter of a name; "": none."""
@@ -356,7 +356,7 @@ class ServerState:
         return choose_model(up or served or weights, name, asker)
 
     def _unknown(self, name: str | None) -> UnknownModel:
-        known = [*self.names, *self.other_names]
+        known = self.all_names
         if not known:
             return UnknownModel("no model is served at the moment; try again later", param="model")
         hint = closest(name or "", known, listed="served")

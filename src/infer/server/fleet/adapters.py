@@ -19,7 +19,7 @@ from infer.server.fleet.names import Names
 from infer.server.state import ServerState
 
 
-class Adapters:
+class ServedAdapters:
     """The adapters of a `ServerState`."""
 
     def __init__(self, state: ServerState, names: Names) -> None:

@@ -47,7 +47,7 @@ from infer.errors import (
     UnknownModel,
 )
 from infer.frontend.prompts import PromptEncoder
-from infer.server.fleet.adapters import Adapters
+from infer.server.fleet.adapters import ServedAdapters
 from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.load import Load, finish
 from infer.server.fleet.metered_client import MeteredClient
@@ -82,7 +82,7 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._loading: dict[str, Load] = {}  # running loads, by each of their names
         self.names = Names(state, self._workers, self._loading)
-        self.adapters = Adapters(state, self.names)
+        self.adapters = ServedAdapters(state, self.names)
         self._is_closing = False
         self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines stop
         self._sleep_turn = asyncio.Lock()  # models are put to sleep one at a time: they share a budget

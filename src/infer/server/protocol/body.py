@@ -75,6 +75,11 @@ class Body(BaseModel):
         """Chat fields and sampling parameters, by the names that the client used."""
         return self.renamed
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Return a body with these fields, as far as they are not None."""
+        return cls.model_validate({name: value for name, value in fields.items() if value is not None})
+
     def note_ignored(self, names: Iterable[str]) -> None:
         """Add fields of inner objects that have no effect."""
         self._ignored = tuple(dict.fromkeys((*self._ignored, *names)))

@@ -207,7 +207,7 @@ def messages_to_chat(body: CountTokensRequest) -> ChatRequest:
         fields["stop"] = body.stop_sequences
     body.note_ignored(turns.ignored)
     kind = ChatRequest if is_answered else CountedChat
-    return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    return kind.of(fields)
 
 
 def _add_message(turns: Turns, message: dict[str, Any], path: Path) -> None:

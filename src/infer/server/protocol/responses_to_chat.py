@@ -296,7 +296,7 @@ def responses_to_chat(body: ResponsesRequest) -> ChatRequest:
         fields[name] = getattr(body, name)
     body.note_ignored(turns.ignored)
     chat = ChatRequest if body.is_answered else CountedChat
-    return chat.model_validate({name: value for name, value in fields.items() if value is not None})
+    return chat.of(fields)
 
 
 def _add_item(turns: Turns, given: Any, path: Path) -> None:

@@ -118,9 +118,7 @@ async def open_chat(body: ChatRequest, state: ServerState) -> Job:
     model = await state.use_model(body.model)
     if model.encoder.think is None:
         _ignore_limits(body, model.encoder)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError.about("top_logprobs", "needs logprobs to be true")
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    logprobs = count_logprobs(body.logprobs, body.top_logprobs)
     params = await make_params(body, model, state, max_tokens=body.max_tokens, logprobs=logprobs)
     check_has_template(model.encoder)
     ids, bound, form = await asyncio.to_thread(
@@ -148,6 +146,13 @@ def fill_context(job: Job) -> Job:
     if max_tokens is None or not 0 < room < max_tokens:
         return job
     return replace(job, requests=(replace(request, params=replace(request.params, max_tokens=None)),))
+
+
+def count_logprobs(has_logprobs: bool | None, num_top: int | None) -> int | None:
+    """Return a completion's `logprobs` for the two fields of a chat."""
+    if num_top is not None and not has_logprobs:
+        raise RequestError.about("top_logprobs", "needs logprobs to be true")
+    return (num_top or 0) if has_logprobs else None
 
 
 def _ignore_limits(body: ChatRequest, encoder: PromptEncoder) -> None:

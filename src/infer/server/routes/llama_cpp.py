@@ -124,9 +124,7 @@ async def open_llama(body: LlamaCompletion, http: Request) -> Job:
     }
     if fields["max_tokens"] == 0:
         raise RequestError.about("n_predict", "is 0; set it to -1 for no limit, or to at least 1")
-    given = {name: value for name, value in fields.items() if value is not None}
-    completion = CompletionRequest.model_validate(given)
-    return fill_context(await open_completion(completion, server_state(http)))
+    return fill_context(await open_completion(CompletionRequest.of(fields), server_state(http)))
 
 
 def _bias(given: list[list[int | float | bool | str]] | dict[str, float]) -> dict[str, float]:

@@ -26,8 +26,7 @@ _NAMED = {"object": "model", "type": "model", "owned_by": "infer", "permission":
 async def list_models(http: Request) -> Response:
     """List all models, aliases and adapters."""
     state = server_state(http)
-    names = [*state.names, *state.other_names]
-    cards = [model_card(state, name) for name in names]
+    cards = [model_card(state, name) for name in state.all_names]
     return json_response({"object": "list", "data": cards, "has_more": False})
 
 

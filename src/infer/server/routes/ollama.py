@@ -44,7 +44,7 @@ from infer.server.protocol.ollama_to_chat import (
 )
 from infer.server.protocol.parts import Part, PartWriter
 from infer.server.protocol.schemas import CompletionRequest, EmbeddingRequest, Int, Name
-from infer.server.protocol.translate import Job, encode_prompts, fill_context, open_completion
+from infer.server.protocol.translate import Job, count_logprobs, encode_prompts, fill_context, open_completion
 from infer.server.protocol.turns import Turns, spelled
 from infer.server.routes.embeddings import list_response, make_vectors
 from infer.server.routes.json_route import (
@@ -126,10 +126,8 @@ async def open_raw(body: OllamaGenerate, state: ServerState, name: str) -> Job:
             raise RequestError.about(field, f"belongs to a conversation, and {why}; leave it out")
     turns = Turns()
     fields = {"max_tokens": MAX_INT} | read_sampling(turns, body) | read_format(body)
-    has_logprobs, num_top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
-    if num_top is not None and not has_logprobs:
-        raise RequestError.about("top_logprobs", "needs logprobs to be true")
-    fields["logprobs"] = (num_top or 0) if has_logprobs else None
+    fields["logprobs"] = count_logprobs(body.logprobs, body.top_logprobs)
+    fields.pop("top_logprobs", None)
     body.note_ignored(turns.ignored)
     prompt = {"model": name, "prompt": body.prompt, "suffix": body.suffix}
     given = CompletionRequest.model_validate(prompt | fields)

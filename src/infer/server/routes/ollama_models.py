@@ -80,7 +80,7 @@ def tagged(name: str) -> str:
 
 def find_name(state: ServerState, name: str) -> str:
     """Return the served name that a client means; either name may lack the tag."""
-    known = [*state.names, *state.other_names]
+    known = state.all_names
     for each in (name, name.removesuffix(LATEST), tagged(name)):
         if each in known:
             return each
@@ -175,7 +175,7 @@ def expires_at(state: ServerState, model: ServedModel) -> str:
 async def list_tags(http: Request) -> Response:
     """List all models, aliases and adapters."""
     state = server_state(http)
-    return json_response({"models": [listed(state, name) for name in (*state.names, *state.other_names)]})
+    return json_response({"models": [listed(state, name) for name in state.all_names]})
 
 
 @router.get("/api/ps", response_model=None)

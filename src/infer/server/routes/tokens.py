@@ -17,13 +17,8 @@ from infer.server.routes.json_route import in_thread_if_large, json_response, ma
 
 router = make_router()
 
-OF_TEXTS = ("add_special_tokens",)  # fields without effect on a conversation
-OF_CHATS = (
-    "add_generation_prompt",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "tools",
-)  # and on a text
+OF_TEXTS = ("add_special_tokens",)  # fields of a text, and (below) fields of a conversation
+OF_CHATS = ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "tools")
 
 
 @router.post("/tokenize", response_model=None)
