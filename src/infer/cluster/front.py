@@ -254,7 +254,7 @@ class Front:
             raise
         finally:
             leaving.cancel()
-            if not connection.is_whole:
+            if connection not in server.idle:  # also an answer that was not read, or not sent, to its end
                 connection.close()
 
     def _message(self, scope: Scope, body: bytes, server: RemoteServer) -> bytes:

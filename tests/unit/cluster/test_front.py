@@ -237,6 +237,16 @@ async def test_a_replica_that_goes_in_the_middle_of_a_stream_ends_it_with_an_err
 
 
 @in_loop
+async def test_a_refusal_after_signs_of_life_ends_the_stream_and_its_connection() -> None:
+    bad, other = FakeReplica(SSE, chunk(b": ping\n\n"), "hang up"), FakeReplica(UNKNOWN, "wait")
+    async with front(other, bad) as site:  # the second takes the first turn
+        answer = await site.chat()
+        assert answer.status_code == 200 and "refused the request with status 404" in answer.text
+        async with asyncio.timeout(5):
+            await other.was_left.wait()
+
+
+@in_loop
 async def test_the_lines_of_ollamas_stream_end_with_an_error_too() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
     async with front(FakeReplica(head, chunk(b'{"message": {}}\n'), "hang up")) as site:
