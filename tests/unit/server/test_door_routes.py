@@ -185,6 +185,16 @@ def test_a_long_conversation_is_rendered_a_few_times(oracle: LLM) -> None:
     assert lengths == [4]
 
 
+def test_fields_that_a_message_does_not_have_are_ignored_when_it_is_shortened(oracle: LLM) -> None:
+    place = site(oracle, saying(oracle, "The river is here."))
+    place.state.models["fake"].encoder.context_len = 100
+    result: dict[str, Any] = {"call_id": [], "output": 1}  # of another kind of item
+    turns = [{"role": role, "content": "word " * 20} | result for role in ("user", "assistant")] * 5
+    body = ASK | {"input": [*turns, {"role": "user", "content": "So?"}], "truncation": "auto"}
+    answer = place.request("POST", RESPONSES, json=body)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
 def test_streams_add_up_to_whole_answers(oracle: LLM, finish_reason: str) -> None:
     place = site(oracle, saying(oracle, "The river is here.", finish_reason))

@@ -172,7 +172,7 @@ def test_an_id_beyond_64_bits_is_out_of_range_in_any_list(wire: Wire, ids: list[
 
 
 def test_lists_in_lists_are_refused_at_any_depth(wire: Wire) -> None:
-    body = b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b"}"  # as deep as the parser of JSON goes
+    body = b'{"prompt": ' + b"[" * 249 + b"]" * 249 + b"}"  # as deep as a body may be
     response = wire.request("POST", "/v1/completions", content=body, headers=JSON)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
@@ -318,6 +318,46 @@ def test_each_fault_of_a_whole_body_is_told_by_its_own_words(
     response = wire.request("POST", "/v1/completions", content=content, headers=headers)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+DEEP = (  # bodies with a place for a value
+    ("/v1/completions", '{"prompt": "a", "logit_bias": %s}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "a", "parsed": %s}]}'),
+    (
+        "/v1/chat/completions",
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
+        '"tool_calls": [{"id": %s, "function": {"name": "f", "arguments": "{}"}}]}]}',
+    ),
+    ("/v1/responses", '{"input": [{"id": %s}]}'),
+    ("/v1/responses", '{"input": "a", "stream": true, "text": {"format": {"type": "text", "x": %s}}}'),
+    ("/v1/messages", '{"max_tokens": 2, "messages": [{"role": "user", "content": "a"}], "metadata": %s}'),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), DEEP)
+@pytest.mark.parametrize("depth", [260, 990, 2000, 100_000])
+def test_a_body_that_is_nested_too_deeply_is_refused(wire: Wire, path: str, body: str, depth: int) -> None:
+    content = body % ("[" * depth + "]" * depth)
+    answer = wire.request("POST", path, content=content, headers=JSON)
+    assert answer.status_code == 400, answer.text
+    assert "more than 250 objects and lists inside each other" in answer.text
+
+
+@pytest.mark.parametrize(("path", "body"), DEEP)
+def test_a_body_that_is_nested_as_deeply_as_allowed_is_an_answer_or_an_error(
+    wire: Wire, path: str, body: str
+) -> None:
+    before = body.partition("%s")[0]
+    depth = 250 - sum((char in "[{") - (char in "]}") for char in before)
+    for levels in (depth, depth + 1):
+        content = body % ("[" * levels + "]" * levels)
+        answer = wire.request("POST", path, content=content, headers=JSON)
+        assert answer.status_code < 500 and "InternalServerError" not in answer.text, answer.text
+        assert ("inside each other" in answer.text) == (levels > depth)
+
+
+def test_brackets_in_a_text_are_not_levels(wire: Wire) -> None:
+    assert wire.ok("/tokenize", {"prompt": "[{" * 300})["count"] > 0
 
 
 def test_a_body_without_a_type_of_its_own_is_json_unless_a_page_sent_it(wire: Wire) -> None:

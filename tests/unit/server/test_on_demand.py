@@ -635,6 +635,20 @@ def test_an_unload_ends_a_load_that_requests_wait_for(monkeypatch: pytest.Monkey
     play(monkeypatch, oracle, scene, closed=("a",))
 
 
+def test_a_model_that_another_process_does_not_know_to_be_gone_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    """Its demand ends, and the names that it was sent before say the rest."""
+
+    async def scene(stage: Stage) -> None:
+        assert (await stage.client.post("/admin/models/unload", json={"name": "a"})).status_code == 200
+        assert stage.state.demand is not None
+        await stage.state.demand("a")
+        assert not stage.starts["a"]
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_shutting_down_ends_loads_and_those_who_wait_hear_of_it(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:

@@ -106,6 +106,8 @@ ANTHROPIC_TYPES = {
 ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
 Path = tuple[str | int, ...]  # place of a value in a body: ("messages", 0, "content", 2)
+MAX_DEPTH = 250  # most objects and lists inside each other in a body
+TOO_DEEP = "depth limit exceeded"  # orjson's words for far more
 MAX_FORMS = 100  # most errors that are examined: each value of a long list may have one
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,16}\b")
@@ -253,6 +255,8 @@ def whole_body_fault(kind: str, first: Mapping[str, Any], headers: Mapping[str, 
         said = str(first["ctx"]["error"])
         if "not valid UTF-8" in said:
             return "the body is not UTF-8 text, as JSON must be; encode it as UTF-8"
+        if said == TOO_DEEP:
+            return f"the body has more than {MAX_DEPTH} objects and lists inside each other; nest it less"
         return f"the body is not valid JSON: {said} (character {first['loc'][-1] + 1})"
     value = first["input"]
     if isinstance(value, bytes):  # not read as JSON

@@ -39,7 +39,9 @@ def find_units(items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 def _whole_cuts(items: Sequence[Mapping[str, Any]]) -> list[bool]:
     """Return, for each cut before an item or after the last, True if it separates no call from its result."""
-    results = {item.get("call_id"): i for i, item in enumerate(items) if "output" in item}
+    results = {
+        item["call_id"]: i for i, item in enumerate(items) if item.get("type") == "function_call_output"
+    }
     furthest, whole = -1, []
     for i, item in enumerate(items):
         whole.append(furthest < i)

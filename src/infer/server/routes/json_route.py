@@ -31,6 +31,7 @@ from pydantic import BaseModel
 
 from infer.errors import MalformedRequest, RequestError
 from infer.server.protocol.body import Body
+from infer.server.protocol.errors import MAX_DEPTH, TOO_DEEP
 from infer.server.protocol.generation import Generation
 from infer.server.protocol.schemas import MAX_CONSTRAINT_BYTES, AskingBody, ChatRequest
 from infer.server.protocol.stream import BEGIN_S, EventStream, FrameWriter, close_opening, unless_disconnected
@@ -93,10 +94,24 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """Return the parsed body; the record gets its user. Raises a `json.JSONDecodeError`."""
-        body = orjson.loads(await self.body())
+        text = await self.body()
+        body = orjson.loads(text)
+        if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+            check_depth(body)
         if (record := current_record()) is not None:
             record.note_user(body)
         return body
+
+
+def check_depth(body: Any) -> None:
+    """Reject a body of more than MAX_DEPTH levels with a `json.JSONDecodeError`.
+
+    What is nested deeper could not be sent back, nor always be printed.
+    """
+    try:
+        orjson.dumps([[[[body]]]])  # an error above 254 levels: values may be some deeper in an answer
+    except TypeError:
+        raise orjson.JSONDecodeError(TOO_DEEP, "", 0) from None
 
 
 class BodyCounts:
