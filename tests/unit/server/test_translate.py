@@ -17,7 +17,7 @@ from infer.frontend.llm import LLM
 from infer.sampling.params import SamplingParams
 from infer.server.protocol.schemas import ChatRequest, CompletionRequest
 from infer.server.protocol.translate import Job, make_params, open_chat, open_completion
-from infer.server.state import ServerState
+from infer.server.state import RequestRecord, ServerState, recording
 from tests.support.fake_client import FakeClient
 from tests.support.wire import make_state
 
@@ -35,6 +35,24 @@ def complete(state: ServerState, **fields: Any) -> Job:
 def chat(state: ServerState, **fields: Any) -> Job:
     messages = [{"role": "user", "content": "Who are you?"}]
     return asyncio.run(open_chat(ChatRequest.model_validate({"messages": messages} | fields), state))
+
+
+@pytest.mark.parametrize(("open_job", "encode"), [(complete, "encode_all"), (chat, "open_chat")])
+def test_an_adapter_that_is_unloaded_while_its_prompt_is_read_does_not_become_its_model(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch, open_job: Callable[..., Job], encode: str
+) -> None:
+    """The engine, which no longer has it, refuses the request."""
+    state.adapters["sql"] = "tiny"
+    encoder = state.models["tiny"].encoder
+    read = getattr(encoder, encode)
+
+    def unload_and_read(*given: Any, **options: Any) -> Any:
+        state.adapters.clear()
+        return read(*given, **options)
+
+    monkeypatch.setattr(encoder, encode, unload_and_read)
+    with recording(RequestRecord("a", 0.0)):
+        assert [request.adapter for request in open_job(state, model="sql").requests] == ["sql"]
 
 
 def test_every_sampling_field_arrives(state: ServerState) -> None:

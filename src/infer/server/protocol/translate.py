@@ -31,7 +31,7 @@ from infer.server.protocol.schemas import (
     TokenizeRequest,
 )
 from infer.server.protocol.structured import CONSTRAINTS, read_structured
-from infer.server.state import ServedModel, ServerState, engine_id, mark, salt_of
+from infer.server.state import ServedModel, ServerState, current_record, engine_id, mark, salt_of
 from infer.tokenizer.chat_template import Opening
 
 DEFAULT_COMPLETION_TOKENS = 16  # other servers' default, too; a chat may fill the context
@@ -206,11 +206,15 @@ def make_job(
 
 
 def request_options(body: SamplingBody | ReadingBody, state: ServerState) -> dict[str, Any]:
-    """Return the options of an engine's request that are common to all bodies."""
+    """Return the options of an engine's request that are common to all bodies.
+
+    The adapter is the one found with the model: its name may have been unloaded since then.
+    """
+    record = current_record()
     return {
         "deadline": None if body.timeout is None else time.monotonic() + body.timeout,
         "cache_salt": salt_of(body.cache_salt),
-        "adapter": state.adapter_of(body.model),
+        "adapter": state.adapter_of(body.model) if record is None else record.adapter,
     }
 
 
