@@ -90,6 +90,8 @@ class FakeClient:
 
     async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
         await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
         if name in self.adapters and path is not None and not replaces:
             raise NameTaken(f"an adapter {name!r} is loaded already")
         if path is None:

@@ -27,6 +27,7 @@ from infer.errors import (
 from infer.frontend.llm import LLM
 from infer.scheduling.request import Request, StepOutput
 from infer.server.app import build_app, create_app
+from infer.server.fleet import fleet
 from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
@@ -39,6 +40,32 @@ ADMIN = {"authorization": "Bearer root"}
 
 def post(site: Site, path: str, body: Any) -> httpx.Response:
     return site.request("POST", path, json=body, headers=ADMIN)
+
+
+def test_an_engine_that_is_down_gets_its_adapters_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "WATCH_INTERVAL_S", 0.001)
+    up, down = FakeClient(), FakeClient()
+    place = Site(down, up, admin_key="root")
+    load, sql = "/admin/adapters/load", {"name": "sql", "path": "/1"}
+    assert post(place, load, sql).status_code == 200
+    down.failure = EngineStopped("it is being restarted")
+    assert post(place, load, sql | {"path": "/2", "replace": True}).status_code == 200
+    assert up.adapters == {"sql": "/2"} and place.state.adapters == {"sql": "fake"}
+
+    async def come_back() -> None:
+        down.failure, down.adapters = None, {}
+        watching = asyncio.create_task(place.app.state.fleet._watch())
+        while down.adapters != up.adapters:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(come_back(), 30))
+    up.failure = down.failure = EngineStopped("they are being restarted")
+    answer = post(place, load, sql | {"path": "/3", "replace": True})
+    assert answer.status_code == 503 and place.state.adapters == {"sql": "fake"}
+    up.failure = None
+    assert post(place, "/admin/adapters/unload", {"name": "sql"}).status_code == 200
+    assert up.adapters == {}
 
 
 @pytest.mark.parametrize(

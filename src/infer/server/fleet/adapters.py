@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from infer.client.client import EngineClient
 from infer.errors import EngineStopped, InferError, UnknownModel, closest
+from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.names import Names
 from infer.server.state import ServerState
 
@@ -31,7 +32,8 @@ class ServedAdapters:
         """Load an adapter into every engine of a model, the default one unless named.
 
         Returns the model's name. An adapter that it replaces serves until then, and keeps serving if this one
-        cannot be read; requests that began with the old adapter always finish with it.
+        cannot be read; requests that began with the old adapter always finish with it. An engine that is down
+        gets the adapter when it is back.
         """
         async with self._turn:
             base = base or self._state.default_model
@@ -39,11 +41,16 @@ class ServedAdapters:
             is_replaced = replaces and self._state.adapters.get(name) == model.name
             if not is_replaced:
                 self._names.check_adapter(name)
-            num_done = 0
+            num_done, down = 0, dict[EngineClient, EngineStopped]()
             try:
                 for client in model.clients:  # a restarted engine may have one of this name
-                    await client.set_adapter(name, path, replaces=True)
-                    num_done += 1
+                    try:
+                        await client.set_adapter(name, path, replaces=True)
+                        num_done += 1
+                    except EngineStopped as error:
+                        down[client] = error
+                if not num_done:
+                    raise next(iter(down.values()))
                 if self._state.models.get(model.name) is not model:
                     gone = f"model {model.name!r} was unloaded or replaced meanwhile"
                     raise UnknownModel(gone, param="model")
@@ -60,6 +67,9 @@ class ServedAdapters:
                 raise
             self._state.adapters[name] = model.name
             self._paths[name] = path
+            for client in down:
+                assert isinstance(client, MeteredClient)
+                client.num_restarts = -1  # the watcher reloads its adapters when it is up
             await self._names.share()
             return model.name
 
