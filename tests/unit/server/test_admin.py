@@ -42,6 +42,20 @@ def post(site: Site, path: str, body: Any) -> httpx.Response:
     return site.request("POST", path, json=body, headers=ADMIN)
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+def test_an_engine_without_an_adapter_that_is_served_asks_to_try_again(
+    oracle: LLM, path: str, field: str
+) -> None:
+    """It was restarted, and gets its adapters within a second; or the adapter was unloaded meanwhile."""
+    engine = FakeClient()
+    engine.failure = UnknownModel("no adapter 'sql' is loaded; loaded: none", param="adapter")  # type: ignore[assignment]
+    place = Site(engine, encoder=oracle.encoder)
+    place.state.adapters["sql"] = "fake"
+    answer = place.request("POST", path, json={"model": "sql", field: "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5"), answer.text
+    assert "adapter 'sql' was unloaded, or its engine was just restarted" in answer.json()["error"]["message"]
+
+
 def test_an_engine_that_is_down_gets_its_adapters_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "WATCH_INTERVAL_S", 0.001)
     up, down = FakeClient(), FakeClient()

@@ -26,7 +26,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import Histogram
-from infer.errors import EngineError, EngineStopped, QueueFull, RequestError
+from infer.errors import EngineError, EngineStopped, QueueFull, RequestError, UnknownModel
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 from infer.server.explain.served import ServedPart, ServedRequest, add_part, answer_key
@@ -101,6 +101,11 @@ class MeteredClient:
         except Exception as error:
             times.has_failed = True
             times.is_refused = is_down or isinstance(error, RequestError | QueueFull)
+            if isinstance(error, UnknownModel):  # the name was served a moment ago
+                reason = (
+                    f"adapter {request.adapter!r} was unloaded, or its engine was just restarted; try again"
+                )
+                raise EngineStopped(reason) from None
             raise
         finally:
             if self._open.get(request.request_id) is times:  # an id may be in use twice: one is rejected
