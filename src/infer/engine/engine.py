@@ -555,7 +555,7 @@ class Engine:
 
     def _step_without_work(self) -> list[StepOutput]:
         """Handle an empty plan: normal when idle, but a bug if it repeats while requests wait."""
-        if not self.has_work:
+        if not self.scheduler.has_work:
             return []
         self._empty_steps += 1
         if self._empty_steps < MAX_EMPTY_STEPS:

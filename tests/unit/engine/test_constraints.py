@@ -115,6 +115,17 @@ def test_a_constraint_that_cannot_be_compiled_is_the_last_output_of_its_request(
     assert aside.engine.stats().num_grammar_failures == 1
 
 
+def test_constraints_that_cannot_be_compiled_are_no_lack_of_progress(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    aside = Aside()
+    for number in range(5):  # with nothing else to do in between
+        aside.world.add(str(number), [5], structured=BAD)
+        aside.wait()
+        assert [out.finish_reason for out in aside.engine.step()] == ["error"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_without_threads_it_is_refused_at_once() -> None:
     world = GuidedWorld()
     with pytest.raises(RequestError, match="unclosed group") as caught:
