@@ -160,7 +160,7 @@ def read_report(path: Path) -> Report:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the report {path}: {error.strerror}") from None
-    raw = read_json(data, _OBJECT, f"{path} is not a benchmark report")
+    raw = read_json(data, _OBJECT, f"the report {path}")
     return (
         check_report(data, str(path)) if "schema" in raw or "engine" not in raw else _from_engine(raw, path)
     )

@@ -58,7 +58,15 @@ class Endpoint:
     has_usage: bool = True  # True: ask for usage at the end of streams
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https", "unix"):
+        try:
+            parts = urlsplit(self.url)
+            (parts.hostname or "").encode("idna")
+            parts.port  # noqa: B018  (reading it checks it)
+        except ValueError as error:
+            raise ConfigError(
+                f"--url must be an address such as http://127.0.0.1:8000, got {self.url!r}: {error}"
+            ) from None
+        if parts.scheme not in ("http", "https", "unix"):
             raise ConfigError(f"--url must start with http://, https:// or unix://, got {self.url!r}")
 
     @property

@@ -44,13 +44,21 @@ def test_compare_says_what_changed_and_fails_if_it_got_worse(infer: Infer, tmp_p
     assert same.code == 0 and "+0.0%" in same.out
 
 
-@pytest.mark.parametrize("text", [json.dumps({"a": 1}), "[]", "21:48 INFO ready", ""])
-def test_a_report_that_is_none_is_refused(infer: Infer, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"a": 1}), "{path} is not a benchmark report: unknown key 'a'"),
+        ("[]", "the report {path}: expected `object`, got `array`"),
+        ("21:48 INFO ready", "the report {path}: expected `object`, got `int`"),
+        ("", "the report {path} is not JSON: "),
+    ],
+)
+def test_a_report_that_is_none_is_refused(infer: Infer, tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     outcome = infer("bench", "compare", str(path), str(path))
     assert outcome.code == 2
-    assert "is not a benchmark report" in outcome.err
+    assert outcome.err.startswith(f"infer: error: {message.format(path=path)}")
 
 
 def test_reports_of_different_things_are_not_compared(infer: Infer, tmp_path: Path) -> None:
@@ -171,6 +179,10 @@ def test_a_tiny_model_is_timed_and_reported(
         (("offline", "--model", "a", "--model-config", "b"), "give one of them"),
         (("serve", "--url", "nowhere"), "must start with http://"),
         (("serve", "--url", "http://127.0.0.1:9"), "is the server running"),
+        (("serve", "--port", "99999"), "got 'http://127.0.0.1:99999': Port out of range"),
+        (("trace", "--url", "http://host:x"), "--url must be an address such as http://127.0.0.1:8000, got"),
+        (("trace", "--url", "http://[::1"), "--url must be an address such as"),
+        (("trace", "--url", f"http://{'h' * 64}"), "--url must be an address such as"),
         (("serve", "--url", "http://127.0.0.1:9", "--slo", "x"), "an SLO looks like"),
         (("matrix", "--repeats", "0"), "must be a whole number of 1 or more"),
         (("serve", "--url", "http://127.0.0.1:9", "--warmup", "-1"), "must be a whole number of 0 or more"),
