@@ -171,9 +171,9 @@ def _metavar(row: KnobRow) -> str | None:
 
 def knobs_from(args: argparse.Namespace, *, with_server: bool = False) -> dict[str, Any]:
     """Return the knobs set by the config file and by flags, which override it."""
-    table = knob_table(with_server=with_server)
-    from_file = read_config_file(args.config, table) if args.config else {}
-    given = own_names(_given(args, KNOB), table, elsewhere=knob_table(with_server=True))
+    table, every = knob_table(with_server=with_server), knob_table(with_server=True)
+    from_file = read_config_file(args.config, table, elsewhere=every) if args.config else {}
+    given = own_names(_given(args, KNOB), table, elsewhere=every)
     knobs = from_file | {name: parse_knob(table[name], value) for name, value in given.items()}
     if not is_quantization(name := str(knobs.get("quantization", "auto")).lower()):
         from infer.loader.quantization import is_scheme  # PyTorch takes seconds; it may be a new scheme

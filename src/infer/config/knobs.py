@@ -214,12 +214,18 @@ def spell_as_given(message: str, names: Mapping[str, str]) -> str:
     return message
 
 
-def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]:
-    """Return the knobs of a YAML file: a flat mapping, its keys written with dashes or underscores."""
+def read_config_file(
+    path: Path, table: Mapping[str, KnobRow], *, elsewhere: Mapping[str, KnobRow] | None = None
+) -> dict[str, Any]:
+    """Return the knobs of a YAML file: a flat mapping, its keys written with dashes or underscores.
+
+    `elsewhere` has the knobs of the server, for the error message.
+    """
     import yaml
 
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -228,8 +234,13 @@ def read_config_file(path: Path, table: Mapping[str, KnobRow]) -> dict[str, Any]
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"config file {path} must be a mapping of knob to value, got {type(raw).__name__}")
+    keys = [key.value for key, _ in node.value]  # `raw` holds only the last of several equal keys
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"config file {path}: {key} is given {keys.count(key)} times; give it once")
     try:
-        return {name: parse_knob(table[name], value) for name, value in own_names(raw, table).items()}
+        named = own_names(raw, table, elsewhere=elsewhere)
+        return {name: parse_knob(table[name], value) for name, value in named.items()}
     except ConfigError as error:
         message = spell_as_given(str(error), given_names(raw, table))
         raise ConfigError(f"config file {path}: {message}") from None

@@ -289,13 +289,15 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
         ("max_seq_len: many", "max_seq_len must be int, got 'many'"),
         ("max_seq_len: true", "max_seq_len must be int, got True"),
         ("max_seq_len: 4\nmax-model-len: 5", "max_seq_len is given twice"),
+        ("seed: 1\nmax_seq_len: 4\nseed: 2", "seed is given 2 times; give it once"),
+        ("port: 9000", "port is a knob of the server; give it to infer serve"),
         ("- dtype", "must be a mapping of knob to value, got list"),
         ("dtype: [", "is not valid YAML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_reason(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_config_file(write(tmp_path, text), knob_table())
+        read_config_file(write(tmp_path, text), knob_table(), elsewhere=knob_table(with_server=True))
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
