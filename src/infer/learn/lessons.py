@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -60,10 +61,18 @@ def check_file(lesson: str, path: Path, *, seconds: float = CHECK_SECONDS) -> Ch
             f"there is no file {path}; 'infer learn start {LESSONS.index(lesson) + 1} {path}' writes one to "
             "begin with"
         )
-    command = [sys.executable, "-m", "infer.learn.lessons", lesson, str(path)]
+    # -P and our own path: a file called token.py must not take the place of Python's module
+    command = [sys.executable, "-P", "-m", "infer.learn.lessons", lesson, str(path)]
+    own_path = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=os.environ | own_path,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return CheckResult(False, f"it did not end within {seconds:g} s: is there an endless loop?")

