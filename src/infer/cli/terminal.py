@@ -121,7 +121,8 @@ class WordWrap:
     """Breaks the lines of a text that comes in pieces, between words and at the width of the terminal.
 
     A word is held back until it is complete. Wide characters are words of their own, since the languages that
-    are written with them have no spaces. A word longer than a line is left to the terminal.
+    are written with them have no spaces. A word longer than a line is left to the terminal. Control
+    characters are escaped: a text must not move the cursor, or forge the question about a tool call.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -136,7 +137,9 @@ class WordWrap:
             return text
         written = []
         for char in text:
-            if char in "\n \t":
+            if unicodedata.category(char) == "Cc" and char not in "\n\t":
+                self._word += ascii(char)[1:-1]
+            elif char in "\n \t":
                 written.append(self._take_word())
                 self._spaces += char
                 if char == "\n":

@@ -276,9 +276,8 @@ class StepFrames(EngineObserver):
         lines = []
         for seq in sorted(alive.values(), key=self._name):
             output = len(seq.tokens) - seq.num_prompt
-            pieces = [self.spell(token_id) for token_id in seq.tokens[-SHOWN_TOKENS:]]
-            more = "..." if len(seq.tokens) > SHOWN_TOKENS else ""
-            shown = more + "|".join(piece.replace("\n", "\\n") for piece in pieces)
+            pieces = [self._quote(token_id)[1:-1] for token_id in seq.tokens[-SHOWN_TOKENS:]]
+            shown = "..." * (len(seq.tokens) > SHOWN_TOKENS) + "|".join(pieces)
             lines.append(f"{self._name(seq):3} {seq.num_prompt} + {output} tokens   {shown}")
         return _titled("text", lines)
 

@@ -218,6 +218,8 @@ def narrow() -> Iterator[TextIO]:
         ("end \n\nnext", "end \n\nnext"),
         ("日本語日本語 abc", "日本語日本\n語 abc"),
         ("cafe\u0301 cafe\u0301", "cafe\u0301 cafe\u0301"),
+        ("a\x1b[2Jb\x9b", "a\\x1b[2Jb\\x9b"),
+        ("a\rb", "a\\rb"),
     ],
 )
 def test_lines_break_between_words_however_the_text_comes(narrow: TextIO, text: str, shown: str) -> None:
@@ -237,7 +239,7 @@ def test_text_for_a_file_is_left_alone(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file:
         wrap = WordWrap(file)
         assert not is_terminal(file)
-        assert wrap.feed("word " * 100) == "word " * 100
+        assert wrap.feed("word \x1b\r" * 100) == "word \x1b\r" * 100
         assert wrap.end() == ""
 
 

@@ -90,6 +90,16 @@ def test_a_frame_as_it_is_printed(life: list[Frame]) -> None:
     )
 
 
+def test_a_text_cannot_write_to_the_terminal() -> None:
+    frames = StepFrames(num_shown=NUM_SHOWN)
+    frames.spell = lambda token_id: "\x1b[2J\r\n\u200b"
+    engine = make_engine(frames, policy_config=EngineConfig.from_knobs(**SMALL))
+    frame = watched([ask("x", (1,), 1)], frames, engine)[0]
+    assert frame.text.replace("\n", "").isprintable()
+    piece = r"\x1b[2J\r\n\u200b"
+    assert section(frame, "text") == [f"A   1 + 1 tokens   {piece}|{piece}"]
+
+
 def test_a_long_prompt_shows_its_chunks(life: list[Frame]) -> None:
     of_a = [line for frame in life[:3] for line in section(frame, "plan") if line.startswith("A ")]
     assert of_a == [
