@@ -194,13 +194,14 @@ def _load(conversation: ChatSession, file_name: str) -> None:
     try:
         messages = json.loads(text)
         is_ours = all(each["role"] in ROLES and isinstance(each["content"], str) for each in messages)
+        is_ours &= isinstance(messages, list)
     except (ValueError, KeyError, TypeError, RecursionError):
         is_ours = False
-    if not is_ours or not messages or any(each["role"] == "system" for each in messages[1:]):
+    if not is_ours or any(each["role"] == "system" for each in messages[1:]):
         notice(f"{file_name} is not a conversation that /save wrote; /read takes any text")
         return
     conversation.forget()
-    has_system = messages[0]["role"] == "system"
+    has_system = [each["role"] for each in messages[:1]] == ["system"]
     conversation.system = messages[0]["content"] if has_system else None
     conversation.turns += messages[has_system:]
     notice(f"[{len(messages)} messages read from {file_name}]")

@@ -28,11 +28,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer once if there is something to answer, else until the user leaves."""
-    if args.prompt is not None:
-        return chat.hold(args, asking.join_piped(args.prompt))
-    if sys.stdin.isatty():
+    if args.prompt is None and sys.stdin.isatty():
         return chat.hold(args)
-    text = asking.read_piped().removesuffix("\n")
+    piped = args.prompt is None
+    text = asking.read_piped().removesuffix("\n") if piped else asking.join_piped(args.prompt)
     if not text.strip():
         raise ConfigError("no prompt: write one after the model, or pipe one in")
     return chat.hold(args, text)

@@ -263,7 +263,8 @@ def test_run_answers_a_prompt_or_a_pipe_once(infer: Infer) -> None:
     assert (outcome.code, outcome.out) == (0, "TWO\nLINES\n")
     assert outcome.llm.chats == [[{"role": "system", "content": "s"}, user("two\nlines")]]
     assert infer("run", "a/model", stdin="one\ntwo\n").llm.chats == [[user("one\ntwo")]]
-    assert "no prompt: write one after the model" in infer("run", "a/model", stdin=" \n").err
+    for words, piped in (((), " \n"), (("",), ""), ((" ",), "\n")):
+        assert "no prompt: write one after the model" in infer("run", "a/model", *words, stdin=piped).err
     assert infer("run", "a/model", "forbidden").code == 1
     assert infer("run", stdin="hi\nho\n", is_typed=True).llm.chats[-1] == [
         user("hi"), assistant("HI"), user("ho"),
@@ -368,8 +369,15 @@ def test_load_goes_on_with_a_saved_conversation(infer: Infer, tmp_path: Path) ->
     assert f"[3 messages read from {file}]" in outcome.err
 
 
+def test_load_takes_a_conversation_that_was_saved_before_its_first_message(
+    infer: Infer, tmp_path: Path
+) -> None:
+    outcome = infer("chat", stdin=f"/save {tmp_path}/x\none\n/load {tmp_path}/x\ntwo\n")
+    assert outcome.llm.chats[-1] == [user("two")]
+
+
 @pytest.mark.parametrize(
-    "text", ["plain", "{}", "[]", "[1]", '[{"role": "boss", "content": "x"}]', '[{"role": "user"}]']
+    "text", ["plain", "{}", '""', "[1]", '[{"role": "boss", "content": "x"}]', '[{"role": "user"}]']
 )
 def test_load_refuses_what_is_no_conversation(infer: Infer, tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
