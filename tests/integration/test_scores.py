@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from infer import LLM
+from infer import LLM, AsyncLLM
 from infer.errors import CheckpointError, RequestError
 from infer.frontend.scoring import AFTER, BEFORE, INSTRUCTION
 from infer.loader.find.source import resolve_model
@@ -141,6 +142,32 @@ def test_an_embedding_model_without_prefix_and_head_gives_cosines(tmp_path: Path
         torch.testing.assert_close(short[0], torch.nn.functional.normalize(wanted[0, :8], dim=-1))
         with pytest.raises(RequestError, match="no language model head"):
             llm.generate("x")
+
+
+def test_a_loop_gets_the_same_scores_and_vectors(tmp_path: Path) -> None:
+    path = bare(tmp_path / "m", "Qwen3Model")
+    with LLM(str(path), **KNOBS) as alone:
+        scores, pairs = alone.score(QUERY, DOCUMENTS), alone.score(DOCUMENTS, DOCUMENTS)
+        best, vector = alone.rerank(QUERY, DOCUMENTS, top_n=2), alone.embed(QUERY, dimensions=8)[0]
+
+    async def main() -> None:
+        async with AsyncLLM(str(path), **KNOBS) as llm:
+            found = await asyncio.gather(
+                llm.score(QUERY, DOCUMENTS),
+                llm.score(DOCUMENTS, DOCUMENTS),
+                llm.embed(QUERY, dimensions=8),
+                llm.rerank(QUERY, DOCUMENTS, top_n=2),
+            )
+            assert found[0] == pytest.approx(scores, abs=1e-4)
+            assert found[1] == pytest.approx(pairs, abs=1e-4)
+            assert found[2] == pytest.approx(vector, abs=1e-4)
+            assert [each.document for each in found[3]] == [each.document for each in best]
+            with pytest.raises(RequestError, match="2 queries and 1 documents do not form pairs"):
+                await llm.score([QUERY, QUERY], ["x"])
+            with pytest.raises(RequestError, match="no room for LoRA adapters"):
+                await llm.embed(QUERY, adapter="none")
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("Q8_0", 1e-2), ("Q4_1", 0.1)])

@@ -23,10 +23,11 @@ from infer.dialects.events import TextDelta
 from infer.engine.engine import Engine
 from infer.engine.gc_freeze import collect
 from infer.errors import EngineError, EngineStopped
-from infer.frontend.embeddings import open_embeddings
+from infer.frontend.embeddings import EmbeddingJob, open_embeddings
 from infer.frontend.inputs import Conversation, Prompt, check_single, read_prompt
 from infer.frontend.outputs import OutputBuilder, RequestOutput, check_streams
 from infer.frontend.prompts import ChatOptions, RequestOptions
+from infer.frontend.scoring import ScoredDocument, open_scores, rank
 from infer.frontend.text_model import Opener, TextModel
 from infer.sampling.params import SamplingParams
 
@@ -115,17 +116,69 @@ class AsyncLLM(TextModel):
         return self._stream(self._open_chat, messages, params, **options)
 
     async def embed(
-        self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        adapter: str = "",
     ) -> list[float]:
         """The embedding of a text or of token ids, batched with all other requests; see `LLM.embed`."""
         self._check_process()
         check_single(prompt)
-        given = read_prompt(prompt)
         job = await asyncio.to_thread(
-            open_embeddings, self.encoder, [given], pooling=pooling, normalize=normalize
+            open_embeddings,
+            self.encoder,
+            [read_prompt(prompt)],
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
         )
-        (request,) = job.requests(self.encoder.next_id)
-        return job.finish(await embed(self.client, request))
+        (state,) = await self._hidden_states(job, adapter=adapter)
+        return job.finish(state)
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_activation: bool = True,
+    ) -> list[float]:
+        """The relevance of each document to the query; see `LLM.score`."""
+        self._check_process()
+        queries, texts = ([each] if isinstance(each, str) else each for each in (query, documents))
+        job = await asyncio.to_thread(
+            open_scores,
+            self.encoder,
+            queries,
+            texts,
+            instruction=instruction,
+            use_activation=use_activation,
+        )
+        return job.scores([job.finish(state) for state in await self._hidden_states(job.job)])
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoredDocument]:
+        """The documents by relevance to the query, the best first; at most `top_n`."""
+        return rank(documents, await self.score(query, documents, instruction=instruction), top_n)
+
+    async def _hidden_states(self, job: EmbeddingJob, *, adapter: str = "") -> list[list[float]]:
+        """The pooled hidden state of each input of a job; if one fails, the others are aborted."""
+        requests = job.requests(self.encoder.next_id, adapter=adapter)
+        tasks = [asyncio.ensure_future(embed(self.client, request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _open(self, open_request: Opener, *given: Any, **options: Any) -> OutputBuilder:
         """Open a request in a thread, because rendering and tokenizing take time."""
