@@ -28,7 +28,16 @@ from infer.bench.roofline import (
 )
 from infer.bench.run_offline import OfflineResult, run_offline
 from infer.bench.target import BenchTarget
-from infer.bench.workloads import DEFAULT_VOCAB, FIRST_ID, Turn, Workload, fit, make_workload, vary
+from infer.bench.workloads import (
+    DEFAULT_VOCAB,
+    FIRST_ID,
+    Turn,
+    Workload,
+    fit,
+    make_workload,
+    shortened,
+    vary,
+)
 from infer.engine.engine import Engine
 from infer.errors import ConfigError
 from infer.loader.quantization import PACKED
@@ -86,6 +95,8 @@ def bench_offline(bench: EngineBench, names: Sequence[str]) -> Report:
         return RowJob(workload.about, run, {"arrival": workload.arrival.describe()})
 
     fitted = [fit(whole, context_len=engine.context_len, vocab_size=target.vocab_size) for whole in made]
+    for line in shortened(made, fitted):
+        bench.tell(line)
     jobs = {workload.name: partial(job, workload) for workload in fitted}
     return bench.report("offline", jobs, warmup=WARM_UP, notes=partial(_ceiling_notes, target, ceilings))
 

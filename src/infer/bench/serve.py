@@ -30,6 +30,7 @@ from infer.bench.workloads import (
     fit,
     make_workload,
     random_workload,
+    shortened,
     vary,
 )
 from infer.errors import ConfigError
@@ -120,9 +121,11 @@ def bench_server(
     endpoint = replace(endpoint, model=served.model)
     notes: list[str] = [] if endpoint.is_here else [ELSEWHERE]
     plan = choose_ids(endpoint, plan, notes)
+    whole = [_make(name, plan) for name in plan.workloads]
+    workloads = [_fit(workload, plan, served) for workload in whole]
+    notes += shortened(whole, workloads)
     for note in notes:
         tell(note)
-    workloads = [_prepare(name, plan, served) for name in plan.workloads]
     _warm_up(endpoint, plan)
     jobs = {workload.name: partial(_bench, endpoint, workload, plan, tell, notes) for workload in workloads}
     rows, is_partial = run_rows(jobs, plan.repeats)
@@ -182,15 +185,16 @@ def _try(endpoint: Endpoint, turn: Turn, *, count: int = 1, concurrency: int = 1
     return errors[0] if all(errors) else None
 
 
-def _prepare(name: str, plan: Plan, served: Served) -> Workload:
-    assert plan.vocab_size is not None
+def _make(name: str, plan: Plan) -> Workload:
     workload = plan.make(name)
-    if plan.as_text and not workload.is_chat:
-        workload = _as_text(workload)
+    return _as_text(workload) if plan.as_text and not workload.is_chat else workload
+
+
+def _fit(workload: Workload, plan: Plan, served: Served) -> Workload:
+    if served.context_len is None:
+        return workload
     vocab_size = None if workload.is_chat or plan.as_text else plan.vocab_size
-    if served.context_len is not None:
-        workload = fit(workload, context_len=served.context_len, vocab_size=vocab_size)
-    return workload
+    return fit(workload, context_len=served.context_len, vocab_size=vocab_size)
 
 
 def _as_text(workload: Workload) -> Workload:

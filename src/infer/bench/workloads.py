@@ -384,6 +384,16 @@ def fit(workload: Workload, *, context_len: int, vocab_size: int | None = None) 
     return replace(workload.change(shrink, shorten), about=workload.about + said)
 
 
+def shortened(whole: Iterable[Workload], fitted: Iterable[Workload]) -> list[str]:
+    """Return a line for each workload that `fit` has made shorter."""
+    return [
+        f"{before.name} is shortened: a request of up to {before.longest} tokens does not fit the context; "
+        f"it now has up to {after.longest}, prompt and output in proportion"
+        for before, after in zip(whole, fitted, strict=True)
+        if after.longest < before.longest
+    ]
+
+
 def vary(workload: Workload, repeat: int, vocab_size: int = DEFAULT_VOCAB) -> Workload:
     """Return the same lengths and times with other tokens, so that repeats do not hit the prefix cache.
 

@@ -22,7 +22,7 @@ from infer.bench.render import terminal
 from infer.bench.report import read_report, write_report
 from infer.bench.serve import Plan, ask_server, bench_server
 from infer.bench.sse_client import Endpoint
-from infer.bench.workloads import Arrival, Session, Turn, Workload, make_workload, read_names
+from infer.bench.workloads import Arrival, RandomLoad, Session, Turn, Workload, make_workload, read_names
 from infer.errors import ConfigError
 from tests.unit.bench.fake_server import FakeServer, Script, Wire, steady
 
@@ -141,6 +141,18 @@ def test_a_server_that_tells_the_form_of_its_weights_has_it_in_the_report(server
         assert ask_server(Endpoint(url=server.url)).form == form
         report = bench_server(Endpoint(url=server.url), Plan(workloads=["w1_single"], warmup=0))
         assert report.model == {"name": "m", "context_len": 4096} | form
+
+
+def test_a_workload_that_is_shortened_for_the_context_says_so(server: ThreadServer) -> None:
+    card = {"id": "m", "max_model_len": 100}
+    server.pages[b"/v1/models"] = (200, json.dumps({"data": [card]}))
+    load, lines = RandomLoad(num_prompts=2, input_len=180, output_len=20), list[str]()
+    plan = Plan(workloads=["random", "baseline"], random=load, warmup=0)
+    report = bench_server(Endpoint(url=server.url), plan, tell=lines.append)
+    said = "random is shortened: a request of up to 200 tokens does not fit the context; it now has up to 100"
+    assert [said in line for line in lines[:2]] == [True, False] and "baseline" in lines[1]
+    assert any(note.startswith(said) for note in report.notes)
+    assert max(len(body["prompt"]) for body in server.bodies) == 90
 
 
 def test_text_can_stand_for_ids(server: ThreadServer) -> None:
