@@ -175,6 +175,8 @@ def bench_decode(bench: EngineBench, *, batches: Sequence[int], context: int, nu
                 "give fewer, or raise --max-seq-len or --num-blocks"
             )
         prompt_len = max(1, min(context, room - num_steps))
+        if prompt_len < context:
+            bench.tell(f"batch {size}: a context of {context} tokens does not fit, so it is {prompt_len}")
         workload = batch(size, prompt_len, num_steps, target.vocab_size, seed=bench.seed)
         middle = prompt_len + num_steps / 2
         roofline = decode_roofline(target.shape(), ceilings, batch=size, context=middle)

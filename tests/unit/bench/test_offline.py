@@ -397,6 +397,15 @@ def test_decoding_that_does_not_fit_names_its_own_flags(target: BenchTarget) -> 
         bench_decode(on(target), batches=[1], context=8, num_steps=9999)
 
 
+def test_decoding_at_a_context_that_does_not_fit_says_so(target: BenchTarget) -> None:
+    lines: list[str] = []
+    bench_decode(on(target, tell=lines.append), batches=[1], context=8, num_steps=4)
+    assert len(lines) == 1
+    report = bench_decode(on(target, tell=lines.append), batches=[1], context=300, num_steps=4)
+    assert lines[1] == "batch 1: a context of 300 tokens does not fit, so it is 252"
+    assert report.rows[0].about == "1 sequences of about 254 tokens"
+
+
 @pytest.mark.skipif(library() is None, reason="the C kernels are not built here")
 def test_the_attention_that_is_timed_is_that_of_the_engine(
     target: BenchTarget, monkeypatch: pytest.MonkeyPatch
