@@ -4,7 +4,9 @@
     vocab.json + merges.txt   the older format of a byte-level BPE (GPT-2, Qwen 2)
     tokenizer_config.json     names of the special tokens, whether a prompt begins with BOS, chat template
     special_tokens_map.json   names of the special tokens, where the file above is missing
-    chat_template.jinja       the chat template, in directories written by recent tools
+    chat_template.jinja       the chat template, in directories written by recent tools; a second one for
+                              requests with tools in additional_chat_templates/tool_use.jinja
+    chat_template.json        the chat template of older multimodal models, which their processors read
 
 A lone tokenizer.model (sentencepiece) is refused: it is a format of its own, and every model with one is
 also published with a tokenizer.json.
@@ -24,7 +26,9 @@ from tokenizers import AddedToken
 
 from infer.errors import CheckpointError
 from infer.tokenizer.growth import check_growth
-from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core
+from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte_level_core, joined_template
+
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 # tokenizer_class -> split rule of a vocab.json with merges.txt
 _SPLIT_RULE_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
@@ -92,7 +96,11 @@ def read_plain_json(path: Path) -> str | None:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    return _read_json(directory / "special_tokens_map.json") | _read_json(directory / "tokenizer_config.json")
+    names = ("chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
+    found: dict[str, Any] = {}
+    for name in names:
+        found |= _read_json(directory / name)
+    return found
 
 
 def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
@@ -182,13 +190,13 @@ def _read_flag(config: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    if (directory / "chat_template.jinja").is_file():
-        return _read_text(directory / "chat_template.jinja")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # named templates; the one called default is for chat
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    files = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
+    named: dict[Any, Any] = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    if not named:
+        given = config.get("chat_template")
+        entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+        named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return joined_template(named.get("default"), named.get("tool_use"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from infer.tokenizer.vocabulary import (
     add_tokens,
     build_bpe,
     byte_level_core,
+    joined_template,
 )
 
 MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find a token's merges is quadratic
@@ -73,7 +74,9 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         eos_ids=_read_eos_ids(metadata, tokens, types),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        chat_template=_read_template(metadata),
+        chat_template=joined_template(
+            metadata.get("tokenizer.chat_template"), metadata.get("tokenizer.chat_template.tool_use")
+        ),
     )
 
 
@@ -200,8 +203,3 @@ def _read_eos_ids(metadata: Mapping[str, Any], tokens: list[str], types: list[in
     named = (_read_id(metadata, name, len(tokens)) for name in names)
     turn_ends = (i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in ends)
     return tuple(dict.fromkeys([i for i in named if i is not None] + list(turn_ends)))
-
-
-def _read_template(metadata: Mapping[str, Any]) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
-    return template if isinstance(template, str) else None

@@ -36,6 +36,19 @@ class Vocabulary:
     chat_template: str | None = None
 
 
+def joined_template(template: object, with_tools: object) -> str | None:
+    """Return one Jinja source for a model that was shipped with a chat template of its own for tools.
+
+    Jinja drops a line break at the end of a template. The + signs keep all others next to the added tags.
+    """
+    if not isinstance(template, str):
+        return None
+    if not isinstance(with_tools, str):
+        return template
+    parts = with_tools.removesuffix("\n"), template.removesuffix("\n")
+    return "{{% if tools +%}}{}{{%+ else +%}}{}{{%+ endif %}}".format(*parts)
+
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -327,6 +327,51 @@ def test_the_shipped_template_can_be_asked_for() -> None:
         find_template("gpt2", gpt2_tokenizer(), "checkpoint")
 
 
+TOOL_USE = """{%- macro shown(tool) %}
+{{ tool.function.name }}
+{%- endmacro %}
+{% set names = namespace(all=[]) %}
+{% for tool in tools %}
+  {{ shown(tool) }}
+{% endfor %}
+{% for m in messages %}
+  <{{ m.role }}> {{ m.content }}
+{% endfor %}
+"""
+WITHOUT_TOOLS = """
+{% if not names is defined %}{% set names = "-" %}{% endif %}
+  {% for m in messages %}
+{{ names }}[{{ m.role }}] {{ m.content }}
+{% endfor %}
+
+"""
+
+
+@pytest.mark.parametrize("in_files", [True, False], ids=["jinja files", "a list in tokenizer_config.json"])
+def test_tools_are_shown_with_the_template_that_was_shipped_for_them(tmp_path: Path, in_files: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=read_gguf_vocabulary(gpt2_metadata()).core,
+        chat_template={"default": WITHOUT_TOOLS, "tool_use": TOOL_USE, "rag": "{{ documents }}"},
+    )
+    reference.save_pretrained(tmp_path, save_jinja_files=in_files)
+    metadata = {"tokenizer.chat_template": WITHOUT_TOOLS, "tokenizer.chat_template.tool_use": TOOL_USE}
+    from_gguf = Tokenizer.from_gguf(gpt2_metadata() | metadata)
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    for tools in (None, [TOOL]):
+        shown = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        for tokenizer in (Tokenizer.from_directory(tmp_path), from_gguf):
+            template = find_template("cohere2", tokenizer)
+            assert template.render(messages, tools=tools, add_generation_prompt=False) == shown
+
+
+def test_the_template_of_a_multimodal_model_may_be_in_a_file_of_its_processor(tmp_path: Path) -> None:
+    read_gguf_vocabulary(gpt2_metadata()).core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    template = find_template("other", Tokenizer.from_directory(tmp_path))
+    assert template.render([{"role": "user", "content": "x"}]) == "x!"
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{{ x", "{% nope %}", "{{ x | center(9) }}"])
 def test_a_broken_template_file_is_the_operators_error(source: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):

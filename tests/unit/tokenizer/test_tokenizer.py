@@ -190,7 +190,7 @@ def test_a_directory_with_tokenizer_json_is_read(tmp_path: Path) -> None:
         "bos_token": {"content": "<|im_start|>"},
         "eos_token": "<|im_end|>",
         "add_bos_token": True,
-        "chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+        "chat_template": [{"name": "rag", "template": "t"}, {"name": "default", "template": "d"}],
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_directory(tmp_path)
