@@ -219,9 +219,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral3: yarn, queries that grow": ("ministral3", {}),
     "cohere2: parallel blocks, layers without a window do not rotate": ("cohere2", {}),
-    "cohere2: biases and an untied head": (
+    "cohere2: biases, an untied head and a head size of its own": (
         "cohere2",
-        {"attention_bias": True, "tie_word_embeddings": False},
+        {"attention_bias": True, "tie_word_embeddings": False, "head_dim": 20},
     ),
     "gpt2: tied head": ("gpt2", {}),
     "gpt2: untied head, own mlp size, exact gelu": (

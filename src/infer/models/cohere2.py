@@ -32,8 +32,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     top = RawConfig(raw)
     top.refuse("use_qk_norm", "norms of queries and keys are not supported in this family")
     eps = top.number("layer_norm_eps", default=1e-5)
-    # head_dim is always hidden_size / num_attention_heads
-    keys = top.without("head_dim").with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
+    keys = top.with_defaults(tie_word_embeddings=True, rms_norm_eps=eps)
     pattern = keys.size("sliding_window_pattern", default=4)
     shared = llama.read_shared_config(
         keys,

@@ -84,7 +84,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         keys = RawConfig({**keys.raw, "layer_types": [*types[:-1], "full_attention"]}, keys.where)
     num_layers = keys.size("num_hidden_layers")
     shared = llama.read_shared_config(
-        RawConfig({**keys.raw, "rope_parameters": None, "partial_rotary_factor": None}, keys.where),
+        keys.without("rope_parameters", "partial_rotary_factor", "per_layer_config"),
         family="gemma4",
         window=keys.size("sliding_window"),
         slides=lambda layer: (layer + 1) % 6 != 0 and layer + 1 != num_layers,
@@ -127,17 +127,17 @@ def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
         num_shared = keys.size("num_kv_shared_layers", at_most=num_layers - 1)
     values_are_keys = keys.flag("attention_k_eq_v", default=False)
     is_wide = keys.flag("use_double_wide_mlp", default=False)
-    overrides = keys.section("per_layer_config")  # how newer files write the sizes of global layers
+    overrides = _read_overrides(keys)
     global_heads = keys.get("num_global_key_value_heads") if values_are_keys else None
     found, sizes = list[LayerSpec](), list[tuple[int, int]]()
     owners: dict[bool, int] = {}  # the last layer of each kind that has keys and values
     for layer in range(num_layers):
         is_global, is_shared = shared.window(layer) is None, layer >= num_layers - num_shared
         size = {"head_dim": shared.head_dim, "num_key_value_heads": shared.num_kv_heads}
-        if is_global and not overrides.raw:
+        if is_global and overrides is None:
             size["head_dim"] = keys.get("global_head_dim")
             size["num_key_value_heads"] = global_heads or shared.num_kv_heads
-        own = RawConfig({**size, **overrides.section(str(layer)).raw}, f"layer {layer} of {keys.where}")
+        own = RawConfig({**size, **(overrides or {}).get(layer, {})}, f"layer {layer} of {keys.where}")
         num_kv_heads = own.size("num_key_value_heads")
         head_dim = own.size("head_dim", at_most=MAX_HEAD_DIM)
         if shared.num_heads % num_kv_heads or head_dim % 2:
@@ -163,6 +163,21 @@ def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
             )
         )
     return tuple(found)
+
+
+def _read_overrides(keys: RawConfig) -> dict[int, Mapping[str, Any]] | None:
+    """The sizes that newer files give by layer ("05"); None: the file has `global_head_dim` instead."""
+    if keys.get("per_layer_config") is None:
+        return None
+    section = keys.section("per_layer_config")
+    found: dict[int, Mapping[str, Any]] = {}
+    for name in section.raw:
+        if not (name.isascii() and name.isdigit() and len(name) < 5):
+            raise CheckpointError(f"{section.where} must name layers by number, got {name!r}")
+        found[int(name)] = section.section(name).raw
+        if others := set(found[int(name)]) - {"head_dim", "num_key_value_heads"}:
+            raise ConfigError(f"{min(others)!r} of layer {name} in {section.where} is not supported")
+    return found
 
 
 def _read_ropes(

@@ -44,8 +44,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     for name, known in (("swiglu_alpha", CLAMPED_ALPHA), ("swiglu_limit", CLAMPED_LIMIT)):
         if (given := keys.number(name, default=known)) != known:
             raise ConfigError(f"{name!r} in {keys.where} is {given:g}; only {known:g} is supported")
-    if keys.activation("hidden_act", default="silu") != "silu":
-        raise ConfigError(f"'hidden_act' in {keys.where} must be silu, got {keys.get('hidden_act')!r}")
+    keys.expect_silu()
     shared = llama.read_shared_config(
         keys,
         family="gpt_oss",

@@ -28,6 +28,7 @@ from typing import Any
 
 from torch import nn
 
+from infer.errors import ConfigError
 from infer.layers.attention import StepContext
 from infer.layers.mlp import GatedMLP
 from infer.layers.moe import MixtureOfExperts
@@ -72,6 +73,8 @@ def read_shared_config(
     `rotary_share` is the default share of a head that rotates; None: the family rotates whole heads.
     `attention_bias` is the default of the key that gives all attention matrices a bias; None: no such key.
     """
+    if raw.get("per_layer_config"):
+        raise ConfigError(f"'per_layer_config' in {raw.where}: layers that differ are not supported here")
     hidden_size, vocab_size = raw.size("hidden_size"), raw.size("vocab_size")
     num_layers = raw.size("num_hidden_layers", at_most=MAX_LAYERS)
     num_heads, num_kv_heads = read_heads(raw)

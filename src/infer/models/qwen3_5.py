@@ -68,8 +68,8 @@ def read_hybrid_config(text: RawConfig, *, family: str) -> ModelConfig:
     """Read the keys that the families of this block share."""
     keys = text.with_defaults(**_DEFAULTS)
     shared = llama.read_shared_config(keys.without("layer_types"), family=family, rotary_share=0.25)
-    if keys.flag("attention_bias", default=False):
-        raise ConfigError(f"attention_bias in {keys.where} is not supported")
+    keys.refuse("attention_bias", "biases are not supported in this family")
+    keys.expect_silu()
     delta = _read_delta(keys, shared.num_layers)
     return replace(shared, norm_offset=1.0, qk_norm=True, delta=delta)
 

@@ -106,6 +106,11 @@ class RawConfig:
             )
         return ACTIVATIONS[value]
 
+    def expect_silu(self) -> None:
+        """Raise an error if a family in which the activation is fixed has another one."""
+        if self.activation("hidden_act", default="silu") != "silu":
+            raise ConfigError(f"{self._key(('hidden_act',))} must be silu, got {self.get('hidden_act')!r}")
+
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """The ids of one or several tokens, as `7` or `[7, 9]`.
 

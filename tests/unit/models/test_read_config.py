@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
@@ -651,9 +652,35 @@ def test_gemma4_with_experts_has_fewer_kv_heads_in_global_layers() -> None:
         ({"num_kv_shared_layers": 35}, "num_kv_shared_layers"),
         ({"layer_types": ["full_attention"] * 15 + ["sliding_attention"] * 20}, "no earlier layer"),
         ({"per_layer_config": {"4": {"num_key_value_heads": 3}}}, "3 kv heads"),
+        ({"per_layer_config": {"4": {"sliding_window": 3}}}, "'sliding_window' of layer 4"),
+        ({"per_layer_config": {"four": {"head_dim": 8}}}, "'four'"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "only global"),
     ],
 )
 def test_gemma4_configs_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InferError, match=says):
         read(GEMMA_4_E2B | {"text_config": GEMMA_4_E2B["text_config"] | changes})
+
+
+@pytest.mark.parametrize("global_head_dim", [32, 16], ids=["two head sizes", "one head size"])
+def test_gemma4_sizes_of_layers_are_read_as_the_reference_writes_them(global_head_dim: int) -> None:
+    """It pads the numbers of layers with zeros ("05"), and writes {} if all layers are alike."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 12, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    reference = transformers.Gemma4TextConfig(**sizes, global_head_dim=global_head_dim)
+    config = find_family({"model_type": "gemma4_text"}).read_config(json.loads(reference.to_json_string()))
+    layers = [reference.per_layer_config[layer] for layer in range(12)]
+    assert [spec.head_dim for spec in config.layer_specs] == [layer.head_dim for layer in layers]
+
+
+@pytest.mark.parametrize("published", [LLAMA_3_2_1B, GEMMA_2_2B], ids=["llama", "gemma2"])
+def test_layers_that_differ_are_refused_where_the_family_has_one_kind(published: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        read(published, per_layer_config={"0": {"rms_norm_eps": 0.1}})
+    assert read(published, per_layer_config={}) == read(published)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_linear_attention_with_another_activation_is_refused(architecture: str) -> None:
+    with pytest.raises(ConfigError, match="'hidden_act' in config.json must be silu, got 'gelu'"):
+        read(_SMALL | {"architectures": [architecture], "hidden_act": "gelu"})
