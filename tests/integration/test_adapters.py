@@ -334,6 +334,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"bias": "all"}, "bias='all'"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+    ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16'"),
+    ({"init_lora_weights": "OLoRA"}, "init_lora_weights='OLoRA'"),
     ({"lora_alpha": "much"}, "lora_alpha"),
     ({"r": 4}, "rank 8, but .*adapter_config.json says 4"),
     ({"r": "eight"}, "says 'eight'"),

@@ -48,6 +48,12 @@ MAX_PATTERNS = 4096
 _LEAF = re.compile(r"(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|embedding_(?P<of_embedding>[AB]))")
 _WHOLE = re.compile(r"(?P<module>.+?)(\.base_layer)?\.weight")
 _ROWS_AT_ONCE = 4096
+CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+)  # starts of training that take a part out of the base model
 
 # unsupported features of PEFT: the key in the config, and the name of the feature
 _REFUSED = {
@@ -141,6 +147,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise CheckpointError(
             f"the adapter in {directory} has bias={config['bias']!r}; only 'none' can be served"
+        )
+    if str(start := config.get("init_lora_weights")).lower().startswith(CHANGES_BASE):
+        raise CheckpointError(
+            f"the adapter in {directory} has init_lora_weights={start!r}, for which PEFT changes "
+            "the base model; convert it: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
     _check_alpha(directory, config.get("lora_alpha"))
     return config
