@@ -299,10 +299,12 @@ def _read_decoder(decoder: Any) -> tuple[bool, int]:
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
         return True, 0
-    known = {"Replace", "ByteFallback", "Fuse", "Strip"}
-    if "Replace" not in kinds or not kinds <= known:
+    known = {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}
+    if kinds.isdisjoint({"Replace", "Metaspace"}) or not kinds <= known:
         raise CheckpointError(
             f"the tokenizer's decoder is {' + '.join(sorted(kinds))}; this engine reads ByteLevel decoders "
             f"and sentencepiece ones ({', '.join(sorted(known))})"
         )
-    return False, sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")
+    stripped = sum(step["start"] for step in steps if step["type"] == "Strip" and step["content"] == " ")
+    drops_mark = any(step.get("prepend_scheme", "never") != "never" for step in steps)  # Metaspace's own
+    return False, stripped + drops_mark

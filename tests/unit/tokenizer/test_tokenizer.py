@@ -237,6 +237,24 @@ def test_unreadable_directories_say_what_to_do(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_unigram_vocabulary_with_a_metaspace_decoder_is_read(tmp_path: Path, scheme: str) -> None:
+    """Such a file comes from T5Tokenizer, for instance; the reference is the library's own decoder."""
+    core = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.decoder = tokenizers.decoders.Metaspace(prepend_scheme=scheme)
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    core.train_from_iterator(["the inner cat", "a cat in the inn", "an inner thing"] * 5, trainer)
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    for text in ("the cat", " the  inner cat ", "in</s> the"):
+        ids = core.encode(text).ids
+        assert tokenizer.encode(text, parse_special=True) == ids
+        assert tokenizer.decode(ids) == core.decode(ids)
+
+
 def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     core = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     core.decoder = tokenizers.decoders.WordPiece()
