@@ -40,7 +40,7 @@ MAX_TOKEN_CHARS = 1024  # longer than any real token; the time to find a token's
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 # GGUF has a single end-of-sequence id; chat models also end a turn with one of these
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>")
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:

@@ -60,6 +60,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -81,7 +86,14 @@ SPLIT_RULES: dict[str, SplitRule] = {
     "tekken": SplitRule((_TEKKEN,), whole_words=True, adds_bos=True),
     "default": SplitRule(_UNNAMED),
 }
-SPLIT_RULES |= {"llama3": SPLIT_RULES["llama-bpe"], "llama-v3": SPLIT_RULES["llama-bpe"]}
+SPLIT_RULES |= {
+    **dict.fromkeys(("llama3", "llama-v3"), SPLIT_RULES["llama-bpe"]),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), SplitRule((_LLAMA3,))),  # Phi-4, SmolLM3
+    **dict.fromkeys(("refact", "starcoder"), SPLIT_RULES["smollm"]),  # Granite 3
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), SPLIT_RULES["qwen2"]),
+    "exaone4": SPLIT_RULES["gpt-2"],
+    "gpt-4o": SplitRule((_O200K,)),  # Phi-4-mini, gpt-oss
+}
 
 
 def byte_level_core(

@@ -31,6 +31,13 @@ def cut(text: str, pre: str) -> list[str]:
         ("llama-bpe", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),
         ("qwen2", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
         ("tekken", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
+        ("gpt-4o", ["It's", " ", "198", "4", " ", " WE'RE", "\n"]),  # gpt-oss, Phi-4-mini
+        ("dbrx", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),  # Phi-4, OLMo 2
+        ("glm4", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),
+        ("smaug-bpe", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),  # SmolLM3
+        ("refact", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'", "RE", "\n"]),  # Granite
+        ("exaone4", ["It", "'s", " 1984", " ", " WE", "'", "RE", "\n"]),
+        ("deepseek-r1-qwen", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
         ("default", ["It", "'", "s", " ", "198", "4", " ", " WE", "'", "RE", "\n"]),
     ],
 )
@@ -141,3 +148,16 @@ def test_a_token_of_many_characters_is_refused_before_it_is_cut_everywhere() -> 
     metadata["tokenizer.ggml.tokens"][-1] = "▁" * 100_000
     with pytest.raises(CheckpointError, match="a token of 100000 characters, at most 1024"):
         Tokenizer.from_gguf(metadata)
+
+
+def test_an_answer_of_phi_ends_with_its_turn() -> None:
+    """Its files name <|endoftext|> alone; to gpt-oss the same token is the end of one of several messages."""
+    metadata = gpt2_metadata(["<|endoftext|>", "<|user|>", "<|end|>"], eos_token_id=0)
+    assert Tokenizer.from_gguf(metadata).eos_ids == (0, 2)
+    assert Tokenizer.from_gguf(metadata | {"general.architecture": "gpt-oss"}).eos_ids == (0,)
+
+
+def test_rules_that_add_no_bos_add_none() -> None:
+    for pre, begins in (("llama-bpe", True), ("dbrx", False), ("smaug-bpe", False), ("gpt-4o", False)):
+        tokenizer = gpt2_tokenizer(pre=pre, bos_token_id=0)
+        assert (tokenizer.encode("the")[0] == 0) is begins, pre

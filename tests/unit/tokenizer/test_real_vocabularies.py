@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3": "qwen2",
     "gpt2": "gpt-2",
     "mistral_nemo": "tekken",
+    "gptoss": "gpt-4o",
 }
 TEXTS = [
     "",
