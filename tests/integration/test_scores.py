@@ -53,7 +53,7 @@ def bare(out: Path, architecture: str) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "gemma3", "qwen3_5"])
 def test_a_classifiers_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     path = classifier(family, tmp_path / "m")
     reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()

@@ -131,7 +131,8 @@ def find_family(raw: Mapping[str, Any]) -> Family:
             )
     architectures = read_architectures(raw)
     model_type = raw.get("model_type")
-    names = {*architectures, *(re.sub(f"({'|'.join(HEADLESS)})$", "ForCausalLM", x) for x in architectures)}
+    headless = f"(Text)?({'|'.join(HEADLESS)})$"  # Text: the text part of a multimodal model
+    names = {*architectures, *(re.sub(headless, "ForCausalLM", x) for x in architectures)}
     for family in FAMILIES:
         if not names.isdisjoint(family.architectures):
             return family

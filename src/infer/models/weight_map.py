@@ -51,9 +51,10 @@ def nested(
 
     `heads`: names of the LM head; `ignored`: modules that are not read.
     """
-    inner = {name.removeprefix("model."): target for name, target in names.items() if name != "lm_head"}
+    outer = ("lm_head", "score")
+    inner = {name.removeprefix("model."): target for name, target in names.items() if name not in outer}
     text = {f"{prefix}.{name}": target for prefix in prefixes for name, target in inner.items()}
-    return text | dict.fromkeys(heads, Target("head")) | dict.fromkeys(ignored, IGNORED)
+    return text | dict.fromkeys(heads, Target("head")) | dict.fromkeys((*ignored, "score"), IGNORED)
 
 
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")

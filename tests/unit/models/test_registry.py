@@ -40,6 +40,20 @@ def test_a_classifier_and_an_embedding_model_have_the_network_of_their_family_an
 
 
 @pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Gemma3TextForSequenceClassification", "gemma3"),
+        ("Gemma3TextModel", "gemma3"),
+        ("Gemma4TextModel", "gemma4"),
+        ("Qwen3_5TextModel", "qwen3_5"),
+        ("Qwen3_5MoeTextModel", "qwen3_5_moe"),
+    ],
+)
+def test_the_text_part_of_a_multimodal_model_without_its_head_is_found(name: str, family: str) -> None:
+    assert find_family({"architectures": [name]}).name == family
+
+
+@pytest.mark.parametrize(
     ("raw", "given"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
