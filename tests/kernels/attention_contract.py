@@ -222,7 +222,7 @@ class DecodeContract(OnDevice):
     @pytest.mark.parametrize("kept_as", [None, torch.int8], ids=str)
     def test_drafts_of_a_tree_see_their_ancestors(self, kept_as: torch.dtype | None) -> None:
         """Every token of three windows is a row: two trees that begin at different places, and a chain."""
-        heads, starts, backs = Heads(4, 2, 32), (37, 63, 20), (1, *tree_of(16).backs)
+        heads, starts, backs = Heads(2, 1, 32), (37, 63, 20), (1, *tree_of(16).backs)
         paged = make_paged(
             [start + 17 for start in starts], heads, block_size=16, dtype=torch.float32, device=self.device
         )
@@ -240,14 +240,14 @@ class DecodeContract(OnDevice):
         work = DecodeWork(
             max_rows=51,
             max_len=96,
-            num_heads=4,
-            num_kv_heads=2,
+            num_heads=2,
+            num_kv_heads=1,
             head_dim=32,
             device=self.device,
             split_len=32,
         )
         work.plan(rows, lens)
-        q = torch.randn(51, 4, 32, device=self.device)
+        q = torch.randn(51, 2, 32, device=self.device)
         expected = attend_decode_reference(q, paged.kv(0.3), rows, lens, tree_2S)
         assert_close(attend_decode(q, paged.kv(0.3), rows, lens, work, tree_2S=tree_2S), expected)
         plain = attend_decode_reference(q, paged.kv(0.3), rows, lens)
