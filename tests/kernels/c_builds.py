@@ -71,14 +71,16 @@ def sanitized_library(*flags: str) -> Path:
 
 
 def compile_c(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> Path:
-    """What a compiler makes of sources, which may include any file of the kernels."""
+    """What a compiler makes of sources, which may include the headers of the kernels and of this folder."""
+    here = Path(__file__).parent
 
     def compile_to(path: Path) -> None:
-        command = [compiler, *flags, *map(str, sources), "-o", str(path), "-lm"]
+        found = (f"-I{build.SOURCES}", f"-I{here}")  # differ between checkouts, which share what is made
+        command = [compiler, *found, *flags, *map(str, sources), "-o", str(path), "-lm"]
         answer = subprocess.run(command, capture_output=True, text=True)
         if "libclang_rt" in answer.stderr:
             pytest.skip("clang has no sanitizers here; on Debian: apt-get install libclang-rt-dev")
         assert answer.returncode == 0, answer.stderr
 
-    files = [*sources, *sorted(build.SOURCES.iterdir()), *Path(__file__).parent.glob("*.h")]
+    files = [*sources, *sorted(build.SOURCES.iterdir()), *sorted(here.glob("*.h"))]
     return made_once(compile_to, build.compiler_version(compiler), build.cpu_flags(), tuple(flags), *files)

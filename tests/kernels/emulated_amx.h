@@ -47,7 +47,7 @@ static inline void amx_multiply(int c, int a, int b) {
 #define _tile_stored(t, to, stride) amx_store(t, to, stride)
 #define _tile_dpbsud(c, a, b) amx_multiply(c, a, b)
 /* Four products of unsigned and signed bytes, in 16 bits by two, which 32 bits then have room for. */
-static inline __m512i vnni_add(__m512i sum, __m512i weights, const int8_t *four) {
+__attribute__((noinline)) static __m512i vnni_add(__m512i sum, __m512i weights, const int8_t *four) {
     int32_t bits;
     memcpy(&bits, four, 4);
     const __m512i x = _mm512_set1_epi32(bits);

@@ -33,17 +33,9 @@ from tests.kernels.c_builds import (
 )
 from tests.kernels.test_c_aarch64 import EMULATOR, system_root
 
-HERE = Path(__file__).parent
-PROGRAM, EMULATED_AMX = HERE / "c_products.c", HERE / "emulated_amx.h"
+PROGRAM = Path(__file__).with_name("c_products.c")
 SOURCES = [build.SOURCES / name for name in ("activations.c", "linear.c", "pack.c")]
-WARNINGS = (
-    "-std=gnu11",
-    "-Wall",
-    "-Wno-psabi",
-    "-Wno-unknown-pragmas",
-    "-fno-math-errno",
-    f"-I{build.SOURCES}",
-)
+WARNINGS = ("-std=gnu11", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas", "-fno-math-errno")
 GCC, CLANG = shutil.which("gcc"), shutil.which("clang") or shutil.which("clang-19")
 CPU = build.cpu_flags().split()
 
@@ -82,7 +74,7 @@ BUILDS = {
     **({"avx512": on_this("avx512", "avx512", "avx512bw")} if HAS_VNNI else {}),
     "amx": Build(
         GCC,
-        (*QUICK, NATIVE, "-D__AMX_INT8__", "-include", str(EMULATED_AMX)),
+        (*QUICK, NATIVE, "-D__AMX_INT8__", "-include", "emulated_amx.h"),
         "avx512-vnni",
         "avx512bw",
     ),
