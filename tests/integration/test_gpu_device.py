@@ -547,7 +547,7 @@ def test_a_fork_that_arrives_between_steps_changes_no_penalty(late: dict[str, An
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES + MORE_FAMILIES, keep=2))
 def test_rare_orders_of_padding_run_and_leave_the_tokens_as_they_are(family: str) -> None:
     """Each can run, or the warm-up would only log that it cannot; what follows is not changed by it."""
     engine = make_device_engine(family)
