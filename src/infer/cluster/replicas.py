@@ -14,6 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from infer.cluster.scaling import LoadReport, read_load
 from infer.cluster.upstream import ReplicaGone, Upstream
@@ -39,6 +40,7 @@ class RemoteServer:
     is_leaving: bool = False  # True if it ends after its last request
     num_active: int = 0  # requests of the front that it is running
     idle: list[Upstream] = field(default_factory=list)
+    opened: WeakSet[Upstream] = field(default_factory=WeakSet)  # connections that are idle or in use
 
     async def connect(self) -> Upstream:
         """An idle connection, or else a new one."""
@@ -53,7 +55,9 @@ class RemoteServer:
         """A new connection."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None and parts.port is not None
-        return await Upstream.connect(parts.hostname, parts.port)
+        made = await Upstream.connect(parts.hostname, parts.port)
+        self.opened.add(made)
+        return made
 
     def give_back(self, connection: Upstream) -> None:
         """Keep a connection for the next request, if it can take one."""
@@ -63,9 +67,9 @@ class RemoteServer:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections."""
-        while self.idle:
-            self.idle.pop().close()
+        """Close all connections: a machine that has lost its power or its network closes none itself."""
+        for connection in list(self.opened):
+            connection.close()
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Fetch a page with the front's own key."""

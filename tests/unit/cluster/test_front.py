@@ -380,6 +380,28 @@ async def test_a_replica_that_freezes_costs_no_more_than_the_time_of_a_request()
 
 
 @in_loop
+@pytest.mark.parametrize("begins", [False, True])
+async def test_a_replica_whose_node_is_gone_without_a_word_is_not_waited_for(begins: bool) -> None:
+    """A machine that loses its power or its network closes no connection; Ray notices it and says so."""
+    script = (SSE, chunk(EVENT), "wait") if begins else ("wait",)
+    async with front(FakeReplica(*script), FakeReplica(whole(b'{"a": 1}'))) as site:
+        silent = site.replicas.servers[0]
+        site.replicas.servers[1].is_up = False  # so that the request goes to the other one
+        asked = asyncio.create_task(site.chat())
+        async with asyncio.timeout(30):
+            while not silent.num_active:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            site.replicas.servers[1].is_up = True
+            site.replicas.remove(silent)
+            answer = await asked
+    if begins:
+        assert "the replica that was answering has ended" in answer.text
+    else:
+        assert answer.json() == {"a": 1}
+
+
+@in_loop
 async def test_a_request_timeout_of_zero_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_module, "OVERTIME_S", 0.0)
     async with front(FakeReplica(whole(b"{}")), request_timeout=0.0) as site:
