@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before a replica is placed again
 DRAIN_POLL_S = 0.05
+NO_ROOM_S = 10.0  # seconds without a place after which the log says so
 HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
 Resources: TypeAlias = dict[str, float]  # numbers of CPUs, GPUs and others, by Ray's names for them
 
@@ -118,6 +119,7 @@ class _Slot:
     actor: Any = None
     others: list[Any] = field(default_factory=list)  # actors on further nodes
     group: Any = None
+    is_unplaced: bool = False  # True while the cluster has no room for it
     is_leaving: bool = False
 
 
@@ -154,8 +156,13 @@ class RayPlacer:
 
     @property
     def is_changing(self) -> bool:
-        """True if a replica is being started, restarted or ended."""
-        return any(slot.server is None or slot.is_leaving for slot in self._slots)
+        """True if a replica is being started, restarted or ended; not if it only waits for a place."""
+        return any(slot.is_leaving or slot.server is None and not slot.is_unplaced for slot in self._slots)
+
+    @property
+    def num_unplaced(self) -> int:
+        """The number of replicas that wait for a place in the cluster."""
+        return sum(slot.is_unplaced and not slot.is_leaving for slot in self._slots)
 
     def add(self) -> None:
         """Add one replica."""
@@ -165,8 +172,9 @@ class RayPlacer:
         self._slots.append(slot)
 
     def remove(self) -> None:
-        """Remove one replica: the youngest one ends after its last request."""
-        slot = next(slot for slot in reversed(self._slots) if not slot.is_leaving)
+        """Remove one replica: one that has no place, or the youngest one, after its last request."""
+        staying = [slot for slot in self._slots if not slot.is_leaving]
+        slot = next((slot for slot in staying if slot.is_unplaced), staying[-1])
         slot.is_leaving = True
         if slot.server is not None:
             slot.server.is_leaving = True
@@ -213,7 +221,7 @@ class RayPlacer:
         sizes = [node["Resources"] for node in found if node["Alive"]]
         launch, bundles = spread(self._launch, sizes)
         slot.group = util.placement_group(bundles, strategy="STRICT_SPREAD" if bundles[1:] else "STRICT_PACK")
-        await slot.group.ready()
+        await self._wait_for_place(slot, bundles)
 
         def place(kind: type, number: int, own: ReplicaLaunch | NodeLaunch) -> Any:
             bundle = bundles[number]
@@ -247,6 +255,19 @@ class RayPlacer:
         told = slot.number, url, pid, node[:8], len(bundles)
         logger.info("replica serves number=%d url=%s pid=%d node=%s nodes=%d", *told)
         self.on_ready()
+
+    async def _wait_for_place(self, slot: _Slot, bundles: Sequence[Resources]) -> None:
+        """Wait until the cluster has room for a replica, however long that takes."""
+        placed = asyncio.ensure_future(slot.group.ready())
+        slot.is_unplaced = True
+        try:
+            if not (await asyncio.wait([placed], timeout=NO_ROOM_S))[0]:
+                told = "replica waits for a place number=%d needs=%s: no node has that much free"
+                logger.warning(told, slot.number, list(bundles))
+            await placed
+        finally:
+            placed.cancel()
+            slot.is_unplaced = False
 
     def _forget(self, slot: _Slot) -> None:
         if slot.server is not None:

@@ -6,7 +6,8 @@
     one less                   nothing waited anywhere for `scale_down_after` s, and all requests would fit on
                                one replica fewer; a replica's capacity is what ran on it while others waited
 
-The number changes by one at a time: while a replica is being started or ended, nothing is decided.
+The number changes by one at a time: while a replica is being started or ended, nothing is decided. A replica
+that waits for a place in a full cluster counts as an idle one: none is added, but it may be taken back.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ class Scaler:
     _busiest: float = 0.0  # most sequences at once since the queues are empty
     _capacity: float | None = None  # most sequences that ran on one replica while others waited there
 
-    def decide(self, reports: Sequence[LoadReport], now: float) -> int:
+    def decide(self, reports: Sequence[LoadReport], now: float, num_unplaced: int = 0) -> int:
         """Return the number of replicas that there should be; it changes by at most one."""
         queues = [self._queue_s(report, now) for report in reports]
         self._before = {report.number: report for report in reports}
         for report in reports:
             if report.num_waiting:
                 self._capacity = max(self._capacity or 0.0, report.num_running)
-        count = len(reports)
+        count = len(reports) + num_unplaced
         if not reports:
             return count
         self._num_long = self._num_long + 1 if min(queues) > self.target_s else 0
-        if self._num_long >= NUM_LOOKS and count < self.highest:
+        if self._num_long >= NUM_LOOKS and count < self.highest and not num_unplaced:
             self._num_long, self._calm_since = 0, None
             return count + 1
         running = sum(report.num_running for report in reports)

@@ -110,8 +110,8 @@ async def _watch(placer: RayPlacer, replicas: ReplicaSet, config: ServerConfig) 
     clock = asyncio.get_running_loop().time
     while True:
         reports = await replicas.probe()
-        if not placer.is_changing and len(reports) == placer.count:
-            wanted = scaler.decide(reports, clock())
+        if not placer.is_changing and len(reports) + placer.num_unplaced == placer.count:
+            wanted = scaler.decide(reports, clock(), placer.num_unplaced)
             if wanted != placer.count:
                 logger.info("replicas=%d wanted=%d", placer.count, wanted)
                 placer.add() if wanted > placer.count else placer.remove()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +18,11 @@ import pytest
 from infer.client.rank_greeting import listen
 from infer.client.spawn import read_orders
 from infer.cluster import placing
+from infer.cluster import serve as cluster_serve
 from infer.cluster.child import ReplicaLaunch
-from infer.cluster.placing import ReplicaActor, bundle_of, spread
+from infer.cluster.placing import RayPlacer, ReplicaActor, bundle_of, spread
+from infer.cluster.replicas import ReplicaSet
+from infer.cluster.scaling import LoadReport
 from infer.cluster.serve import replica_launch
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig, LoadConfig
@@ -134,3 +139,69 @@ def test_a_replica_has_the_settings_of_the_front_and_not_its_address() -> None:
     server = ServerConfig(api_key=("a", "key of the front"), drain_timeout=5.0, max_n=2, response_store=0)
     assert launch == ReplicaLaunch(models=models, server=server, log_level="warning")
     assert read_orders(msgspec.json.encode(launch), ReplicaLaunch) == launch
+
+
+class FullCluster:
+    """Ray's side of a cluster with room for a number of replicas; the others wait for a place."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.groups: list[asyncio.Future[None]] = []
+        self.kill = mock.Mock()
+        self.PlacementGroupSchedulingStrategy = mock.Mock()
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": cpu(1)}]
+
+    def placement_group(self, bundles: Any, strategy: str) -> Any:
+        ready = asyncio.get_running_loop().create_future()
+        self.groups.append(ready)
+        if len(self.groups) <= self.room:
+            ready.set_result(None)
+        return SimpleNamespace(ready=lambda: ready, future=ready)
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.groups.remove(group.future)
+
+    def remote(self, kind: type) -> Any:
+        async def ready() -> tuple[str, int, str]:
+            return "http://127.0.0.1:1", 1, "node"
+
+        actor = SimpleNamespace(
+            wait_ready=SimpleNamespace(remote=ready), wait_end=SimpleNamespace(remote=asyncio.Event().wait)
+        )
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: actor))
+
+
+def test_a_replica_that_finds_no_place_is_logged_and_taken_back_when_it_is_not_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it waits, Ray's own autoscaler may rent a machine for it."""
+    ray, replicas = FullCluster(room=2), ReplicaSet()
+    for name in ("ray", "ray.util", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    monkeypatch.setattr(placing, "NO_ROOM_S", 0.01)
+    monkeypatch.setattr(cluster_serve, "PROBE_EVERY_S", 0.001)
+
+    async def probe() -> list[LoadReport]:
+        return [LoadReport(each.number, 0, 0, 0, 0) for each in replicas.servers]
+
+    async def scale() -> None:
+        placer = RayPlacer(launch_of(EngineConfig()), "k", replicas)
+        for _ in range(3):
+            placer.add()
+        config = ServerConfig(cluster="ray", max_replicas=3, replicas=2, scale_down_after=0.05)
+        watching = asyncio.create_task(cluster_serve._watch(placer, replicas, config))
+        async with asyncio.timeout(30):
+            while placer.count == 3 or len(ray.groups) == 3:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        assert [each.number for each in replicas.servers] == [0, 1]
+        for slot in placer._slots:
+            assert slot.task is not None
+            slot.task.cancel()
+
+    monkeypatch.setattr(replicas, "probe", probe)
+    with caplog.at_level("INFO", "infer"):
+        asyncio.run(scale())
+    assert "replica waits for a place number=2 needs=[{'CPU': 1.0" in caplog.text

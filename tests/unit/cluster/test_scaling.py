@@ -81,5 +81,14 @@ def test_a_replica_that_was_started_anew_has_no_negative_queue() -> None:
     assert made.decide([report(queue_s=0.1, began=3)], 1) == 1
 
 
+def test_a_replica_without_a_place_stops_growth_and_is_taken_back_after_a_calm() -> None:
+    made = scaler(highest=9)
+    busy = [report(0, running=4, waiting=9), report(1, running=4, waiting=9)]
+    assert [made.decide(busy, now, 1) for now in range(9)] == [3] * 9, "a fourth has no place either"
+    rest = [report(0, running=1), report(1, running=1)]
+    assert made.decide(rest, 8 + CALM - 1, 1) == 3
+    assert made.decide(rest, 8 + CALM, 1) == 2
+
+
 def test_without_reports_nothing_is_decided() -> None:
     assert scaler().decide([], 0) == 0
