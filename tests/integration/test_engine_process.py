@@ -25,6 +25,7 @@ from infer import LLM, SamplingParams
 from infer.client.client import embed
 from infer.client.messages import Replica
 from infer.client.process_client import ProcessClient
+from infer.client.spawn import spawn
 from infer.client.supervisor import EngineProcess, ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.engine.prefixes import prefix_hashes
@@ -409,6 +410,30 @@ def test_an_engine_frozen_while_idle_is_noticed_and_replaced() -> None:
     run(main())
 
 
+def test_an_engine_that_a_signal_stops_while_it_starts_is_replaced() -> None:
+    started: list[int] = []
+
+    def start(module: str) -> subprocess.Popen[bytes]:
+        process = spawn(module)
+        started.append(process.pid)
+        if len(started) % 2 == 0:
+            os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    async def main() -> None:
+        async with running(spawn=start) as client:
+            os.kill(started[0], signal.SIGKILL)
+            await until(lambda: len(started) == 3 and is_healthy(client))
+            assert await collect(client, make_request(2))
+            assert not is_alive(started[1])
+        with pytest.raises(EngineStopped, match="while it started, the engine was stopped by a signal"):
+            async with running(spawn=start):
+                pass
+        assert not is_alive(started[3])
+
+    run(main())
+
+
 # -- start and end --------------------------------------------------------------------------------
 
 
@@ -496,6 +521,7 @@ import asyncio, sys
 sys.path[:0] = {path!r}
 from infer.config.settings import EngineConfig
 from infer.client.process_client import ProcessClient
+from infer.client.spawn import spawn
 from infer.client.supervisor import ProcessOptions
 async def main():
     client = await ProcessClient.start(EngineConfig(), ProcessOptions(module={module!r}))

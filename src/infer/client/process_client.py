@@ -39,7 +39,7 @@ from infer.client.link import EngineLink
 from infer.client.messages import Answer
 from infer.client.spawn import is_stopped
 from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
-from infer.client.supervisor import STOP_TIMEOUT, EngineProcess, ProcessOptions
+from infer.client.supervisor import CHECK_INTERVAL, STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.live import LiveSnapshot
 from infer.engine.prefixes import update_prefixes
@@ -50,7 +50,6 @@ from infer.scheduling.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL = 1.0  # seconds between two checks of a silent engine
 STARTED_AGAIN = "; it is being restarted"
 PING_INTERVAL = 5.0  # seconds of silence after which an idle engine gets a `Ping`
 

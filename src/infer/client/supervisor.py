@@ -31,13 +31,14 @@ from typing import Any
 
 from infer.client.link import EngineLink
 from infer.client.messages import ALONE, Launch, Ready, RecordOrders, Replica, Stop, to_error
-from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, spawn, spell_end
+from infer.client.spawn import ENGINE_MODULE, Spawn, give_orders, is_stopped, spawn, spell_end
 from infer.config.settings import EngineConfig
 from infer.errors import EngineError, EngineStopped
 from infer.log import LEVELS
 
 logger = logging.getLogger(__name__)
 
+CHECK_INTERVAL = 1.0  # seconds between two checks of an engine that starts or is silent
 STOP_TIMEOUT = 5.0  # seconds from Stop to SIGKILL: the step in flight may end
 MAX_TMP_LEN = 70  # characters: a unix socket's path may have about 100
 DIRECTORY_PREFIX = "infer-run-"
@@ -122,10 +123,15 @@ class EngineProcess(EngineLink):
         """Spawn an engine and wait until its model is loaded; raises the error of the child."""
         process = cls(config, options)
         options.on_spawn(process.endpoints[1:])
-        exited = asyncio.ensure_future(process.exited.wait())
+        exited, has_stopped = asyncio.ensure_future(process.exited.wait()), False
         try:
             events: list[asyncio.Future[Any]] = [process.ready, exited]
-            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            while not (
+                await asyncio.wait(events, timeout=CHECK_INTERVAL, return_when=asyncio.FIRST_COMPLETED)
+            )[0]:
+                had_stopped, has_stopped = has_stopped, is_stopped(process.pid)
+                if had_stopped and has_stopped and options.stuck_timeout > 0:
+                    raise EngineStopped("while it started, the engine was stopped by a signal and was ended")
             if not process.ready.done():
                 await asyncio.to_thread(process._log_thread.join)
                 raise process._start_error()
