@@ -57,7 +57,8 @@ Standard output holds the answer and nothing else. Progress, log lines and notic
 |---|---|
 | 0 | done |
 | 1 | `infer replay` found a difference; `infer bench` found a change for the worse or failed requests; \
-a prompt of `infer generate --prompts-file`, or of `infer chat` from a pipe, has no answer |
+a prompt of `infer generate --prompts-file`, or of `infer chat` from a pipe, has no answer; \
+`infer serve` could not start an engine, or keep one alive, though nothing was wrong with its settings |
 | 2 | an impossible request; one line says what to do |
 | 130 | Ctrl-C (`infer serve` ends with 0 when it has drained) |
 | 141 | the reader of a pipe has gone |

@@ -255,6 +255,22 @@ def test_a_mistake_ends_with_one_line_and_code_2(
     assert message in written and "Traceback" not in written
 
 
+def test_an_engine_that_is_killed_while_it_starts_is_no_wrong_setting(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    """Memory may have run out: a service manager tries again after code 1, and never after code 2."""
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command(checkpoint), stdout=log, stderr=subprocess.PIPE, text=True)
+    server = ServerProcess(process, "", tmp_path / "log")
+    wait_until(server.children)
+    os.kill(server.children()[0], signal.SIGKILL)
+    _, written = process.communicate(timeout=60)
+    assert process.returncode == 1, written
+    assert (
+        "while it started, the engine process ended with signal 9" in written and "Traceback" not in written
+    )
+
+
 def test_what_the_device_cannot_do_ends_with_one_line_and_code_2_too(checkpoint: str) -> None:
     """The engine finds it out, in a process of its own; the server says it as its own mistake."""
     arguments = (checkpoint, "--use-overlap", "--log-level", "error")

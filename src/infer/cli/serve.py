@@ -20,7 +20,7 @@ from infer.cli.interrupts import importing
 from infer.client.spawn import SpareEngines
 from infer.config.server import ServerConfig, name_fault, parse_alias
 from infer.config.settings import EngineConfig, LoadConfig, knob_table
-from infer.errors import ConfigError, EngineLost
+from infer.errors import ConfigError, EngineError
 from infer.loader.find.source import check_model
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes; exit code 1 if every engine is down for good."""
+    """Serve until a signal comes; exit code 1 if no engine can be started or kept alive."""
     knobs = flags.knobs_from(args, with_server=True)
     models, config = read_models(args, knobs)
     try:
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
             _serve_cluster(models, config, args.log_level)
         else:
             _serve_here(models, config)
-    except EngineLost as error:
-        logger.critical("server ends error=%s", error)
+    except EngineError as error:
+        logger.critical("server ends error=%s", error, exc_info=error if args.debug else None)
         return 1
     return 0
 
