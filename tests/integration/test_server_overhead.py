@@ -1,4 +1,4 @@
-"""The benchmark of the server's own cost runs and says everything it promises; how fast is not asked here."""
+"""The benchmarks of what a server and a front cost run and have every figure; how fast is not asked here."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ def test_the_smallest_run_has_every_figure(tmp_path: Path) -> None:
     )
     assert figures["tokens_per_s"] > 0 and figures["tokens_per_core_s"] > 0
     assert figures["first_token_with_engine_ms_p50"] >= figures["first_token_ms_p50"]
+
+
+@pytest.mark.slow
+def test_a_front_is_compared_with_the_server_that_it_forwards_to(checkpoint: str, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.front_overhead", checkpoint, "--requests", "8"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, "--out", str(out), "--allow-dirty"], cwd=ROOT, env=environment, check=True, timeout=240
+    )
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures) == {"server", "front", "added by front"}
+    assert all(row["p25"] <= row["p50"] <= row["p75"] for row in figures.values())
