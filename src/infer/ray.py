@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.cluster.child import ReplicaLaunch, ReplicaProcess
 from infer.cluster.front import build_front
-from infer.cluster.placing import bundle_of, import_ray
+from infer.cluster.placing import FULL_PRIORITY, bundle_of, import_ray
 from infer.cluster.replicas import RemoteServer, ReplicaSet
 from infer.cluster.serve import replica_launch
 from infer.config.server import ServerConfig
@@ -99,7 +99,7 @@ def app(args: Mapping[str, Any]) -> Any:
     models = {config.served_model_name or "": EngineConfig.from_knobs(**given)}
     key = secrets.token_hex(16)
     bundle = bundle_of(models)
-    options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "runtime_env": FULL_PRIORITY}
     options |= deployment.pop("ray_actor_options", {})
     routes = FastAPI(openapi_url=None)
 

@@ -177,6 +177,12 @@ def test_replicas_are_on_nodes_of_their_own_and_answer_alike(site: Site) -> None
     assert 'infer_num_requests_running{replica="0"' in page and 'replica="1"' in page
 
 
+def test_a_replica_has_the_priority_of_its_node(site: Site) -> None:
+    """Ray runs its workers at niceness 15, and what they start inherits that."""
+    for pid, _ in site.serving().values():
+        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_a_replica_is_closed_to_those_who_do_not_have_the_fronts_key(site: Site) -> None:
     _, url, _, _ = site.lives()[0]
     assert httpx.get(f"{url}/v1/models").status_code == 401

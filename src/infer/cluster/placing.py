@@ -39,6 +39,8 @@ PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses before a replica is placed
 DRAIN_POLL_S = 0.05
 NO_ROOM_S = 10.0  # seconds without a place after which the log says so
 HOW_TO_INSTALL = "--cluster ray needs the package ray; install it with: pip install 'infer[ray]'"
+# Otherwise Ray runs its workers, and the servers that they start, at niceness 15.
+FULL_PRIORITY = {"env_vars": {"RAY_worker_niceness": "0"}}
 Resources: TypeAlias = dict[str, float]  # numbers of CPUs, GPUs and others, by Ray's names for them
 
 
@@ -230,6 +232,7 @@ class RayPlacer:
                 "num_gpus": bundle.get("GPU", 0),
                 "max_concurrency": 4,
                 "max_restarts": 0,  # `_keep` places it again, perhaps elsewhere
+                "runtime_env": FULL_PRIORITY,
                 "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                     slot.group, placement_group_bundle_index=number
                 ),

@@ -147,6 +147,7 @@ class FullCluster:
     def __init__(self, room: int) -> None:
         self.room = room
         self.groups: list[asyncio.Future[None]] = []
+        self.options: list[dict[str, Any]] = []
         self.kill = mock.Mock()
         self.PlacementGroupSchedulingStrategy = mock.Mock()
 
@@ -170,7 +171,12 @@ class FullCluster:
         actor = SimpleNamespace(
             wait_ready=SimpleNamespace(remote=ready), wait_end=SimpleNamespace(remote=asyncio.Event().wait)
         )
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: actor))
+
+        def options(**given: Any) -> Any:
+            self.options.append(given)
+            return SimpleNamespace(remote=lambda _: actor)
+
+        return SimpleNamespace(options=options)
 
 
 def test_a_replica_that_finds_no_place_is_logged_and_taken_back_when_it_is_not_needed(
@@ -204,4 +210,6 @@ def test_a_replica_that_finds_no_place_is_logged_and_taken_back_when_it_is_not_n
     monkeypatch.setattr(replicas, "probe", probe)
     with caplog.at_level("INFO", "infer"):
         asyncio.run(scale())
+    environments = [each["runtime_env"]["env_vars"] for each in ray.options]
+    assert environments == [{"RAY_worker_niceness": "0"}] * 2, "what a worker starts inherits its niceness"
     assert "replica waits for a place number=2 needs=[{'CPU': 1.0" in caplog.text
