@@ -156,11 +156,11 @@ def test_kustomize_makes_what_these_tests_read(overlay: str) -> None:
     assert built["image"] == {"base": "infer:cpu", "gpu": "infer:cuda"}[overlay]
 
 
-@pytest.mark.parametrize("folder", ["base", "gpu", "autoscaling"])
+@pytest.mark.parametrize("folder", ["base", "gpu", "autoscaling", "gpu-autoscaling"])
 def test_a_kustomization_lists_files_that_exist_and_leaves_none_out(folder: str) -> None:
     made = load(f"{folder}/kustomization.yaml")
     patches = [patch["path"] for patch in made.get("patches", ()) if "path" in patch]
-    listed = {*made["resources"], *patches}
+    listed = {*made.get("resources", ()), *made.get("components", ()), *patches}
     assert all((MANIFESTS / folder / name).exists() for name in listed)
     files = {file.name for file in (MANIFESTS / folder).iterdir()}
     assert files - listed <= {"kustomization.yaml", "adapter-rules.yaml"}
@@ -218,8 +218,28 @@ def test_every_metric_that_is_scaled_by_is_on_the_page(tmp_path: Path) -> None:
     assert targets.keys() == offered.keys()
     assert set(offered.values()) <= page
     assert scaler["scaleTargetRef"]["name"] == deployment("base")["metadata"]["name"]
-    engine, _ = settings_of(command_of("base"), tmp_path)
-    assert int(targets["infer_num_requests_running"]["averageValue"]) < (engine.scheduler.max_batch_size or 0)
+
+
+@pytest.mark.parametrize("overlay", ["base", "gpu"])
+def test_pods_are_kept_while_their_batches_are_three_quarters_full(overlay: str, tmp_path: Path) -> None:
+    scaler = load("autoscaling/autoscaler.yaml")
+    if overlay == "gpu":
+        [patch] = load("gpu-autoscaling/kustomization.yaml")["patches"]
+        assert patch["target"] == {"kind": scaler["kind"], "name": scaler["metadata"]["name"]}
+        for step in yaml.safe_load(patch["patch"]):
+            place: Any = scaler
+            *way, last = step["path"].split("/")[1:]
+            for key in way:
+                place = place[int(key) if key.isdigit() else key]
+            assert step["op"] != "test" or place[last] == step["value"]
+            place[last] = step["value"]
+        validate(scaler)
+    [running] = [
+        row["pods"] for row in scaler["spec"]["metrics"] if "running" in row["pods"]["metric"]["name"]
+    ]
+    engine, _ = settings_of(command_of(overlay), tmp_path)
+    assert int(running["target"]["averageValue"]) == 0.75 * (engine.scheduler.max_batch_size or 0)
+    assert f"[../{'gpu-' * (overlay == 'gpu')}autoscaling]" in PAGE
 
 
 def test_every_series_on_the_docs_page_is_on_the_metrics_page() -> None:
