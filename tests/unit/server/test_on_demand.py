@@ -687,6 +687,17 @@ def test_keep_alive_says_how_long_a_model_stays(monkeypatch: pytest.MonkeyPatch,
     play(monkeypatch, oracle, scene)
 
 
+def test_a_model_that_is_kept_beyond_the_calendar_never_expires(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM
+) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ok("a")
+        (running,) = (await stage.client.get("/api/ps")).json()["models"]
+        assert running["expires_at"].startswith("9999")
+
+    play(monkeypatch, oracle, scene, idle_unload=1e12)
+
+
 def test_keep_alive_counts_in_whichever_process_it_was_said(
     monkeypatch: pytest.MonkeyPatch, oracle: LLM
 ) -> None:

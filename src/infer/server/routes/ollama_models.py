@@ -164,7 +164,7 @@ def made_at(model: ServedModel | None) -> str:
 def expires_at(state: ServerState, model: ServedModel) -> str:
     """Return the time at which a model will be unloaded if no request uses it."""
     keep_s = model.keep_s if model.keep_s is not None else state.config.idle_unload or math.inf
-    if math.isinf(keep_s):
+    if keep_s > LONGEST_KEEP_S:
         return NEVER
     rest_s = max(model.used_at + keep_s - monotonic(), 0.0)
     return spell_time(datetime.now(UTC) + timedelta(seconds=rest_s))
