@@ -182,6 +182,7 @@ def gpu_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gloo_ranks.install(monkeypatch.setattr)
 
 
+FEW_TIMED: dict[str, Any] = {"max_batch_size": 4}  # fewer sizes of steps are timed at the start
 GPU_KNOBS: list[dict[str, Any]] = [
     {},
     {"use_overlap": False},
@@ -242,7 +243,7 @@ def test_no_rank_launches_a_step_before_all_are_ready_for_its_size(
     monkeypatch.setattr(WarmUp, "load", lambda warm_up: loaded.append(warm_up))
     monkeypatch.setattr(StepGraphs, "ensure", capture_slowly)
     monkeypatch.setattr(StepGraphs, "forward", watch)
-    answers(path, (2, 2), nnodes=2, **GPU_KNOBS[-1])
+    answers(path, (2, 2), nnodes=2, **GPU_KNOBS[-1], **FEW_TIMED)
     assert len(loaded) == 4 and len(ready) > 4 and not early, early
 
 
@@ -303,7 +304,7 @@ def test_a_model_that_drafts_ahead_of_the_host_answers_the_same(root: Path, gpu_
     """Rank 0 has it, and the other ranks are told its drafts."""
     path, draft = checkpoint(root, "llama"), root / "draft"
     make_checkpoint("llama", draft, sizes=replace(SIZES, num_layers=1), seed=3)
-    knobs: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3}
+    knobs: dict[str, Any] = {"draft_model": str(draft), "num_speculative_tokens": 3, **FEW_TIMED}
     params = replace(GREEDY, max_tokens=24, logprobs=None)
     assert answers(path, 2, params, **knobs) == by_one(path, params, **knobs)
 
