@@ -18,6 +18,7 @@ import torch
 from infer.cache.layout import STATE, StateSize
 from infer.config.settings import EngineConfig
 from infer.engine import machine
+from infer.engine.build import build_engine
 from infer.engine.cache_fit import kept_cache
 from infer.engine.device_build import resolve_for
 from infer.engine.engine import Engine
@@ -30,7 +31,7 @@ from infer.scheduling.request import Request
 from infer.speculative.proposer import Proposer, Wish
 from tests.support.books import check_books
 from tests.support.checkpoints import HYBRID_FAMILIES, VOCAB_SIZE
-from tests.support.referenced import engine_of_nan, load_pair, serve_checked
+from tests.support.referenced import COSTS, engine_of_nan, load_pair, serve_checked
 from tests.support.thinned import thinned
 from tests.support.tiny import drain, greedy, run_engine
 
@@ -278,6 +279,18 @@ def test_drafts_change_no_token(on_gpu: bool, sampled: bool, monkeypatch: pytest
     for knobs in ({}, {"num_speculative_tokens": 2}, {"attention_backend": "torch_ref"}):
         if not on_gpu or "attention_backend" not in knobs:
             speculate(make_engine("qwen3_5", **GUESSES, **knobs), requests)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_steps_that_are_timed_at_the_start_leave_no_state(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_gpu:
+        monkeypatch.setattr(machine, "has_gpu_kernels", lambda device: True)
+    knobs: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_batch_size": 4, **GUESSES}
+    engine = build_engine(EngineConfig.from_knobs(**knobs), models("qwen3_5")[1])
+    assert engine.speculation is not None and engine.speculation.costs != COSTS
+    speculate(engine, REPEATING)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

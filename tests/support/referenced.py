@@ -16,9 +16,13 @@ from infer.execution.torch_device import TorchDevice
 from infer.loader.find.source import resolve_model
 from infer.loader.load import LoadedModel, load_model
 from infer.sampling.params import SamplingParams
+from infer.speculative.adaptive import StepCosts
 from tests.support.checkpoints import reference_model
 from tests.support.kv_store import fill_store
 from tests.support.tiny import run_engine
+
+# drafts pay, if some are right; timing steps at a start would take longer than serving what tests ask
+COSTS = StepCosts(((1, 1e-3), (128, 4e-3)), gap_s=1e-9)
 
 
 def load_pair(family: str, **changes: Any) -> tuple[Any, LoadedModel]:
@@ -32,7 +36,7 @@ def load_pair(family: str, **changes: Any) -> tuple[Any, LoadedModel]:
 
 def engine_of_nan(loaded: LoadedModel, **knobs: Any) -> Engine:
     """An engine whose store is full of NaN, so that what is read and was not written shows."""
-    engine = build_engine(EngineConfig.from_knobs(**knobs), loaded)
+    engine = build_engine(EngineConfig.from_knobs(**knobs), loaded, step_costs=COSTS)
     assert isinstance(engine._device, TorchDevice | GpuDevice)
     fill_store(engine._device.store, float("nan"))
     return engine
