@@ -38,9 +38,11 @@ def cut_tensor(tensor: StoredTensor, cut: Slice, *, transposed: bool) -> StoredT
         return replace(tensor, module=replace(tensor.module, leaves=leaves), layout=layout)
     if isinstance(tensor, ExpertStack):
         return tensor.cut(cut.rows, cut.columns)
-    if isinstance(tensor, PackedTensor) and len(tensor.shape) > 1:
+    is_matrix = len(tensor.shape) > 1 and bool(cut.columns)
+    if isinstance(tensor, PackedTensor) and is_matrix:
         return CutBlocks(replace(tensor, transposed=False), cut, tensor.transposed)
-    axes: tuple[Ranges | None, ...] = (cut.rows, cut.columns) if len(tensor.shape) > 1 else (cut.rows,)
+    axes: tuple[Ranges | None, ...] = (cut.rows, cut.columns) if is_matrix else (cut.rows,)
+    axes = (None,) * (len(tensor.shape) - len(axes)) + axes  # biases of experts are stacked
     return CutTensor(tensor, axes[::-1] if transposed else axes)
 
 

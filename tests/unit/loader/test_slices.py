@@ -153,7 +153,7 @@ def read_slice(source: WeightSource, cut: Slice) -> torch.Tensor:
         out = torch.empty(layout.num_rows, layout.size)
         QuantizedTensor(tensor.format, module, layout).copy_to(out)
         return out
-    if isinstance(tensor, PackedTensor) and len(tensor.shape) > 1:
+    if isinstance(tensor, PackedTensor) and cut.columns:
         packed = tensor._packed_rows()
         packed = _restore_order(packed, tensor.num_heads) if tensor.num_heads else packed
         blocks = packed.view(*tensor.stored.shape[:-1], -1, packed.shape[1] // num_blocks(tensor))

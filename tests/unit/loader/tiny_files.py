@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.support.checkpoints import raw_config
+from tests.support.checkpoints import named_tensors, raw_config
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ARCHITECTURES |= {"gemma3": "gemma3", "gpt2": "gpt2", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"qwen2_moe": "qwen2moe", "gemma2": "gemma2", "gemma4": "gemma4"}
 ARCHITECTURES |= {name: name for name in ("granite", "smollm3", "olmo2", "exaone4", "phi3", "glm4")}
-ARCHITECTURES["olmo3"] = "olmo2"
+ARCHITECTURES |= {"olmo3": "olmo2", "gpt_oss": "gpt-oss", "olmoe": "olmoe"}
 
 
 def state(reference: Any) -> dict[str, torch.Tensor]:
@@ -75,6 +75,9 @@ def write_gguf(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, reference.config.num_hidden_layers)
     tensors = state(reference) if family == "gemma4" else _split_gate_up(state(reference))
+    if family == "gpt_oss":  # named without a leaf: sinks, and experts, whose gate and up are split
+        named = named_tensors(reference)
+        tensors = {n if n.endswith((".weight", ".bias")) else f"{n}.weight": t for n, t in named.items()}
     for name, tensor in tensors.items():
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         for end, leaf in GEMMA4_LEAVES.items():
@@ -133,14 +136,14 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
     writer.add_key_length(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
+    if family in ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "olmoe"):
         writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if family in ("qwen3_moe", "qwen2_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if family in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4"):
+    if family in ("mistral", "gemma2", "gemma3", "olmo3", "exaone4", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -21,7 +21,7 @@ from infer.models.raw_config import MAX_LAYERS, RawConfig
 
 ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "gemma4", "granite", "smollm3",
-    "olmo2", "exaone4", "phi3", "glm4", "gpt2",
+    "olmo2", "olmoe", "exaone4", "phi3", "glm4", "gpt-oss", "gpt2",
 )  # fmt: skip
 PARTLY_ROTARY = ("phi3", "glm4")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -103,7 +103,7 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     tensors, window = keys.file.tensors, keys.optional_size("attention.sliding_window")
     if keys.optional_size("expert_count"):
-        return _experts_config(keys, window)
+        return _experts_config(keys, window, config["rope_scaling"])
     if keys.architecture == "llama" and window:
         return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if keys.architecture == "llama":
@@ -166,7 +166,7 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
 
 
-def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
+def _experts_config(keys: Keys, window: int, rope: Mapping[str, Any] | None) -> dict[str, Any]:
     shared = {
         "num_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
@@ -174,6 +174,11 @@ def _experts_config(keys: Keys, window: int) -> dict[str, Any]:
     }
     if keys.architecture == "llama":
         return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if keys.architecture == "gpt-oss":  # no key for `truncate`: its yarn does not round
+        rope = {"truncate": False, **rope} if rope else None
+        return shared | {"architectures": ["GptOssForCausalLM"], "rope_scaling": rope}
+    if keys.architecture == "olmoe":
+        return shared | {"architectures": ["OlmoeForCausalLM"], "norm_topk_prob": False}
     if keys.architecture == "qwen2moe":
         return shared | {
             "architectures": ["Qwen2MoeForCausalLM"],

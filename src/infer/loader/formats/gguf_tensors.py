@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.errors import CheckpointError
-from infer.loader.formats.axes import Axes, plain_axes
+from infer.loader.formats.axes import ROWS, WHOLE, Axes, plain_axes
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages, slices_of
 from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
 from infer.loader.formats.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, Keys
@@ -56,6 +56,11 @@ _QWEN2_MOE = _LLAMA | {
     "blk.{}.ffn_up_shexp":     "model.layers.{}.mlp.shared_expert.up_proj",
     "blk.{}.ffn_down_shexp":   "model.layers.{}.mlp.shared_expert.down_proj",
     "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+}
+_GPT_OSS = _LLAMA | {
+    "blk.{}.attn_sinks":       "model.layers.{}.self_attn.sinks",
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate_inp":     "model.layers.{}.mlp.router",
 }
 _QWEN3 = _DENSE | {
     "blk.{}.attn_q_norm":      "model.layers.{}.self_attn.q_norm",
@@ -123,9 +128,11 @@ NAMES: dict[str, Mapping[str, str]] = {
     "granite": _DENSE,
     "smollm3": _DENSE,
     "olmo2": _POST_NORM,
+    "olmoe": _LLAMA | _QWEN3,
     "exaone4": _POST_NORM,
     "phi3": _PHI3,
     "glm4": _GLM4,
+    "gpt-oss": _GPT_OSS,
     "gpt2": _GPT2,
 }
 PERMUTED = ("llama", "granite", "smollm3")  # architectures whose queries and keys are reordered
@@ -176,6 +183,8 @@ class PackedTensor(StoredTensor):
     @property
     def axes(self) -> Axes:
         """The axes: rows, and blocks of columns. Rows are reordered within heads, so cut whole heads only."""
+        if self.stored.name.endswith("_exps.bias"):  # biases of all experts, or of one
+            return {"weight": (WHOLE, ROWS)[-len(self.shape) :]}
         *others, last = plain_axes(len(self.shape))
         step = BLOCK[self.stored.kind][0]
         return {"weight": (*others, last._replace(step=step, unit="block"))}
@@ -255,7 +264,8 @@ def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{file.path}: tensor {stored.name!r} is not part of a {keys.architecture} model"
             )
-        tensors[f"{names[key].format(*layer)}.{leaf}"] = _undone(keys, stored, key)
+        name = f"{names[key].format(*layer)}.{leaf}"
+        tensors[name.replace(".sinks.weight", ".sinks")] = _undone(keys, stored, key)
     return tensors
 
 
