@@ -17,6 +17,7 @@ from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import (
+    CheckpointError,
     ConfigError,
     EngineError,
     EngineLost,
@@ -80,6 +81,42 @@ def test_an_engine_that_is_down_gets_its_adapters_when_it_is_back(monkeypatch: p
     up.failure = None
     assert post(place, "/admin/adapters/unload", {"name": "sql"}).status_code == 200
     assert up.adapters == {}
+
+
+def test_an_engine_that_restarts_while_another_loads_an_adapter_gets_it_too() -> None:
+    is_reading, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakeClient):
+        async def set_adapter(self, name: str, path: str | None, *, replaces: bool = False) -> None:
+            is_reading.set()
+            await may_end.wait()
+
+    first = FakeClient()
+    adapters = Site(first, Slow(), admin_key="root").app.state.fleet.adapters
+
+    async def scene() -> None:
+        loading = asyncio.create_task(adapters.load("sql", "/1"))
+        await is_reading.wait()
+        first.adapters = {}  # as a restarted engine
+        restoring = asyncio.create_task(adapters.restore("fake", first))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(loading, restoring)
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+    assert first.adapters == {"sql": "/1"}
+
+
+def test_an_adapter_that_cannot_be_reloaded_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeClient()
+    place = Site(engine, admin_key="root")
+    assert post(place, "/admin/adapters/load", {"name": "sql", "path": "/1"}).status_code == 200
+    for failure, is_told in ((EngineStopped("down again"), False), (CheckpointError("no file /1"), True)):
+        engine.failure = failure  # type: ignore[assignment]
+        asyncio.run(place.app.state.fleet.adapters.restore("fake", engine))
+        told = "adapter not reloaded model=fake adapter=sql reason='no file /1'"
+        assert (told in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ The adapters of a model's own settings (`lora_modules`) are loaded by its engine
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -18,6 +19,8 @@ from infer.errors import EngineStopped, InferError, UnknownModel, closest
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.names import Names
 from infer.server.state import ServerState
+
+logger = logging.getLogger(__name__)
 
 
 class ServedAdapters:
@@ -63,6 +66,7 @@ class ServedAdapters:
                             await client.set_adapter(name, None)
                     if is_replaced:
                         self._state.adapters.pop(name, None)
+                        self._paths.pop(name, None)
                     self._names.tell()
                 raise
             self._state.adapters[name] = model.name
@@ -93,10 +97,19 @@ class ServedAdapters:
         self._state.adapters = kept | dict.fromkeys(adapters, name)
 
     async def restore(self, model: str, client: EngineClient) -> None:
-        """Reload the adapters that were loaded at run time into a restarted engine."""
-        for name, path in self.paths_of(model).items():
-            with suppress(InferError):  # down again, or the files are gone: requests will fail
-                await client.set_adapter(name, path, replaces=True)
+        """Reload the adapters that were loaded at run time into a restarted engine.
+
+        A load or an unload that is running comes first: the engine may have restarted after its turn in it.
+        """
+        async with self._turn:
+            for name, path in self.paths_of(model).items():
+                try:
+                    await client.set_adapter(name, path, replaces=True)
+                except EngineStopped:
+                    return  # the watcher calls again when it is back
+                except InferError as error:
+                    told = "adapter not reloaded model=%s adapter=%s reason=%r, so its requests fail"
+                    logger.error(told, model, name, str(error))
 
     def bring_back(self, model: str, own: Iterable[str]) -> None:
         """Set the adapters of a model that was loaded again: its `own`, and those loaded at run time."""
