@@ -68,6 +68,7 @@ SPELLINGS: list[tuple[dict[str, Any], Structured | None]] = [
             openai(strict=None),
             openai(SCHEMA | {"additionalProperties": False}),
             {"type": "json_schema", "schema": SCHEMA},
+            {"type": "json_schema", "schema": SCHEMA, "json_schema": None},
             {"type": "json_schema", "schema": SCHEMA, "name": "answer", "strict": True},
         )
     ),
@@ -160,6 +161,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             ({"json_schema": {"schema": SCHEMA}}, "needs the type 'json_schema', got 'json_object'"),
             ({"schema": SCHEMA, "value": SCHEMA}, "is a second schema; leave out schema"),
         )
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": SCHEMA}},
+        "response_format.schema",
+        "is a second schema; leave out json_schema",
     ),
     (
         {"response_format": {"type": "text", "schema": SCHEMA}},

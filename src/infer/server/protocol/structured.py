@@ -89,15 +89,15 @@ def read_format(given: Mapping[str, Any], param: str) -> Structured | None:
         if kind not in SCHEMA_TYPES[name]:
             types = " or ".join(map(repr, SCHEMA_TYPES[name]))
             raise RequestError.about(f"{param}.{name}", f"needs the type {types}, got {show_value(kind)}")
+    if len(schemas) > 1:
+        raise RequestError.about(f"{param}.{schemas[1]}", f"is a second schema; leave out {schemas[0]}")
     if kind == "text":
         return None
     if kind == "json_object":
-        if len(schemas) > 1:
-            raise RequestError.about(f"{param}.{schemas[1]}", f"is a second schema; leave out {schemas[0]}")
         if schemas:
             return Structured.json_schema(given[schemas[0]], param=f"{param}.{schemas[0]}")
         return Structured.json_object(param=param)
-    described = given.get("json_schema", given)
+    described = given if given.get("json_schema") is None else given["json_schema"]
     if not isinstance(described, dict):
         raise MalformedRequest(
             f"{param}.json_schema must be an object, got {show_value(described)}", param=param
