@@ -11,7 +11,7 @@ batched call of PyTorch's fused attention: the query heads that share a kv head 
 one head, so keys and values are read once per group.
 
 Memory-bound: reads 2 * L * G * H elements per row. The gather writes and reads them once more, so rows
-of very different lengths should be passed in separate calls (execution/batch.py groups them).
+of very different lengths should be passed in separate calls (execution/layout.py groups them).
 
 Shapes:  S sequences, L positions (padded), N query heads, G kv heads, M = N / G, H head size, P slots, R rows
          of the block tables, B blocks per row.
