@@ -111,7 +111,7 @@ class _Answer:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """Answer with an error, or end a stream with it; break off another answer whose head was sent."""
+        """Answer with an error, or end a stream with it; cut off any other answer whose head was sent."""
         if not self.has_head:
             await error.response()(self.scope, self.receive, self.send)
             return

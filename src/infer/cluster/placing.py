@@ -66,8 +66,8 @@ class ReplicaActor:
 
     def __init__(self, launch: ReplicaLaunch) -> None:
         host = import_ray().util.get_node_ip_address()
-        # A bound port is given to nobody else. This socket never listens, so Linux lets node 0's engine bind
-        # the port as well, now and when it is restarted.
+        # No other process is given a bound port. This socket never listens, so Linux lets node 0's engine
+        # bind the port as well, now and when it is restarted.
         self._held = socket.socket()
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind((host, 0))

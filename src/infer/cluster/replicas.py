@@ -1,7 +1,7 @@
 """The replicas that a front knows, and the choice among them for a request.
 
 A request goes to the replica that served a body with the same beginning, whose prefix cache may hold it,
-unless that replica has over MAX_IMBALANCE requests more than the least busy one. Bodies are compared in
+unless that replica runs over MAX_IMBALANCE more requests than the least busy one. Bodies are compared in
 pieces of 256 bytes, because the front has no tokenizer. (Engines of one server: server/fleet/router.py.)
 """
 

@@ -7,7 +7,7 @@
                                one replica fewer; a replica's capacity is what ran on it while others waited
 
 The number changes by one at a time: while a replica is being started or ended, nothing is decided. A replica
-that waits for a place in a full cluster counts as an idle one: none is added, but it may be taken back.
+that waits for a place in a full cluster counts as an idle one: none is added, but it may be removed.
 """
 
 from __future__ import annotations

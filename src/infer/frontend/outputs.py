@@ -210,7 +210,7 @@ class _SequenceText:
         )
 
     def _read(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Add tokens up to the end of the answer; returns how many there were, and how many reason."""
+        """Add tokens up to the end of the answer; returns their number, and how many are reasoning."""
         parser, num_taken, num_reasoning = self._parser, 0, 0
         for token_id in token_ids:
             self.token_ids.append(token_id)

@@ -5,7 +5,7 @@
         └─────► ended    by `end`, with a reason (unload, shutdown), or because its caller was cancelled
 
 A load runs in the task of its caller, and `end` cancels that task. As with `asyncio.timeout`, the caller gets
-an error instead of the cancellation. So a load cleans up in one way, whoever ends it, and `finish` lets no
+an error instead of the cancellation. So a load always cleans up in the same way, and `finish` lets no
 cancellation interrupt that: a load that has failed can be ended while its engines stop.
 """
 

@@ -76,7 +76,7 @@ class Names:
         self.tell()
 
     def forget(self, name: str) -> None:
-        """Remove a model from all aliases; if it was the default, the one served the longest becomes it."""
+        """Remove a model from all aliases; the first of the others replaces it as the default."""
         state = self._state
         rest = {
             alias: {each: weights[each] for each in weights if each != name}

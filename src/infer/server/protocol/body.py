@@ -77,7 +77,7 @@ class Body(BaseModel):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
-        """Return a body with these fields, as far as they are not None."""
+        """Return a body with these fields, without any that is None."""
         return cls.model_validate({name: value for name, value in fields.items() if value is not None})
 
     def note_ignored(self, names: Iterable[str]) -> None:

@@ -109,7 +109,7 @@ def check_depth(body: Any) -> None:
     What is nested deeper could not be sent back, nor always be printed.
     """
     try:
-        orjson.dumps([[[[body]]]])  # an error above 254 levels: values may be some deeper in an answer
+        orjson.dumps([[[[body]]]])  # an error above 254 levels: an answer may nest a value deeper
     except TypeError:
         raise orjson.JSONDecodeError(TOO_DEEP, "", 0) from None
 
