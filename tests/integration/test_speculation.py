@@ -722,6 +722,24 @@ def test_late_drafts_of_a_step_that_was_interrupted_are_for_no_other() -> None:
     assert_same(serve(engine, [second]), expected)
 
 
+def test_drafts_go_on_after_a_window_that_was_aborted_before_it_was_read() -> None:
+    """Ctrl-C while a step is waited for: its request is aborted, and nothing runs when it is judged."""
+    first, second = requests_of([{"max_tokens": 20}] * 2)
+    expected = serve(engine_of(), [second])
+    engine = engine_of(**self_draft("qwen3", 3, adaptive_speculation=True))
+    engine.add(first)
+    while not totals(engine)[0]:
+        engine.step()
+    interrupted = mock.patch.object(engine, "_read", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort(first.request_id)
+    engine.step()
+    num_drafts = totals(engine)[0]
+    assert_same(serve(engine, [second]), expected)
+    assert totals(engine)[0] > num_drafts
+
+
 @pytest.mark.parametrize("case", ["turns", "turns and steps", "no room"])
 def test_turns_begin_before_the_window_before_is_read(case: str) -> None:
     """On a GPU, if there are blocks for one more window; without, the host says where they begin.

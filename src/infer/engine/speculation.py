@@ -343,8 +343,8 @@ class Speculation:
         return max(self._max_tokens - len(self._scheduler.running), 0)
 
     def _seen(self) -> float:
-        """Return the average number of positions that a token of the batch attends to."""
-        return float(self._scheduler.state.num_tokens.mean())
+        """Return the average number of positions that a token of the batch attends to; 0.0: nothing runs."""
+        return float(self._scheduler.state.num_tokens.mean()) if self._scheduler.running else 0.0
 
 
 def _longest(seq: Sequence) -> int:
