@@ -127,7 +127,7 @@ def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
         num_shared = keys.size("num_kv_shared_layers", at_most=num_layers - 1)
     values_are_keys = keys.flag("attention_k_eq_v", default=False)
     is_wide = keys.flag("use_double_wide_mlp", default=False)
-    overrides = _read_overrides(keys)
+    overrides = _read_overrides(keys, num_layers)
     global_heads = keys.get("num_global_key_value_heads") if values_are_keys else None
     found, sizes = list[LayerSpec](), list[tuple[int, int]]()
     owners: dict[bool, int] = {}  # the last layer of each kind that has keys and values
@@ -165,15 +165,15 @@ def _read_specs(keys: RawConfig, shared: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(found)
 
 
-def _read_overrides(keys: RawConfig) -> dict[int, Mapping[str, Any]] | None:
+def _read_overrides(keys: RawConfig, num_layers: int) -> dict[int, Mapping[str, Any]] | None:
     """The sizes that newer files give by layer ("05"); None: the file has `global_head_dim` instead."""
     if keys.get("per_layer_config") is None:
         return None
     section = keys.section("per_layer_config")
     found: dict[int, Mapping[str, Any]] = {}
     for name in section.raw:
-        if not (name.isascii() and name.isdigit() and len(name) < 5):
-            raise CheckpointError(f"{section.where} must name layers by number, got {name!r}")
+        if not (name.isascii() and name.isdigit() and len(name) < 5 and int(name) < num_layers):
+            raise CheckpointError(f"{section.where} must name layers 0 to {num_layers - 1}, got {name!r}")
         found[int(name)] = section.section(name).raw
         if others := set(found[int(name)]) - {"head_dim", "num_key_value_heads"}:
             raise ConfigError(f"{min(others)!r} of layer {name} in {section.where} is not supported")

@@ -654,6 +654,7 @@ def test_gemma4_with_experts_has_fewer_kv_heads_in_global_layers() -> None:
         ({"per_layer_config": {"4": {"num_key_value_heads": 3}}}, "3 kv heads"),
         ({"per_layer_config": {"4": {"sliding_window": 3}}}, "'sliding_window' of layer 4"),
         ({"per_layer_config": {"four": {"head_dim": 8}}}, "'four'"),
+        ({"per_layer_config": {"35": {"head_dim": 8}}}, "0 to 34, got '35'"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "only global"),
     ],
 )
