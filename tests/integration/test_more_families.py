@@ -170,6 +170,13 @@ def test_the_packed_experts_of_gpt_oss_are_read_from_gguf(tmp_path: Path) -> Non
         assert difference < bound
 
 
+def test_a_gpt_oss_whose_gguf_file_scales_no_positions_gets_no_scaling(tmp_path: Path) -> None:
+    """A config.json without the key has the published scaling; a GGUF file without the keys has none."""
+    reference = reference_model("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 150_000.0})
+    path = write_gguf(tmp_path / "model.gguf", reference)
+    assert read_headers(resolve_model(str(path))).config.rope_scaling is None
+
+
 @pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmoe"])
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))

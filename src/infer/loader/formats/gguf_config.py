@@ -175,7 +175,7 @@ def _experts_config(keys: Keys, window: int, rope: Mapping[str, Any] | None) -> 
     if keys.architecture == "llama":
         return shared | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     if keys.architecture == "gpt-oss":  # no key for `truncate`: its yarn does not round
-        rope = {"truncate": False, **rope} if rope else None
+        rope = {"truncate": False, **(rope or {"rope_type": "default"})}
         return shared | {"architectures": ["GptOssForCausalLM"], "rope_scaling": rope}
     if keys.architecture == "olmoe":
         return shared | {"architectures": ["OlmoeForCausalLM"], "norm_topk_prob": False}
