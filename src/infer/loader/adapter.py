@@ -48,12 +48,7 @@ MAX_PATTERNS = 4096
 _LEAF = re.compile(r"(?P<module>.+)\.lora_(?:(?P<side>[AB])\.weight|embedding_(?P<of_embedding>[AB]))")
 _WHOLE = re.compile(r"(?P<module>.+?)(\.base_layer)?\.weight")
 _ROWS_AT_ONCE = 4096
-CHANGES_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-)  # starts of training that take a part out of the base model
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # starts of training that change the base model
 
 # unsupported features of PEFT: the key in the config, and the name of the feature
 _REFUSED = {
@@ -148,7 +143,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"the adapter in {directory} has bias={config['bias']!r}; only 'none' can be served"
         )
-    if str(start := config.get("init_lora_weights")).lower().startswith(CHANGES_BASE):
+    if str(start := config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         raise CheckpointError(
             f"the adapter in {directory} has init_lora_weights={start!r}, for which PEFT changes "
             "the base model; convert it: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
