@@ -18,6 +18,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 from infer.errors import ModelSourceError
 from infer.loader.find import hub
 from infer.loader.find.hub import UNWANTED, WANTED, check_file, fetch_file, fetch_repository
+from infer.tokenizer.directory_vocab import TOOL_TEMPLATE
 
 # The HTTP client of the installed hub library, whichever it is.
 http = importlib.import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
@@ -60,7 +61,7 @@ def test_weights_config_and_tokenizer_are_wanted_and_nothing_that_can_run() -> N
         assert is_wanted(name)
     for name in ("tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja"):
         assert is_wanted(name)
-    assert is_wanted("modules.json") and is_wanted("1_Pooling/config.json")
+    assert is_wanted("modules.json") and is_wanted("1_Pooling/config.json") and is_wanted(TOOL_TEMPLATE)
     for name in (
         "pytorch_model.bin",
         "model.pt",
@@ -71,6 +72,8 @@ def test_weights_config_and_tokenizer_are_wanted_and_nothing_that_can_run() -> N
         "10/config.json",
         "2_Dense/model.safetensors",
         "original/1_Pooling/config.json",
+        "adapter/adapter_config.json",
+        "awq/model.safetensors",
         "a.msgpack",
     ):
         assert not is_wanted(name)

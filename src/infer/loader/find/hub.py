@@ -22,11 +22,11 @@ from pathlib import Path
 from infer.errors import ModelSourceError
 from infer.loader.find.default_model import is_offline
 
-# All needed files are at the root of a repository; subdirectories hold other formats (onnx, original, gguf),
-# except 1_Pooling and 1_LogitScore, which configure models made for embeddings or scores.
+# Nearly all needed files are at the root of a repository; subdirectories hold other formats (onnx, original),
+# except 1_Pooling and 1_LogitScore (models for embeddings or scores), and additional_chat_templates.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # consolidated.safetensors: the same weights again, in another layout
-UNWANTED = ["[!1]*/*", "1[!_]*/*", "1_[!PL]*/*", "consolidated*"]
+UNWANTED = ["[!1a]*/*", "1[!_]*/*", "1_[!PL]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
 REACH_S = 5.0  # timeout of the hub's answer, in seconds
 
 
