@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from infer.layers.linear import Projected
 from infer.loader.find.source import resolve_model
 from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, load_model
+from infer.loader.pooling import Pooling, read_pooling
 from infer.loader.weight_plan import kept_bytes
 from infer.quant.packed import Packed
+from infer.tokenizer.directory_vocab import TOOL_TEMPLATE
 from infer.tools.quantize import ALL_NAMES, SCHEME_NAMES, Recipe, quantize_checkpoint
 from scripts.make_checkpoint import Sizes, make_checkpoint
 from tests.support.step import run_step
@@ -409,3 +412,26 @@ def test_large_checkpoints_are_written_in_shards(
     quantize_checkpoint(source, tmp_path / "out", RECIPES["gptq"])
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert torch.equal(logits(tmp_path / "out"), logits(quantized_pair(root, "llama", "gptq")[0]))
+
+
+def test_folders_that_say_how_a_model_is_used_are_copied(root: Path, tmp_path: Path) -> None:
+    """Without them its vectors would be of other states, and its prompts with tools of another template."""
+    shutil.copytree(dense_checkpoint(root, "llama"), tmp_path / "model")
+    steps = [{"type": "x.Transformer"}, {"type": "x.Pooling", "path": "1_Pooling"}]
+    for name, text in {
+        "modules.json": json.dumps(steps),
+        "1_Pooling/config.json": '{"pooling_mode": "mean"}',
+        TOOL_TEMPLATE: "{{ tools }}",
+        "onnx/config.json": "{}",
+    }.items():
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text(text)
+    source = resolve_model(str(tmp_path / "model"), show_progress=False)
+    quantize_checkpoint(source, tmp_path / "out", RECIPES["gptq"])
+    assert (
+        read_pooling(tmp_path / "out")
+        == read_pooling(tmp_path / "model")
+        == Pooling(mode="mean", normalize=False)
+    )
+    assert (tmp_path / "out" / TOOL_TEMPLATE).read_text() == "{{ tools }}"
+    assert not (tmp_path / "out" / "onnx").exists()

@@ -48,6 +48,7 @@ from infer.quant.rounding import NF4
 from infer.tools.gguf_writer import KINDS, write_gguf
 
 SHARD_BYTES = 4 << 30
+FOLDERS = ("1_Pooling", "1_LogitScore", "additional_chat_templates")  # folders that a model is read from
 log = logging.getLogger(__name__)
 _E4M3_MAX = 448.0
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
@@ -350,6 +351,8 @@ def quantize_checkpoint(
         for file in source.path.iterdir():
             if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
                 shutil.copy(file, unfinished / file.name)
+        for folder in filter(Path.is_dir, (source.path / name for name in FOLDERS)):
+            shutil.copytree(folder, unfinished / folder.name)
         (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
