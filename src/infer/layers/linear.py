@@ -16,7 +16,7 @@ The parts have names, so the weight map can say which part a checkpoint tensor f
 current dtype and on the current device.
 
     stored        the projection as it was loaded
-    projection    the projection that multiplies: `stored`, or its variant for `deterministic` (bind.py)
+    projection    `stored` or its variant for `deterministic`, wrapped for adapters and ranks (bind.py)
 """
 
 from __future__ import annotations

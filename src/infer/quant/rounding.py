@@ -48,7 +48,7 @@ class CodedPart(NamedTuple):
 
     codes: torch.Tensor  # [R, K]: a float of 8 bits, int8, or uint8 up to 15
     scales: torch.Tensor  # float32, [R, G]
-    minima: torch.Tensor | None = None  # float32, [R, G]; given exactly if the form has minima
+    minima: torch.Tensor | None = None  # float32, [R, G]; None if the form has no minima
     zeros: torch.Tensor | int = 0  # [R, G] of int4, or one zero for all its groups; other forms: 0
     tables: torch.Tensor | None = None  # float32, [R, 16] of lut4, [1, 16] of nf4 and fp4; other forms: None
 

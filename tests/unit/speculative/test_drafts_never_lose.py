@@ -154,8 +154,8 @@ def served_speed(
 ) -> float:
     """The speed by that without drafts, of texts of 256 tokens, each in the place of one that has ended.
 
-    What drafts has missed a prompt of 256 tokens of each text. `has_trials`: texts get drafts only if they
-    are tried when they begin, as with a head.
+    The draft model has missed the prompt of each text, 256 tokens. `has_trials`: texts get drafts only if
+    they are tried when they begin, as with a head.
     """
     source, lengths, costs = random.Random(1), DraftLengths(machine.costs()), machine.costs()
     steps, num_tokens, left = list[list[int]](), 0, dict.fromkeys(range(num_rows), 256)
