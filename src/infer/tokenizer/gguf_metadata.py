@@ -88,10 +88,11 @@ def _cut_of(state: dict[str, Any]) -> str:
             patterns += SPLIT_RULES["gpt-2"].patterns if part.get("use_regex", True) else ()
         else:
             patterns.append(f"{kind}: {part}")
-    name = next((name for name, rule in SPLIT_RULES.items() if rule.patterns == tuple(patterns)), None)
-    if name is None:
+    takes_words = bool(state["model"].get("ignore_merges"))
+    named = [name for name, rule in SPLIT_RULES.items() if rule.patterns == tuple(patterns)]
+    if not named:
         raise ConfigError(
             f"the tokenizer cuts text by {patterns}, which has no name in GGUF that is known here; known: "
             f"{', '.join(SPLIT_RULES)}"
         )
-    return name
+    return next((name for name in named if SPLIT_RULES[name].whole_words == takes_words), named[0])

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from infer.errors import CheckpointError
 from infer.loader.formats.gguf_config import _eos_ids
+from infer.tokenizer.gguf_metadata import tokenizer_metadata
 from infer.tokenizer.gguf_vocab import _merges_from_scores
 from infer.tokenizer.tokenizer import Tokenizer
+from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, byte_level_core
 from tests.unit.tokenizer.vocabularies import gpt2_metadata, gpt2_tokenizer, spm_metadata, spm_tokenizer
 
 KEY = "tokenizer.ggml."
@@ -21,6 +23,15 @@ def cut(text: str, pre: str) -> list[str]:
     split = tokenizer._core.pre_tokenizer
     assert split is not None
     return [text[start:stop] for _, (start, stop) in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pre", SPLIT_RULES)
+def test_a_split_rule_is_written_by_a_name_that_is_read_as_the_same_rule(pre: str) -> None:
+    """`llama-bpe` and `dbrx` have one pattern, but only the first takes words of the vocabulary whole."""
+    rule = SPLIT_RULES[pre]
+    core = byte_level_core({"a": 0, "b": 1, "ab": 2}, [("a", "b")], rule)
+    named = SPLIT_RULES[tokenizer_metadata(Vocabulary(core=core), (), 3)[KEY + "pre"]]
+    assert (named.patterns, named.whole_words) == (rule.patterns, rule.whole_words)
 
 
 @pytest.mark.parametrize(
