@@ -1,6 +1,9 @@
 """Where no NVIDIA GPU is, the files of this folder are skipped without being imported.
 
 A run on a borrowed GPU may be cut off at any time: what fails says why at once, not at the end.
+
+    python -m pytest tests/gpu -n 14            everything but the tests that take all memory of the GPU
+    python -m pytest tests/gpu -m whole_card    those, one at a time
 """
 
 from __future__ import annotations
@@ -39,6 +42,13 @@ def _one_thread_each() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_neighbours(request: pytest.FixtureRequest) -> None:
+    """Skip a test that takes all memory of the GPU where other tests run at the same time."""
+    if request.node.get_closest_marker("whole_card") and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("it takes all memory of the GPU; run it with -m whole_card and without -n")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -198,11 +198,10 @@ def test_caches_that_cannot_be_written_are_done_without(
         assert any(word in done.stderr for word in ("TRITON_CACHE_DIR", "TMPDIR", str(tmp_path))), done.stderr
 
 
+@pytest.mark.whole_card
 def test_a_card_that_another_process_has_taken_is_told_in_a_line(
     checkpoint: str, plain: tuple[Path, str]
 ) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("it takes the memory of the whole card; run this file without -n")
     script = (
         "import torch, sys; free, _ = torch.cuda.mem_get_info(); "
         "held = torch.empty(free - (200 << 20), dtype=torch.uint8, device='cuda'); held[::1 << 20] = 1; "

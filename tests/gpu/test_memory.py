@@ -178,6 +178,7 @@ def test_a_limit_holds_under_load_or_the_start_is_refused(loaded: LoadedModel, l
     check_books(engine.scheduler.pool)
 
 
+@pytest.mark.whole_card
 def test_a_neighbour_that_takes_everything_costs_no_request(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_neighbour_that_takes_everything_costs_no_request(
     assert reserved_by_pool().total() >= reserved.total(), f"given back: {reserved} -> {reserved_by_pool()}"
 
 
+@pytest.mark.whole_card
 def test_an_arena_is_kept_when_memory_runs_out(loaded: LoadedModel) -> None:
     before = spare_bytes()  # most of it gaps between weights, which are kept with them
     arena = Arena(GIB, loaded.device)
@@ -227,6 +229,7 @@ def test_without_an_arena_steps_are_repeated_and_no_request_is_lost(
     check_books(engine.scheduler)
 
 
+@pytest.mark.whole_card
 @pytest.mark.parametrize(
     "knobs",
     [

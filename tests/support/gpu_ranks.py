@@ -78,21 +78,23 @@ def run_ranks(
             queue: Any = context.Queue()
             ranks: list[Any] = []
             try:
-                for rank in range(size):
-                    args = work, file.name, rank, size, num_stages, dtype, wait_s, on_nodes, queue
+                for index in range(size):
+                    args = work, file.name, index, size, num_stages, dtype, wait_s, on_nodes, queue
                     ranks.append(context.Process(target=_run, args=args))
                     ranks[-1].start()
-                found = dict(queue.get(timeout=240) for _ in range(size))
-                for rank in ranks:
-                    rank.join(60)
+                found = dict[int, Any]()
+                while len(found) < size:
+                    rank, gave = queue.get(timeout=240)
+                    assert not isinstance(gave, str), gave  # the others may wait for this rank
+                    found[rank] = gave
+                for process in ranks:
+                    process.join(60)
             finally:
-                for rank in ranks:
-                    rank.kill()
+                for process in ranks:
+                    process.kill()
     finally:
         os.environ.clear()
         os.environ.update(before)
-    failed = [each for each in found.values() if isinstance(each, str)]
-    assert not failed, "\n".join(failed)
     return [found[rank] for rank in range(size)]
 
 
