@@ -91,13 +91,13 @@ class Answer(NamedTuple):
     error: str = ""
 
 
-async def ask(port: int, load: Load, seed: int) -> Answer:
+async def ask(port: int, load: Load, seed: int, model: str = MODEL) -> Answer:
     """Send one request and note when its tokens come; read from the socket itself, which costs little."""
     draw = random.Random(seed)
     away = int(load.prompt_len * load.spread)
     length = draw.randint(load.prompt_len - away, load.prompt_len + away)
     asked = {
-        "model": MODEL,
+        "model": model,
         "prompt": [draw.randint(300, 9000) for _ in range(length)],
         "max_tokens": load.max_tokens,
         "temperature": 0.6,
@@ -125,9 +125,10 @@ async def ask(port: int, load: Load, seed: int) -> Answer:
                 if not WHOLE.search(last):
                     break
                 return Answer(sent, times)
-            if line.startswith(b"data:") and b'"text":' in line:
-                times.append(time.perf_counter())
+            if line.startswith(b"data:"):
                 last = line
+                if b'"text":' in line:
+                    times.append(time.perf_counter())
     except OSError as error:
         return Answer(sent, [], str(error))
     finally:
@@ -211,13 +212,16 @@ def measure(port: int, load: Load, seed: int) -> dict[str, Any]:
 
 
 class Server:
-    """A server of its own process; `healthy_s` and `first_answer_s` are seconds since it was started."""
+    """A server of its own process; `healthy_s` and `first_answer_s` are seconds since it was started.
 
-    def __init__(self, model: Path, flags: Sequence[str], log: Path) -> None:
+    `flags` name a model that is served as MODEL.
+    """
+
+    def __init__(self, flags: Sequence[str], log: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        command = [sys.executable, "-m", "infer", "serve", str(model), "--served-model-name", MODEL]
+        command = [sys.executable, "-m", "infer", "serve"]
         self.started = time.perf_counter()
         with log.open("w", encoding="utf-8") as lines:
             self._process = subprocess.Popen(
@@ -263,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--log", type=Path, default=Path("serve-rows.log"), help="where the server's log goes"
     )
     args = parse(parser, arguments[: len(arguments) - len(flags) - 1] if flags else arguments)
-    server = Server(args.model, flags, args.log)
+    server = Server([str(args.model), "--served-model-name", MODEL, *flags], args.log)
     lines = args.log.read_text(encoding="utf-8").splitlines()
     phases = [re.sub(r"^.*?infer\.\S+: ", "", line) for line in lines if re.search(r"_s=|seconds=", line)]
     found: dict[str, Any] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import facts, parse, write
-from benchmarks.serve_rows import Load, Server, measure
+from benchmarks.serve_rows import MODEL, Load, Server, measure
 from benchmarks.structured import PROMPT_LEN, RECORDS
 from infer.loader.find.source import resolve_model
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_clients = max(1, args.streams // STREAMS_PER_CLIENT)
     free = Load(2 * args.streams, args.streams, PROMPT_LEN, args.tokens, num_clients, spread=0.0)
     source = resolve_model(args.model)
-    server = Server(source.path, flags, args.log)
+    server = Server([str(source.path), "--served-model-name", MODEL, *flags], args.log)
     try:
         rounds = compare(server.port, free, args.repeats + 1)[1:]
     finally:
