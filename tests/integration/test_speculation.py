@@ -470,12 +470,14 @@ def test_lies_change_nothing(lie: str, is_adaptive: bool, on_gpu: bool) -> None:
 
 @pytest.mark.parametrize("lie", ["wrong", "random", "too many", "arrays"])
 def test_a_liar_is_switched_off(lie: str) -> None:
-    """A few windows, then a draft now and then to see if it has become honest."""
-    (asked,) = requests_of([{"max_tokens": 70}])
+    """Windows until its drafts cost more than they promise, then some now and then to see if it is honest."""
     engine = engine_of(speculative_method="ngram")
     speculation = lied_to(engine, Liar(LIES[lie]))
-    serve(engine, [asked])
-    assert 0 < speculation.totals.num_windows < 30 and speculation.totals.num_drafts < 40
+    for asked in requests_of([{"max_tokens": 60}] * 3):
+        serve(engine, [asked])
+    assert 0 < speculation.totals.num_windows < 100
+    lost_s = -speculation.totals.saved_s
+    assert 0 < lost_s < 0.02 * 3 * 60 * speculation.costs.without_drafts(1)
 
 
 def test_a_request_gets_no_more_than_it_asked_for_from_a_liar() -> None:

@@ -28,10 +28,14 @@ of all sequences, which starts at PRIOR_RATE and weighs as much as up to MOST_PR
 sequence without drafts would learn nothing. So now and then all sequences without drafts are probed with one
 draft each, or with LONG_PROBE if only longer windows can pay off, provided that drafts at HOPED_RATE would
 pay off in that step. If a draft model would have to catch up with too many texts, only some are probed. A
-probe cuts the weight of older results, so if it is accepted, longer windows soon follow. Time lost by
-windows, and by a draft model that catches up with missed tokens, is a debt: the next probe comes when the
-debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS steps after it.
-Nothing here reads a clock: equal calls give equal lengths.
+probe raises the rate to PRIOR_RATE and lowers its weight to PROBE_WEIGHT, so a few windows follow, and they
+decide. Time lost by windows, and by a draft model that catches up with missed tokens, is a debt: the next
+probe comes when the debt is PROBE_SHARE of the time since the last probe, PROBE_STEPS to MOST_PROBE_STEPS
+steps after it. Windows that gain time pay debts, and up to CREDIT_STEPS steps in advance. Nothing here reads
+a clock: equal calls give equal lengths.
+
+A text that is easy to draft may begin with words that are not. Stopping too soon loses more than a few
+windows too many, so a rate that is little known is high and changes slowly.
 """
 
 from __future__ import annotations
@@ -45,14 +49,16 @@ from itertools import accumulate, chain, pairwise, product
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-MEMORY = 16  # judged drafts that a sequence's rate averages
+MEMORY = 32  # judged drafts that a sequence's rate averages
 PRIOR_RATE = 0.6  # rate before any draft was judged; high enough to draft wherever drafts are cheap
-PRIOR_WEIGHT = 2.0  # weight of PRIOR_RATE, in judged drafts
+PRIOR_WEIGHT = 6.0  # weight of PRIOR_RATE, in judged drafts
+PROBE_WEIGHT = 3.0  # weight of the rate of a sequence that is probed
 MOST_PRIOR_WEIGHT = 8.0  # largest weight of the rate of all sequences in a new one, in judged drafts
 ALL_MEMORY = 64  # judged drafts that the rate of all sequences averages
 PROBE_STEPS = 64  # fewest steps between two probes of sequences without drafts
 MOST_PROBE_STEPS = 1024  # most steps between two probes
 PROBE_SHARE = 0.005  # share of the time that probes may lose
+CREDIT_STEPS = 64  # most time that drafts may save for later probes, in steps of one sequence
 HOPED_RATE = 0.95  # acceptance rate at which a probe must pay off to be worth making
 LONG_PROBE = 4  # drafts of a probe where a single draft can never pay off
 REPAY_STEPS = 256  # most steps in which drafts must repay the time of catching up
@@ -217,10 +223,10 @@ class Acceptance:
             self._right += (place < num_accepted) - self._right / self._memory
             self._judged += 1 - self._judged / self._memory
 
-    def fade(self) -> None:
-        """Reduce the weight of past windows to PRIOR_WEIGHT, so that the next windows decide."""
-        excess = max(self._judged / PRIOR_WEIGHT, 1.0)
-        self._right, self._judged, self.is_new = self._right / excess, self._judged / excess, False
+    def begin_probe(self) -> None:
+        """Raise the rate to PRIOR_RATE and lower its weight to PROBE_WEIGHT, so that the next windows decide."""
+        self._right, self._judged = max(self.rate, PRIOR_RATE) * PROBE_WEIGHT, PROBE_WEIGHT
+        self.is_new = False
 
     @property
     def rate(self) -> float:
@@ -285,12 +291,13 @@ class DraftLengths:
         chosen, idle = self._chosen(step, wishes, num_others, room, seen, missed)
         if any(map(chosen.__getitem__, idle)):
             # nothing overlaps a probe: the device waits for the host before it, and again after it
-            owed_s = self._debt_s if self._last_probe < 0 else 0.0  # a trial does not wait for the old debt
+            waited = self._last_probe >= 0  # False for a trial, which does not wait for the old debt
+            owed_s = min(self._debt_s, 0.0) if waited else self._debt_s
             self._debt_s = owed_s + self.costs.host_s(len(wishes) + num_others)
         if idle:
             self._last_probe = step
         for row in filter(chosen.__getitem__, idle):
-            self._known[wishes[row][0]].fade()
+            self._known[wishes[row][0]].begin_probe()
         return chosen
 
     def is_worth_it(
@@ -340,7 +347,7 @@ class DraftLengths:
 
     def charge(self, lost_s: float) -> None:
         """Add the seconds that a step with drafts has lost against steps without; negative: it has gained."""
-        self._debt_s = max(self._debt_s + lost_s, 0.0)
+        self._debt_s = max(self._debt_s + lost_s, -CREDIT_STEPS * self.costs.without_drafts(1))
 
     def use(self, costs: StepCosts) -> None:
         """Use other costs from now on."""
