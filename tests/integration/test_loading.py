@@ -23,6 +23,7 @@ from infer.loader.headers import read_headers
 from infer.loader.load import LoadedModel, choose_device, load_model
 from infer.models.model import Model
 from tests.support.checkpoints import FAMILIES, MOE_FAMILIES, build_like, reference_model
+from tests.support.step import run_step
 from tests.unit.loader.tiny_files import state, write_directory, write_gguf, write_weights
 
 
@@ -108,6 +109,26 @@ def test_a_rope_table_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
         write_gguf(path, reference_model("llama"), extra={"rope_freqs.weight": factors.astype(np.float32)})
         with pytest.raises(ConfigError, match="not Llama 3's"):
             load(path)
+
+
+def test_the_settings_of_yarn_are_read_from_a_gguf_file(tmp_path: Path) -> None:
+    """Files of Mistral's own format have other edges than 32 and 1; files may scale what attention sees."""
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 2.0}
+    reference = reference_model("qwen3", rope_parameters=rope)
+    path = write_gguf(tmp_path / "model.gguf", reference)
+    tokens = list(range(3, 30))
+    expected = run_step(build_like(reference), [tokens])[0]
+    model = load_model(resolve_model(str(path)), dtype="float32", device="cpu").model
+    torch.testing.assert_close(run_step(model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+
+    for name, value, factor in (("yarn_attn_factor", 1.25, 1.25), ("yarn_log_multiplier", 1.0, 1.0)):
+        path = write_gguf(tmp_path / name, reference, numbers={f"rope.scaling.{name}": value})
+        scaling = read_headers(resolve_model(str(path))).config.rope_scaling
+        assert scaling is not None and scaling.attention_factor == factor
+    path = write_gguf(tmp_path / "model.gguf", reference, numbers={"rope.scaling.yarn_ext_factor": 0.5})
+    with pytest.raises(ConfigError, match="extrapolates yarn by a factor, which is not supported"):
+        read_headers(resolve_model(str(path)))
 
 
 def test_eos_and_sampling_defaults_come_from_both_configs(tmp_path: Path) -> None:

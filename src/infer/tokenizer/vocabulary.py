@@ -14,7 +14,7 @@ was trained on. `SPLIT_RULES` has the rules by their names in GGUF files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenizers
@@ -55,6 +55,7 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit alone
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -83,6 +84,7 @@ SPLIT_RULES: dict[str, SplitRule] = {
     "smollm": SplitRule((r"\p{N}", _GPT2)),
     "llama-bpe": SplitRule((_LLAMA3,), whole_words=True, adds_bos=True),
     "qwen2": SplitRule((_QWEN2,), nfc=True),
+    "qwen35": SplitRule((_QWEN35,), nfc=True),
     "tekken": SplitRule((_TEKKEN,), whole_words=True, adds_bos=True),
     "default": SplitRule(_UNNAMED),
 }
@@ -90,6 +92,7 @@ SPLIT_RULES |= {
     **dict.fromkeys(("llama3", "llama-v3"), SPLIT_RULES["llama-bpe"]),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), SplitRule((_LLAMA3,))),  # Phi-4, SmolLM3
     **dict.fromkeys(("refact", "starcoder"), SPLIT_RULES["smollm"]),  # Granite 3
+    "command-r": replace(SPLIT_RULES["smollm"], nfc=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), SPLIT_RULES["qwen2"]),
     "exaone4": SPLIT_RULES["gpt-2"],
     "gpt-4o": SplitRule((_O200K,)),  # Phi-4-mini, gpt-oss

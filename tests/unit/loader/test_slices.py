@@ -22,7 +22,7 @@ from infer.loader.find.source import resolve_model
 from infer.loader.formats.axes import Axis, Ranges, words
 from infer.loader.formats.checkpoint import TYPE_NAMES, StoredTensor
 from infer.loader.formats.gguf_quants import dequantize
-from infer.loader.formats.gguf_tensors import PackedTensor, _restore_order
+from infer.loader.formats.gguf_tensors import PackedTensor
 from infer.loader.formats.quantized import QuantizedTensor
 from infer.loader.formats.stored_module import StoredModule
 from infer.loader.headers import ModelHeaders, WeightSource, headers_of_config, read_headers
@@ -155,7 +155,7 @@ def read_slice(source: WeightSource, cut: Slice) -> torch.Tensor:
         return out
     if isinstance(tensor, PackedTensor) and cut.columns:
         packed = tensor._packed_rows()
-        packed = _restore_order(packed, tensor.num_heads) if tensor.num_heads else packed
+        packed = packed[list(tensor.order)] if tensor.order else packed
         blocks = packed.view(*tensor.stored.shape[:-1], -1, packed.shape[1] // num_blocks(tensor))
         held = part_of(blocks, cut.leaves["weight"]).flatten(-2)
         return dequantize(held.flatten(0, -2), tensor.stored.kind).view(*held.shape[:-1], -1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,8 @@ def test_a_split_rule_is_written_by_a_name_that_is_read_as_the_same_rule(pre: st
         ("glm4", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),
         ("smaug-bpe", ["It", "'s", " ", "198", "4", " ", " WE", "'RE", "\n"]),  # SmolLM3
         ("refact", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'", "RE", "\n"]),  # Granite
+        ("command-r", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'", "RE", "\n"]),  # Cohere 2
+        ("qwen35", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
         ("exaone4", ["It", "'s", " 1984", " ", " WE", "'", "RE", "\n"]),
         ("deepseek-r1-qwen", ["It", "'s", " ", "1", "9", "8", "4", " ", " WE", "'RE", "\n"]),
         ("default", ["It", "'", "s", " ", "198", "4", " ", " WE", "'", "RE", "\n"]),
@@ -54,6 +57,16 @@ def test_a_split_rule_is_written_by_a_name_that_is_read_as_the_same_rule(pre: st
 )
 def test_each_family_cuts_in_its_own_way(pre: str, pieces: list[str]) -> None:
     assert cut("It's 1984  WE'RE\n", pre) == pieces
+
+
+@pytest.mark.parametrize(("pre", "name"), [("qwen35", "Qwen3_5Tokenizer"), ("command-r", "CohereTokenizer")])
+@given(text=st.text(st.sampled_from("a B1é़ेश9'sS-=\r\n\t €e\u0301"), max_size=20))
+def test_a_rule_cuts_and_normalizes_as_the_class_of_the_reference(pre: str, name: str, text: str) -> None:
+    tokens = {token: number for number, token in enumerate(["<UNK>", "<BOS_TOKEN>", "<PAD>"])}
+    theirs = getattr(transformers, name)(vocab=tokens, merges=[])._tokenizer
+    ours = gpt2_tokenizer(pre=pre)._core
+    assert theirs.normalizer.normalize_str(text) == ours.normalizer.normalize_str(text)
+    assert theirs.pre_tokenizer.pre_tokenize_str(text) == ours.pre_tokenizer.pre_tokenize_str(text)
 
 
 def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:

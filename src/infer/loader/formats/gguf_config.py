@@ -4,6 +4,7 @@
     output.weight is absent      ──►   tie_word_embeddings true
     llama.attention.sliding_window     only in Mistral's files, whose architecture is llama too
     llama.expert_count                 only in Mixtral's files, whose architecture is llama too
+    mistral3.rope.scaling.type         only in Ministral 3's files, not in Mistral Small 3's
 
 Llama 3's rope scaling is given as a table, a tensor with one divisor per pair of channels; the parameters are
 recovered from it, or the file is refused.
@@ -21,9 +22,11 @@ from infer.models.raw_config import MAX_LAYERS, RawConfig
 
 ARCHITECTURES = (
     "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "gemma2", "gemma3", "gemma4", "granite", "smollm3",
-    "olmo2", "olmoe", "exaone4", "phi3", "glm4", "gpt-oss", "gpt2",
+    "olmo2", "olmoe", "exaone4", "phi3", "glm4", "cohere2", "mistral3", "qwen3next", "qwen35", "qwen35moe",
+    "gpt-oss", "gpt2",
 )  # fmt: skip
-PARTLY_ROTARY = ("phi3", "glm4")
+HYBRID = ("qwen3next", "qwen35", "qwen35moe")  # most of their layers have linear attention
+PARTLY_ROTARY = ("phi3", "glm4", *HYBRID)
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
@@ -54,6 +57,16 @@ class Keys(RawConfig):
     def optional_size(self, name: str) -> int:
         """Return a positive integer; 0: there is none."""
         return self.size(name) if self.get(name) else 0
+
+    def num_layers(self) -> int:
+        """Return the number of layers that a step runs; others predict further tokens."""
+        count = self.size("block_count", at_most=MAX_LAYERS)
+        drafting = self.optional_size("nextn_predict_layers") if self.architecture in HYBRID else 0
+        if drafting >= count:
+            raise CheckpointError(
+                f"{self.where} has {count} layers, of which {drafting} predict further tokens"
+            )
+        return count - drafting
 
 
 def _is_one_number(value: Any) -> bool:
@@ -86,13 +99,15 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         )
     config = shared | {
         "hidden_size": hidden_size,
-        "intermediate_size": keys.size("feed_forward_length"),
-        "num_hidden_layers": keys.size("block_count", at_most=MAX_LAYERS),
+        "intermediate_size": keys.size(
+            "feed_forward_length", default=keys.optional_size("expert_feed_forward_length") or None
+        ),
+        "num_hidden_layers": keys.num_layers(),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.size("attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(keys),
         "rope_theta": keys.number("rope.freq_base", default=1e6 if architecture == "gemma3" else 1e4),
         "rope_scaling": _rope_scaling(keys, head_dim, rotated),
         **({"partial_rotary_factor": rotated / head_dim} if architecture in PARTLY_ROTARY else {}),
@@ -100,8 +115,16 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config | _family_config(keys, config)
 
 
+def _norm_eps(keys: Keys) -> dict[str, float]:
+    if keys.architecture == "cohere2":
+        return {"layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+
+
 def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
     tensors, window = keys.file.tensors, keys.optional_size("attention.sliding_window")
+    if keys.architecture in HYBRID:
+        return _hybrid_config(keys, config["num_hidden_layers"])
     if keys.optional_size("expert_count"):
         return _experts_config(keys, window, config["rope_scaling"])
     if keys.architecture == "llama" and window:
@@ -161,6 +184,21 @@ def _family_config(keys: Keys, config: Mapping[str, Any]) -> dict[str, Any]:
         }
     if keys.architecture == "glm4":
         return {"architectures": ["Glm4ForCausalLM"], "attention_bias": has_bias}
+    if keys.architecture == "cohere2":
+        return {
+            "architectures": ["Cohere2ForCausalLM"],
+            "attention_bias": has_bias,
+            "logit_scale": keys.number("logit_scale"),
+            "sliding_window": window or None,
+            "layer_types": _layer_types(keys, config["num_hidden_layers"], default=4),
+        }
+    if keys.architecture == "mistral3":
+        rope = config["rope_scaling"] or {"rope_type": "default"}
+        growth = keys.get("attention.temperature_scale")
+        return {
+            "architectures": ["Ministral3ForCausalLM"],
+            "rope_scaling": rope | ({"llama_4_scaling_beta": growth} if growth else {}),
+        }
     if keys.architecture == "smollm3":
         return {"architectures": ["SmolLM3ForCausalLM"], "attention_bias": has_bias}
     return {"architectures": [f"{keys.architecture.capitalize()}ForCausalLM"]}
@@ -197,6 +235,43 @@ def _experts_config(keys: Keys, window: int, rope: Mapping[str, Any] | None) -> 
         "norm_topk_prob": True,  # no key for it: true in every published model
         "use_sliding_window": window > 0,
     }
+
+
+def _hybrid_config(keys: Keys, num_layers: int) -> dict[str, Any]:
+    """Read the sizes of linear attention, and experts, if there are any.
+
+    Newer files of Qwen 3 Next have the rows of linear attention in the order of Qwen 3.5.
+    """
+    num_values = keys.size("ssm.time_step_rank")
+    every = keys.size("full_attention_interval", default=4)
+    is_linear = keys.get("attention.recurrent_layers")
+    if not isinstance(is_linear, list) or len(is_linear) < num_layers:
+        is_linear = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    kinds = ("full_attention", "linear_attention")
+    shared = {
+        "layer_types": [kinds[bool(each)] for each in is_linear[:num_layers]],
+        "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.size("ssm.state_size"),
+        "linear_num_key_heads": keys.size("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_value_head_dim": keys.size("ssm.inner_size") // num_values,
+    }
+    if keys.architecture == "qwen35":
+        return shared | {"architectures": ["Qwen3_5ForCausalLM"]}
+    name = "Qwen3NextForCausalLM" if has_grouped_rows(keys.file) else "Qwen3_5MoeForCausalLM"
+    return shared | {
+        "architectures": [name],
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,  # no key for it: true in every published model
+    }
+
+
+def has_grouped_rows(file: GGUFFile) -> bool:
+    """Return True if linear attention has one input matrix, grouped by key head: an old Qwen 3 Next."""
+    return any(name.endswith(".ssm_in.weight") for name in file.tensors)
 
 
 def _layer_types(keys: Keys, num_layers: int, *, default: int = 6) -> list[str]:
@@ -303,7 +378,20 @@ def _rope_scaling(keys: Keys, head_dim: int, rotated: int) -> dict[str, Any] | N
         raise ConfigError(f"{keys.where} has an attention factor of its own, which is not supported")
     original = keys.size("rope.scaling.original_context_length", default=keys.size("context_length"))
     scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor", default=1.0)}
+    if kind == "yarn":
+        scaling |= _yarn_settings(keys)
     return scaling | {"original_max_position_embeddings": original}
+
+
+def _yarn_settings(keys: Keys) -> dict[str, float]:
+    """Read the settings of yarn that a file may leave out."""
+    if keys.number("rope.scaling.yarn_ext_factor", default=1.0) != 1.0:
+        raise ConfigError(f"{keys.where} extrapolates yarn by a factor, which is not supported")
+    names = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    found = {ours: keys.get(f"rope.scaling.yarn_{theirs}") for ours, theirs in names.items()}
+    if weight := keys.get("rope.scaling.yarn_log_multiplier"):
+        found |= {"mscale": 1.0, "mscale_all_dim": weight}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _table(keys: Keys, name: str, count: int) -> list[float]:

@@ -3,10 +3,11 @@
 The two formats use different names, and the converter that writes GGUF files also changes some tensors.
 Both are translated back here, so that weight maps need only one set of names:
 
-    llama, granite, smollm3
+    llama, mistral3, granite, smollm3
              rows of q and k are reordered, because GGUF rotates neighbouring channels where other formats
              rotate channel i with i + H/2:      (head, 2, H/2)  is stored as  (head, H/2, 2)
     gemma2, gemma3   norm weights are stored with 1 added
+    qwen3next, qwen35, qwen35moe   gguf_hybrid.py
     qwen2moe the gate of the shared expert, a matrix of one row, is stored as a vector
     gpt2     matrices are stored [out, in], unlike Hugging Face's [in, out]
 
@@ -26,7 +27,8 @@ from infer.errors import CheckpointError
 from infer.loader.formats.axes import ROWS, WHOLE, Axes, plain_axes
 from infer.loader.formats.checkpoint import StoredTensor, forget_pages, slices_of
 from infer.loader.formats.gguf import BLOCK, GGUFFile, GGUFTensor
-from infer.loader.formats.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, Keys
+from infer.loader.formats.gguf_config import HYBRID, LONGROPE_FACTORS, ROPE_FACTORS, Keys, has_grouped_rows
+from infer.loader.formats.gguf_hybrid import HYBRID_NAMES, hybrid_changes, rows_by_part
 from infer.loader.formats.gguf_quants import SUPPORTED, coded_rows, dequantize, stored_codes
 from infer.quant.coded import CodedRows, StoredCodes
 
@@ -132,10 +134,13 @@ NAMES: dict[str, Mapping[str, str]] = {
     "exaone4": _POST_NORM,
     "phi3": _PHI3,
     "glm4": _GLM4,
+    "cohere2": _DENSE,
+    "mistral3": _DENSE,
+    **dict.fromkeys(HYBRID, _QWEN2_MOE | _QWEN3 | HYBRID_NAMES),
     "gpt-oss": _GPT_OSS,
     "gpt2": _GPT2,
 }
-PERMUTED = ("llama", "granite", "smollm3")  # architectures whose queries and keys are reordered
+PERMUTED = ("llama", "mistral3", "granite", "smollm3")  # architectures whose queries and keys are reordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +149,10 @@ class PackedTensor(StoredTensor):
 
     file: GGUFFile
     stored: GGUFTensor
-    num_heads: int = 0  # > 0: rows are reordered within each of this many heads, for rotary positions
+    order: tuple[int, ...] = ()  # the row in the file of each row; (): as stored
+    columns: tuple[int, ...] = ()  # likewise for the columns of a matrix
     offset: float = 0.0  # number that was added to every weight
+    is_rate: bool = False  # True: stored as minus the exponential of each number
     transposed: bool = False  # True: stored as the transpose of what the name means
     index: int | None = None  # number of this matrix in a stack [n, rows, columns]
 
@@ -153,6 +160,7 @@ class PackedTensor(StoredTensor):
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape as the Hugging Face name means it."""
         shape = self.stored.shape if self.index is None else self.stored.shape[1:]
+        shape = (len(self.order), *shape[1:]) if self.order else shape
         return shape[::-1] if self.transposed else shape
 
     @property
@@ -192,11 +200,11 @@ class PackedTensor(StoredTensor):
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing the converter's changes."""
         if out.dim() > 1:
-            StoredTensor.copy_to(self, out)
+            StoredTensor.copy_to(self, out.view(out.shape[0], -1))
             return
         weights = dequantize(self._packed_rows().to(out.device), self.stored.kind)[0]
-        if self.num_heads:
-            weights = _restore_order(weights, self.num_heads)
+        weights = weights[list(self.order)] if self.order else weights
+        weights = (-weights).log() if self.is_rate else weights
         out.copy_(weights - self.offset if self.offset else weights)
 
     def rows(self, num_rows: int, device: torch.device) -> Iterator[tuple[slice, CodedRows | torch.Tensor]]:
@@ -210,11 +218,15 @@ class PackedTensor(StoredTensor):
     def packed_rows(self) -> torch.Tensor:
         """Return the rows of a matrix as bytes, in the row order that the name means."""
         packed = self._packed_rows()
-        return _restore_order(packed, self.num_heads) if self.num_heads else packed
+        return packed[list(self.order)] if self.order else packed
 
     def coded(self, packed: torch.Tensor) -> CodedRows | torch.Tensor:
         """Return rows of whole blocks as codes, or as float32 if blocks are plain numbers."""
-        return coded_rows(packed, self.stored.kind)
+        rows = coded_rows(packed, self.stored.kind)
+        if not self.columns:
+            return rows
+        order = torch.tensor(self.columns, device=packed.device)
+        return rows[:, order] if isinstance(rows, torch.Tensor) else _with_columns(rows, order, self.stored)
 
     @property
     def num_blocks(self) -> int:
@@ -241,31 +253,52 @@ class PackedTensor(StoredTensor):
         return packed.view(self.stored.shape[0], -1, packed.shape[1])[self.index]
 
 
-def _restore_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder (head, H/2, 2) to (head, 2, H/2) along the first dimension."""
-    by_pair = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
-    return by_pair.transpose(1, 2).reshape(rows.shape)
+def _with_columns(rows: CodedRows, order: torch.Tensor, stored: GGUFTensor) -> CodedRows:
+    """Return codes with their columns in another order, which must keep groups whole."""
+    size = rows.groups
+    assert isinstance(size, int) and isinstance(rows.zeros, int), stored.name
+    groups = order.view(-1, size)[:, 0] // size if len(order) % size == 0 else order[:0]
+    if not torch.equal(groups.repeat_interleave(size) * size + order % size, order):
+        raise CheckpointError(
+            f"{stored.name!r} has groups of {size} columns in {stored.kind.name}, which its heads cannot "
+            "share"
+        )
+    minima = None if rows.minima is None else rows.minima[:, groups]
+    return rows._replace(codes=rows.codes[:, order], scales=rows.scales[:, groups], minima=minima)
+
+
+def _pairs_apart(num_rows: int, num_heads: int) -> tuple[int, ...]:
+    """Return the order that turns (head, H/2, 2) into (head, 2, H/2)."""
+    by_pair = torch.arange(num_rows).view(num_heads, -1, 2)
+    return tuple(by_pair.transpose(1, 2).flatten().tolist())
 
 
 def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
     """Return every tensor of the file by its Hugging Face name, in the order of the file."""
     keys = Keys(file)
-    names = NAMES[keys.architecture]
+    names, num_layers = NAMES[keys.architecture], keys.num_layers()
     tensors: dict[str, StoredTensor] = {}
     for stored in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
         if stored.name in (ROPE_FACTORS, *LONGROPE_FACTORS.values()):  # read with the config
             continue
-        module, _, leaf = stored.name.rpartition(".")
-        key = re.sub(r"^blk\.(\d+)\.", "blk.{}.", module)
-        layer = re.findall(r"^blk\.(\d+)\.", module)
-        if f"{key}.{leaf}" in names:
-            key, leaf = f"{key}.{leaf}", "weight"
+        layer = re.findall(r"^blk\.(\d+)\.", stored.name)
+        if keys.architecture in HYBRID and layer and int(layer[0]) >= num_layers:
+            continue  # predicts further tokens
+        key, leaf = re.sub(r"^blk\.(\d+)\.", "blk.{}.", stored.name), "weight"
+        if key not in names:
+            key, _, leaf = key.rpartition(".")
         if key not in names:
             raise CheckpointError(
                 f"{file.path}: tensor {stored.name!r} is not part of a {keys.architecture} model"
             )
         name = f"{names[key].format(*layer)}.{leaf}"
-        tensors[name.replace(".sinks.weight", ".sinks")] = _undone(keys, stored, key)
+        if key == "blk.{}.ssm_ba" and not has_grouped_rows(file):
+            for part, rows in rows_by_part(keys, stored).items():
+                tensors[name.replace("in_proj_ba", f"in_proj_{part}")] = PackedTensor(
+                    file, stored, order=rows
+                )
+        else:
+            tensors[name.replace(".sinks.weight", ".sinks")] = _undone(keys, stored, key)
     return tensors
 
 
@@ -279,10 +312,15 @@ def _undone(keys: Keys, stored: GGUFTensor, key: str) -> PackedTensor:
             raise CheckpointError(
                 f"{file.path}: {stored.name!r} has {stored.shape[0]} rows, which {heads} heads cannot share"
             )
-        return PackedTensor(file, stored, num_heads=heads)
+        return PackedTensor(file, stored, order=_pairs_apart(stored.shape[0], heads))
     if architecture in ("gemma2", "gemma3") and key.endswith("norm"):
         return PackedTensor(file, stored, offset=1.0)
     if key.endswith("_inp_shexp") and len(stored.shape) == 1:  # a matrix of one row, stored as a vector
         stored = replace(stored, shape=(1, *stored.shape))
+    if architecture in HYBRID:
+        changes = hybrid_changes(keys, stored, key)
+        if key == "blk.{}.ssm_conv1d":
+            stored = replace(stored, shape=(stored.shape[0], 1, *stored.shape[1:]))
+        return PackedTensor(file, stored, **changes)
     is_matrix = len(stored.shape) == 2 and key.startswith("blk.")
     return PackedTensor(file, stored, transposed=architecture == "gpt2" and is_matrix)
