@@ -32,6 +32,10 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+    "beta_fast": 8.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-scaled": ("llama", {"rope_scaling": LLAMA3}),
@@ -39,6 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "cohere2": ("cohere2", {"sliding_window": 16}),
+    "ministral3": ("ministral3", {}),
+    "ministral3-edges": ("ministral3", {"rope_parameters": YARN}),
+    "ministral3-plain": ("ministral3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "mistral3": ("mistral3", {}),
 }
 TEXTS = ["Where is the river?", "It's 1984, isn't it?  def add(a, b):\n\treturn a + b", "Größe 東京 😀"]
 
@@ -186,6 +195,34 @@ def test_what_is_no_gguf_file_is_refused(
     (tmp_path / "b.gguf").touch()
     assert main(["quantize", str(dense_source.path), str(tmp_path / "b.gguf"), "--scheme", "gguf-q4_0"]) == 2
     assert "exists; delete it or choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("cohere2", {"tie_word_embeddings": False}, "a cohere2 model with a head of its own cannot"),
+        ("cohere2", {"attention_bias": True}, "a cohere2 model with biases cannot"),
+        (
+            "cohere2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "with windows without a period",
+        ),
+        ("ministral3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, "the attention factor 1.5 and"),
+        ("ministral3", {"rope_parameters": LLAMA3}, "rope scaling 'llama3' .* only with yarn or none"),
+        (
+            "llama",
+            {"rope_scaling": YARN},
+            "a llama model with rope scaling 'yarn' .* only with linear, llama3",
+        ),
+    ],
+)
+def test_what_the_architecture_has_no_key_for_is_refused(
+    family: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path / "model", sizes=Sizes(num_layers=2), dtype="bfloat16", **changes)
+    source = resolve_model(str(tmp_path / "model"), show_progress=False)
+    with pytest.raises(ConfigError, match=says):
+        quantize_checkpoint(source, tmp_path / "a.gguf", Recipe(scheme="gguf-q8_0"))
 
 
 @pytest.mark.slow

@@ -95,4 +95,8 @@ def _cut_of(state: dict[str, Any]) -> str:
             f"the tokenizer cuts text by {patterns}, which has no name in GGUF that is known here; known: "
             f"{', '.join(SPLIT_RULES)}"
         )
-    return next((name for name in named if SPLIT_RULES[name].whole_words == takes_words), named[0])
+    is_nfc = (state["normalizer"] or {}).get("type") == "NFC"
+    return min(  # the first of the closest ones
+        named,
+        key=lambda name: (SPLIT_RULES[name].whole_words != takes_words, SPLIT_RULES[name].nfc != is_nfc),
+    )

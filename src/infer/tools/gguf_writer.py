@@ -29,14 +29,17 @@ from infer.loader.formats.gguf import BLOCK, DEFAULT_ALIGNMENT, GGMLType
 from infer.loader.formats.gguf_config import ROPE_FACTORS
 from infer.loader.formats.gguf_tensors import NAMES, PERMUTED
 from infer.loader.headers import ModelHeaders
-from infer.models.config import ModelConfig
+from infer.models.config import ModelConfig, RopeScaling
 from infer.tokenizer.directory_vocab import read_directory_vocabulary
 from infer.tokenizer.gguf_metadata import tokenizer_metadata
 from infer.tools.gguf_blocks import round_to_blocks
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # family -> GGUF
+ARCHITECTURES = {  # family -> GGUF
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "cohere2": "cohere2",
+    "ministral3": "mistral3", "mistral3": "mistral3",
+}  # fmt: skip
 KINDS = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_1": "Q4_1", "gguf-q4_k": "Q4_K"}
 _FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14}
 _ROWS_AT_ONCE = 1 << 22  # weights that are rounded at a time
@@ -91,15 +94,42 @@ def _architecture_of(headers: ModelHeaders) -> str:
             "The other schemes write it as safetensors"
         )
     kind = None if config.rope_scaling is None else config.rope_scaling.kind
-    if kind not in (None, "linear", "llama3"):
+    known = ("yarn",) if ARCHITECTURES[family] == "mistral3" else ("linear", "llama3")
+    if kind not in (None, *known):
         raise ConfigError(
-            f"a model with rope scaling {kind!r} cannot be written as GGUF; "
-            "only with linear, llama3 or none. The other schemes write it as safetensors"
+            f"a {family} model with rope scaling {kind!r} cannot be written as GGUF; "
+            f"only with {', '.join(known)} or none. The other schemes write it as safetensors"
         )
+    if family == "cohere2":
+        _check_cohere2(config)
+        return "cohere2"
     windows = set(config.layer_windows)
     if len(windows) > 1 or (windows - {None} and family != "mistral"):
-        raise ConfigError("a model whose layers have windows cannot be written as GGUF, except Mistral")
+        raise ConfigError(
+            "a model whose layers have windows cannot be written as GGUF, except Mistral and Cohere 2"
+        )
     return ARCHITECTURES[family]
+
+
+def _check_cohere2(config: ModelConfig) -> None:
+    """Refuse what the architecture has no tensor or key for."""
+    period = _window_period(config)
+    why = {
+        "a head of its own": not config.tie_embeddings,
+        "biases": config.qkv_bias or config.attention_out_bias or config.mlp_bias,
+        "heads that do not divide the hidden size": config.num_heads * config.head_dim != config.hidden_size,
+        "windows without a period": config.layer_windows
+        != tuple(None if (n + 1) % period == 0 else config.window(0) for n in range(config.num_layers)),
+    }
+    found = [what for what, is_so in why.items() if is_so]
+    if found:
+        raise ConfigError(f"a cohere2 model with {found[0]} cannot be written as GGUF")
+
+
+def _window_period(config: ModelConfig) -> int:
+    """Return the number of layers up to the first one without a window."""
+    windows = [*config.layer_windows, None]
+    return windows.index(None) + 1
 
 
 # -- metadata -----------------------------------------------------------------------------------------
@@ -117,7 +147,7 @@ def _metadata(headers: ModelHeaders, architecture: str, kind: str) -> dict[str, 
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        f"attention.layer_norm{'' if architecture == 'cohere2' else '_rms'}_epsilon": float(config.norm_eps),
         "rope.freq_base": float(config.rope_theta),
         "rope.dimension_count": config.head_dim,
         "vocab_size": config.vocab_size,
@@ -125,6 +155,13 @@ def _metadata(headers: ModelHeaders, architecture: str, kind: str) -> dict[str, 
     }
     if scaling is not None and scaling.kind == "linear":
         sizes |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+    if scaling is not None and scaling.kind == "yarn":
+        sizes |= _yarn(scaling)
+    if config.query_growth:
+        sizes["attention.temperature_scale"] = float(config.query_growth)
+    if architecture == "cohere2":
+        sizes |= {"logit_scale": float(config.logit_scale), "rope.scaling.type": "none"}
+        sizes["attention.sliding_window_pattern"] = _window_period(config)
     return {
         "general.architecture": architecture,
         "general.name": headers.source.name.rpartition("/")[2],
@@ -137,13 +174,33 @@ def _metadata(headers: ModelHeaders, architecture: str, kind: str) -> dict[str, 
     }
 
 
+def _yarn(scaling: RopeScaling) -> dict[str, Any]:
+    plain = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+    if scaling.attention_factor not in (1.0, plain) or not scaling.truncate:
+        raise ConfigError(
+            f"yarn with the attention factor {scaling.attention_factor:g} and truncate {scaling.truncate} "
+            f"cannot be written as GGUF, only with 1 or {plain:g}, and true"
+        )
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(scaling.factor),
+        "rope.scaling.original_context_length": scaling.original_context_len,
+        "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+        "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+        **({"rope.scaling.yarn_log_multiplier": 1.0} if scaling.attention_factor == 1.0 else {}),
+    }
+
+
 # -- tensors ------------------------------------------------------------------------------------------
 
 
 def _tensors(headers: ModelHeaders, architecture: str, kind: GGMLType) -> Iterator[_Stored]:
     config = headers.config
     names = {ours: theirs for theirs, ours in NAMES[architecture].items()}
-    for name, tensor in headers.tensors.items():
+    for source in headers.sources:
+        if source.target is not None and source.target.ignored:  # a tensor of a vision tower
+            continue
+        name, tensor = source.name.replace("language_model.", ""), source.tensor
         module, _, leaf = name.rpartition(".")
         layer = re.search(r"\.layers\.(\d+)\.", name)
         key = names.get(re.sub(r"\.layers\.\d+\.", ".layers.{}.", module))

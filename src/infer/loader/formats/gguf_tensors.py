@@ -283,7 +283,7 @@ def gguf_checkpoint(file: GGUFFile) -> dict[str, StoredTensor]:
             continue
         layer = re.findall(r"^blk\.(\d+)\.", stored.name)
         if keys.architecture in HYBRID and layer and int(layer[0]) >= num_layers:
-            continue  # predicts further tokens
+            continue  # a layer that predicts further tokens
         key, leaf = re.sub(r"^blk\.(\d+)\.", "blk.{}.", stored.name), "weight"
         if key not in names:
             key, _, leaf = key.rpartition(".")
