@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -49,9 +50,13 @@ class SpecialText:
                 continue
             token = self._tokens[match[0]]  # some tokens include the white space to their left or right
             start, stop = match.span()
-            while token.lstrip and start > end and text[start - 1].isspace():
+            if token.single_word and any(
+                map(_in_word, text[max(start - 1, 0) : start] + text[stop : stop + 1])
+            ):
+                continue
+            while token.lstrip and start > end and _is_space(text[start - 1]):
                 start -= 1
-            while token.rstrip and stop < len(text) and text[stop].isspace():
+            while token.rstrip and stop < len(text) and _is_space(text[stop]):
                 stop += 1
             yield Occurrence(start, stop, match[0])
             end = stop
@@ -64,6 +69,18 @@ class SpecialText:
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: "".join(char + mark for char in match[0]), text)
+
+
+def _in_word(char: str) -> bool:
+    r"""Return True for a character of a word: `\w` of the library, which counts marks and circled letters."""
+    kind, code = unicodedata.category(char), ord(char)
+    is_circled = 0x24B6 <= code <= 0x24E9 or (0x1F130 <= code <= 0x1F189 and kind == "So")
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or char in "\u200c\u200d" or is_circled
+
+
+def _is_space(char: str) -> bool:
+    r"""Return True for white space: `\s` of the library, which does not count separators of data."""
+    return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _trie_pattern(words: list[str], levels: int = _MAX_LEVELS) -> str:

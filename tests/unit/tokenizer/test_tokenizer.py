@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 
 from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import LONG_TEXT, Tokenizer, library_errors
-from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule
+from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule, Vocabulary
 from tests.unit.tokenizer.vocabularies import (
     gpt2_metadata,
     gpt2_tokenizer,
@@ -97,6 +97,29 @@ def test_parsing_equals_the_librarys_own(name: str) -> None:
     for text in texts[name]:
         ids = TOKENIZERS[name].encode(text, add_special=False, parse_special=True)
         assert ids == TWINS[name].encode(text, add_special_tokens=False).ids
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(
+            ["<x>", "<y>", " ", "\n", "the", "a", "é", "e\u0301", "_", "9", "²", "Ⓐ", "\x1c", "\u3000"]
+        )
+    ).map("".join),
+    flags=st.tuples(*[st.booleans()] * 8),
+)
+def test_a_special_token_takes_the_place_that_its_flags_allow(text: str, flags: tuple[bool, ...]) -> None:
+    """White space to the left or right of it, and words next to it, are looked at as the library does."""
+    names = ("lstrip", "rstrip", "single_word", "normalized")
+    found = [
+        AddedToken(token, special=True, **dict(zip(names, each, strict=True)))
+        for token, each in (("<x>", flags[:4]), ("<y>", flags[4:]))
+    ]
+    cores = [read_gguf_vocabulary(gpt2_metadata()).core for _ in range(2)]
+    for core in cores:
+        core.add_tokens(found)
+    ours, theirs = Tokenizer(Vocabulary(core=cores[0])), cores[1]
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text, add_special=False, parse_special=True) == expected
 
 
 def test_merges_that_spell_a_special_token_never_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
