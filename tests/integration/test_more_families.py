@@ -181,6 +181,17 @@ def test_a_gpt_oss_whose_gguf_file_scales_no_positions_gets_no_scaling(tmp_path:
     assert read_headers(resolve_model(str(path))).config.rope_scaling is None
 
 
+def test_smollm3_has_no_windows_if_its_flag_says_so() -> None:
+    """The reference obeys the flag in its attention, but makes its masks from the types of layers."""
+    changes: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 5}
+    full = reference_model("smollm3", layer_types=["full_attention"] * 4, **changes)
+    listed = reference_model("smollm3", layer_types=["sliding_attention"] * 4, **changes)
+    tokens = list(range(3, 26))
+    with torch.inference_mode():
+        expected = full(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(run_step(build_like(listed), [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmoe"])
 def test_ranks_that_cannot_share_a_family_are_refused_by_name(family: str, root: Path) -> None:
     headers = read_headers(resolve_model(str(checkpoint(root, family))))

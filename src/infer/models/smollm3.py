@@ -33,7 +33,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     still = tuple(layer for layer in range(num_layers) if not rotates[layer])
     window = read_window(keys, default=None) if keys.flag("use_sliding_window", default=False) else None
-    if window is None:  # the reference then ignores `layer_types`
+    if window is None:  # the flag decides, as in the reference's attention; its masks follow `layer_types`
         keys = keys.without("layer_types")
     shared = llama.read_shared_config(
         keys,
