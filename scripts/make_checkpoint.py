@@ -156,7 +156,18 @@ TOKENS = {
         adds_bos=True,
     ),
     "mistral3": _MISTRAL,
+    "qwen2_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "gpt2": FamilyTokens(("<|endoftext|>",), eos=("<|endoftext|>",), bos="<|endoftext|>"),
+}
+
+# families of models that read images: the name of their class, and the family of their text part
+READS_IMAGES = {
+    "mistral3": ("Mistral3", "mistral"),
+    "qwen2_vl": ("Qwen2_5_VL", "qwen2"),
+    "qwen3_vl": ("Qwen3VL", "qwen3"),
+    "qwen3_vl_moe": ("Qwen3VLMoe", "qwen3_moe"),
 }
 
 
@@ -456,11 +467,14 @@ def raw_config(family: str, sizes: Sizes) -> dict[str, Any]:
             "llama_4_scaling_beta": 0.1,
         },
     }
-    if family == "mistral3":
+    if family in READS_IMAGES:
+        name, text = READS_IMAGES[family]
         return {
-            "architectures": ["Mistral3ForConditionalGeneration"],
-            "model_type": "mistral3",
-            "text_config": common | {"model_type": "mistral", "head_dim": head_dim},
+            "architectures": [f"{name}ForConditionalGeneration"],
+            "model_type": family,
+            "text_config": common
+            | of_family[text]
+            | {"architectures": None, "head_dim": head_dim, "sliding_window": None},
             "tie_word_embeddings": False,
         }
     if family not in of_family:

@@ -106,6 +106,8 @@ def read_headers(source: ModelSource, model_impl: str = "auto") -> ModelHeaders:
     config = family.read_config(raw)
     if family.name == "gpt_oss" and file is None:
         tensors = gpt_oss.translated(tensors)
+    if family.name == "qwen3_vl_moe":
+        tensors = gpt_oss.turned(tensors, config.hidden_size)
     if config.layer_specs:
         tensors = gemma4.own_tensors(tensors, config)
     # True: only the inner network was saved, so its names lack the prefix "model."

@@ -40,6 +40,7 @@ from infer.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen_vl,
     smollm3,
 )
 from infer.models.config import HEADLESS, ModelConfig, read_architectures
@@ -83,6 +84,13 @@ FAMILIES: tuple[Family, ...] = (
            qwen3_5_moe.read_config, qwen3_5.Qwen35, qwen3_5_moe.WEIGHT_MAP),
     Family("qwen3_next", ("Qwen3NextForCausalLM",), ("qwen3_next",),
            qwen3_next.read_config, qwen3_next.Qwen3Next, qwen3_next.WEIGHT_MAP),
+    Family("qwen2_vl", ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+           ("qwen2_vl", "qwen2_5_vl"),
+           qwen_vl.read_qwen2_vl, llama.Llama, qwen_vl.QWEN2_MAP),
+    Family("qwen3_vl", ("Qwen3VLForConditionalGeneration",), ("qwen3_vl",),
+           qwen_vl.read_qwen3_vl, llama.Llama, qwen_vl.QWEN3_MAP),
+    Family("qwen3_vl_moe", ("Qwen3VLMoeForConditionalGeneration",), ("qwen3_vl_moe",),
+           qwen_vl.read_qwen3_vl_moe, mixtral.Mixtral, qwen_vl.MOE_MAP),
     Family("gemma2", ("Gemma2ForCausalLM",), ("gemma2",),
            gemma2.read_config, gemma3.Sandwich, gemma2.WEIGHT_MAP),
     Family("gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), ("gemma3_text", "gemma3"),

@@ -192,6 +192,16 @@ def translated(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
+def turned(tensors: Mapping[str, StoredTensor], hidden_size: int) -> dict[str, StoredTensor]:
+    """Return all tensors; stacks of experts that are [E, in, out], as in Qwen 3-VL, become [E, out, in]."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        axis = {"gate_up_proj": 2, "down_proj": 1}.get(name.rpartition(".mlp.experts.")[2], 0)
+        if axis and len(tensor.shape) == 3 and tensor.shape[axis] != hidden_size:
+            found[name] = ExpertStack(tensor)
+    return found
+
+
 def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
     if scales is None:
         raise CheckpointError(f"{name} has no scales: {name.removesuffix('_blocks')}_scales is missing")
