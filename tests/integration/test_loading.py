@@ -111,6 +111,24 @@ def test_a_rope_table_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
             load(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_the_text_part_of_a_model_that_reads_images_is_read_from_gguf(
+    family: str, architecture: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    reference = reference_model(family, **changes)
+    path = write_gguf(
+        tmp_path / "model.gguf", reference, architecture=architecture,
+        numbers={"rope.dimension_sections": [2, 2, 2, 0], "n_deepstack_layers": 3},
+    )  # fmt: skip
+    tokens = list(range(3, 30))
+    expected = run_step(build_like(reference), [tokens])[0]
+    model = load_model(resolve_model(str(path)), dtype="float32", device="cpu").model
+    torch.testing.assert_close(run_step(model, [tokens])[0], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_settings_of_yarn_are_read_from_a_gguf_file(tmp_path: Path) -> None:
     """Files of Mistral's own format have other edges than 32 and 1; files may scale what attention sees."""
     rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}

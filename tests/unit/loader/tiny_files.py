@@ -68,17 +68,18 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
     numbers: Mapping[str, Any] | None = None,
+    architecture: str = "",
     is_old: bool = False,
     is_fused: bool = False,
 ) -> Path:
     """Write a GGUF file; matrices whose rows fit are stored as `kind`, the rest as F32.
 
     `kinds` has others by a part of the tensor's name: {"ffn_down": "Q8_0"}. `numbers` are further keys of the
-    architecture. `is_old`: as the first files of Qwen 3 Next were written; `is_fused`: gate and up of experts
-    are one stack.
+    architecture, which is the family's unless given. `is_old`: as the first files of Qwen 3 Next were written;
+    `is_fused`: gate and up of experts are one stack.
     """
     family = reference.config.model_type.removesuffix("_text")
-    architecture = ARCHITECTURES[family]
+    architecture = architecture or ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, architecture)
     add_metadata(writer, reference.config, family)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

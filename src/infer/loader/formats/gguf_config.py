@@ -25,6 +25,8 @@ ARCHITECTURES = (
     "olmo2", "olmoe", "exaone4", "phi3", "glm4", "cohere2", "mistral3", "qwen3next", "qwen35", "qwen35moe",
     "gpt-oss", "gpt2",
 )  # fmt: skip
+# the text part of models that read images: its file differs from another architecture's in the name only
+TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")  # most of their layers have linear attention
 PARTLY_ROTARY = ("phi3", "glm4", *HYBRID)
 ROPE_FACTORS = "rope_freqs.weight"
@@ -41,8 +43,8 @@ class Keys(RawConfig):
 
     def __init__(self, file: GGUFFile) -> None:
         name = file.metadata.get("general.architecture")
-        if not isinstance(name, str) or name not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
+        if not isinstance(name, str) or name not in (*ARCHITECTURES, *TEXT_PARTS):
+            known = ", ".join((*ARCHITECTURES, *TEXT_PARTS))
             raise ConfigError(
                 f"{file.path} holds a model of architecture {name!r}; supported in GGUF: {known}"
             )
@@ -52,7 +54,7 @@ class Keys(RawConfig):
             if key.startswith(f"{name}.")
         }
         super().__init__(raw, f"the {name} metadata of {file.path}")
-        self.file, self.architecture = file, name
+        self.file, self.architecture = file, TEXT_PARTS.get(name, name)
 
     def optional_size(self, name: str) -> int:
         """Return a positive integer; 0: there is none."""
