@@ -74,9 +74,13 @@ class Layer(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Takes the place of a mask while a network is probed; holds how far back the mask lets tokens see."""
+    """Takes the place of a mask while a network is probed; holds how far back the mask lets tokens see.
+
+    Some networks make masks that none of their layers uses, so `why` refuses a layer, not the mask.
+    """
 
     window: int | None
+    why: str = ""  # reason why a layer with this mask cannot run; "": it can
 
     def __getattr__(self, name: str) -> object:
         """Refuse a network that reads its mask."""
@@ -219,6 +223,8 @@ def _check_config(transformers: Any, path: Path, raw: Mapping[str, Any]) -> tupl
     hf_config._experts_implementation = None  # a name in the file may stand for code that is downloaded
     name = f"model_type {hf_config.model_type}"
     nested = [key for key in ("vision_config", "audio_config") if getattr(hf_config, key, None) is not None]
+    if not nested and not hasattr(hf_config, "num_hidden_layers") and hasattr(hf_config, "text_config"):
+        raise ConfigError(f"{name} has a text decoder among other parts; only text decoders are supported")
     if nested or getattr(hf_config, "is_encoder_decoder", False):
         what = "an encoder and a decoder" if not nested else "a part for images or sound"
         raise ConfigError(f"{name} has {what}; only text decoders are supported")
@@ -444,6 +450,8 @@ def _record(
         raise ConfigError(f"{type(module).__name__} does not say which layer it is")
     if not isinstance(attention_mask, Seen):
         raise ConfigError(f"{type(module).__name__} has its own mask of scores")
+    if attention_mask.why:
+        raise ConfigError(attention_mask.why)
     if k.shape[:-1] != v.shape[:-1] or not q.shape[-1] == k.shape[-1] >= v.shape[-1]:
         raise ConfigError(f"{type(module).__name__} has queries, keys and values whose sizes do not match")
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -463,13 +471,13 @@ def _refuse_unknown(given: Mapping[str, object]) -> None:
 
 
 def _read_mask(*_: object, mask_function: Callable[..., Any], **__: object) -> Seen:
-    """Find the window of a mask by asking which positions it lets through; refuse any other kind of mask."""
+    """Find the window of a mask by asking which positions it lets through."""
 
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(*(torch.tensor(number, device="cpu") for number in (0, 0, query, key))))
 
     if sees(FAR, FAR + 1) or not sees(FAR, FAR):
-        raise ConfigError("its attention is not causal")
+        return Seen(None, "its attention is not causal")
     if sees(FAR, 0):
         return Seen(None)
     near, far = 0, FAR  # distances that are seen, and not seen
@@ -478,7 +486,7 @@ def _read_mask(*_: object, mask_function: Callable[..., Any], **__: object) -> S
         near, far = (middle, far) if sees(FAR, FAR - middle) else (near, middle)
     for query in (FAR + 1, FAR + far // 2, FAR + far - 1):  # a window moves with the query, a chunk does not
         if not sees(query, query - near) or sees(query, query - far):
-            raise ConfigError("its attention sees chunks of the text, which is not supported")
+            return Seen(None, "its attention sees chunks of the text, which is not supported")
     return Seen(far)
 
 

@@ -75,8 +75,8 @@ def write_gguf(
     """Write a GGUF file; matrices whose rows fit are stored as `kind`, the rest as F32.
 
     `kinds` has others by a part of the tensor's name: {"ffn_down": "Q8_0"}. `numbers` are further keys of the
-    architecture, which is the family's unless given. `is_old`: as the first files of Qwen 3 Next were written;
-    `is_fused`: gate and up of experts are one stack.
+    architecture, which is the family's unless given. `is_old`: as the first files of Qwen 3 Next were
+    written; `is_fused`: gate and up of experts are one stack.
     """
     family = reference.config.model_type.removesuffix("_text")
     architecture = architecture or ARCHITECTURES[family]
