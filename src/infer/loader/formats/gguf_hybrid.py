@@ -17,6 +17,7 @@ oldest files have both matrices unchanged (ssm_in, ssm_ba).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -68,8 +69,14 @@ def hybrid_changes(keys: Keys, stored: GGUFTensor, key: str) -> dict[str, Any]:
     others = 2 * num_keys * keys.size("ssm.state_size") if name in ("attn_qkv", "ssm_conv1d") else 0  # q, k
     where, found = ("columns", stored.shape[-1]) if name == "ssm_out" else ("order", stored.shape[0])
     _check_rows(keys, stored, others + num_values * size, found)
-    heads = torch.arange(others, found).view(-1, num_keys, size)
-    return changes | {where: (*range(others), *heads.transpose(0, 1).flatten().tolist())}
+    return changes | {where: _untiled(others, found, num_keys, size)}
+
+
+@functools.cache  # layers share it
+def _untiled(first: int, count: int, num_keys: int, size: int) -> tuple[int, ...]:
+    """Return the order of `count` rows, in which the value heads begin at row `first`."""
+    heads = torch.arange(first, count).view(-1, num_keys, size)
+    return (*range(first), *heads.transpose(0, 1).flatten().tolist())
 
 
 def rows_by_part(keys: Keys, stored: GGUFTensor) -> dict[str, tuple[int, ...]]:

@@ -17,6 +17,7 @@ copied into place, a few rows at a time.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -200,7 +201,7 @@ class PackedTensor(StoredTensor):
     def copy_to(self, out: torch.Tensor) -> None:
         """Unpack into `out`, undoing the converter's changes."""
         if out.dim() > 1:
-            StoredTensor.copy_to(self, out.view(out.shape[0], -1))
+            StoredTensor.copy_to(self, out.view(-1, out.shape[-1]))
             return
         weights = dequantize(self._packed_rows().to(out.device), self.stored.kind)[0]
         weights = weights[list(self.order)] if self.order else weights
@@ -267,6 +268,7 @@ def _with_columns(rows: CodedRows, order: torch.Tensor, stored: GGUFTensor) -> C
     return rows._replace(codes=rows.codes[:, order], scales=rows.scales[:, groups], minima=minima)
 
 
+@functools.cache  # layers share it
 def _pairs_apart(num_rows: int, num_heads: int) -> tuple[int, ...]:
     """Return the order that turns (head, H/2, 2) into (head, 2, H/2)."""
     by_pair = torch.arange(num_rows).view(num_heads, -1, 2)
