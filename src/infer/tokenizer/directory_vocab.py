@@ -2,7 +2,8 @@
 
     tokenizer.json            all of it, in the library's own format             read first
     vocab.json + merges.txt   the older format of a byte-level BPE (GPT-2, Qwen 2)
-    tokenizer_config.json     names of the special tokens, whether a prompt begins with BOS, chat template
+    tokenizer_config.json     names of the special tokens, flags of added tokens and further ones, whether a
+                              prompt begins with BOS, chat template
     special_tokens_map.json   names of the special tokens, where the file above is missing
     chat_template.jinja       the chat template, in directories written by recent tools; a second one for
                               requests with tools in additional_chat_templates/tool_use.jinja
@@ -15,7 +16,7 @@ also published with a tokenizer.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from infer.tokenizer.vocabulary import SPLIT_RULES, Vocabulary, add_tokens, byte
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 # tokenizer_class -> split rule of a vocab.json with merges.txt
 _SPLIT_RULE_OF_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 
@@ -40,8 +42,10 @@ def read_directory_vocabulary(path: Path) -> Vocabulary:
     config = _read_config(directory)
     if path.is_file():
         core = _read_tokenizer_json(path)
+        _declare_again(core, config)
     elif (directory / "tokenizer.json").is_file():
         core = _read_tokenizer_json(directory / "tokenizer.json")
+        _declare_again(core, config)
     elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
         core = _read_vocab_and_merges(directory, config)
     else:
@@ -61,6 +65,10 @@ def read_directory_vocabulary(path: Path) -> Vocabulary:
 
 class _StoredToken(msgspec.Struct):
     content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
     special: bool = False
 
 
@@ -91,7 +99,8 @@ def read_plain_json(path: Path) -> str | None:
         return None
     check_growth(stored.normalizer, file)
     marked = {token.content for token in stored.added_tokens if token.special}
-    is_plain = marked.issuperset(_named_special(_read_config(file.parent)))
+    config = _read_config(file.parent)
+    is_plain = marked.issuperset(_named_special(config)) and not _differing(stored.added_tokens, config)
     return text if is_plain and stored.padding is None and stored.truncation is None else None
 
 
@@ -132,11 +141,39 @@ def _read_vocab_and_merges(directory: Path, config: Mapping[str, Any]) -> tokeni
             raise CheckpointError(f"{directory / 'merges.txt'} line {number + 1}: expected two tokens")
         merges.append((pair[0], pair[1]))
     core = byte_level_core(vocab, merges, SPLIT_RULES[_SPLIT_RULE_OF_CLASS[kind]])
-    declared = config.get("added_tokens_decoder")
-    if isinstance(declared, dict):
-        added = {_to_id(key): _to_added_token(fields) for key, fields in declared.items()}
-        add_tokens(core, added)
+    add_tokens(core, _declared(config))
     return core
+
+
+def _declared(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    declared = config.get("added_tokens_decoder")
+    items = sorted(declared.items()) if isinstance(declared, dict) else []
+    return {_to_id(key): _to_added_token(fields) for key, fields in items}
+
+
+def _differing(known: Iterable[Any], config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """Return the tokens of the config that a tokenizer.json lacks or has with other flags."""
+    same = {tuple(getattr(token, name) for name in ("content", *_FLAGS)) for token in known}
+    return {
+        number: token
+        for number, token in _declared(config).items()
+        if tuple(getattr(token, name) for name in ("content", *_FLAGS)) not in same
+    }
+
+
+def _declare_again(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Set the flags of `added_tokens_decoder`, and add its tokens that tokenizer.json lacks.
+
+    A token that is special in one of the files is special. A new token whose id is not the next is left out.
+    """
+    known = core.get_added_tokens_decoder()
+    special = {token.content for token in known.values() if token.special}
+    for number, token in sorted(_differing(known.values(), config).items()):
+        next_id = max(core.get_vocab_size(with_added_tokens=False), *(1 + i for i in (-1, *known)))
+        if core.token_to_id(token.content) is not None or number == next_id:
+            token.special |= token.content in special
+            core.add_tokens([token])
+            known = core.get_added_tokens_decoder()
 
 
 def _to_id(key: str) -> int:
@@ -150,8 +187,7 @@ def _to_id(key: str) -> int:
 def _to_added_token(fields: Any) -> AddedToken:
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder must map ids to tokens")
-    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-    return AddedToken(fields["content"], **{flag: bool(fields.get(flag, False)) for flag in flags})
+    return AddedToken(fields["content"], **{flag: bool(fields.get(flag, False)) for flag in _FLAGS})
 
 
 def _mark_special(core: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 
 from infer.errors import CheckpointError, ContextOverflow, InferError, RequestError
+from infer.tokenizer.directory_vocab import read_plain_json
 from infer.tokenizer.gguf_vocab import read_gguf_vocabulary
 from infer.tokenizer.tokenizer import LONG_TEXT, Tokenizer, library_errors
 from infer.tokenizer.vocabulary import SPLIT_RULES, SplitRule, Vocabulary
@@ -222,6 +224,31 @@ def test_a_directory_with_tokenizer_json_is_read(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == TOKENIZERS["byte-level"].vocab_size
     (tmp_path / "chat_template.jinja").write_text("file")
     assert Tokenizer.from_directory(tmp_path / "tokenizer.json").published_chat_template == "file"
+
+
+@pytest.mark.parametrize(
+    "flags", [{"rstrip": True}, {"special": False}, {"lstrip": True, "single_word": True}]
+)
+@pytest.mark.parametrize("is_new", [False, True])
+def test_the_config_decides_on_added_tokens_as_in_the_reference(
+    flags: dict[str, bool], is_new: bool, tmp_path: Path
+) -> None:
+    """Its flags win over those in tokenizer.json, and its further tokens are added."""
+    core = library_twin(gpt2_metadata())
+    core.save(str(tmp_path / "tokenizer.json"))
+    plain = {"content": "<|im_end|>", "special": True, "normalized": False, "lstrip": False, "rstrip": False}
+    declared = {"2": plain | flags}
+    if is_new:
+        declared[str(core.get_vocab_size())] = plain | {"content": "<new>"} | flags
+    config = {"added_tokens_decoder": declared, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    for text in ("the <|im_end|>  in", "a<new>the <new>\n", "x <|im_end|><new> a"):
+        ids = tokenizer.encode(text, add_special=False, parse_special=True)
+        assert ids == reference(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert read_plain_json(tmp_path) is None
 
 
 def test_vocab_and_merges_give_the_same_ids(tmp_path: Path) -> None:
