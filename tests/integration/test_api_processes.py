@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import le
 from pathlib import Path
@@ -43,6 +43,12 @@ def server(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def clients(server: ServerProcess) -> Iterator[list[httpx.Client]]:
+    with connected(server) as found:
+        yield found
+
+
+@contextmanager
+def connected(server: ServerProcess) -> Iterator[list[httpx.Client]]:
     """A client with an open connection to each API process, process 0 first."""
     with ExitStack() as stack:
         found: dict[int, httpx.Client] = {}
@@ -260,6 +266,39 @@ def test_a_load_ends_when_its_client_leaves_any_process(server: ServerProcess, c
         if len(seen) == NUM:
             return
     pytest.fail(f"connections went to {len(seen)} of {NUM} processes")
+
+
+def test_a_process_that_hangs_bounds_the_operators_calls_and_follows_when_it_is_back(
+    server: ServerProcess, checkpoint: str
+) -> None:
+    with connected(
+        server
+    ) as clients:  # anew: idle connections end, and another may lead to the one that hangs
+        hanging = process_of(clients[1], server)
+
+        def operate(path: str, body: dict[str, Any]) -> httpx.Response:
+            return clients[0].post(f"/admin/models/{path}", json=body, headers=ROOT)
+
+        load = {"name": "more", "model": checkpoint, "knobs": {"num_blocks": 64}}
+        assert operate("load", load).status_code == 200
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            for answer in (operate("unload", {"name": "more"}), operate("load", load | {"name": "other"})):
+                assert answer.status_code == 503, answer.text
+                assert f"(pid {hanging}) has not answered" in answer.json()["error"]["message"]
+            assert operate("alias", {"alias": "late", "name": "tiny"}).status_code == 200
+            for client in (clients[0], clients[2]):
+                assert not has_model(client, "more") and not has_model(client, "other")
+        finally:
+            os.kill(hanging, signal.SIGCONT)
+        for client in clients:
+            wait_until(partial(has_model, client, "late"))
+            for name in ("more", "other"):
+                ask = {"model": name, "prompt": "a", "max_tokens": 1}
+                assert client.post("/v1/completions", json=ask).status_code == 422
+        assert operate("load", load).status_code == 200
+        assert all(has_model(client, "more") and is_served(client) for client in clients)
+        assert operate("unload", {"name": "more"}).status_code == 200
 
 
 def test_draining_one_drains_all(clients: list[httpx.Client]) -> None:

@@ -79,7 +79,9 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:  # an engine gets its orders on standard input
         sys.exit(engine_main(make_engine))
     from infer.cli.main import main
+    from infer.server.processes import workers
 
+    workers.PING_TIMEOUT = 2.0  # a test stops a process
     spawn.ENGINE_MODULE = THIS
     ProcessClient.start = start_faulty  # type: ignore[method-assign]
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -44,6 +44,7 @@ from infer.server.processes.messages import (
     Gone,
     LoadOnDemand,
     ModelUse,
+    CheckAlive,
     ProcessMessage,
     Question,
     Scrape,
@@ -523,7 +524,7 @@ class Answering:
 def processes_of(*channels: Answering, code: int = 0) -> Workers:
     """A server's other processes: every child has ended with this code when it is waited for."""
     workers = Workers(ServerConfig(), Board(len(channels) + 1))
-    child = cast(Popen[bytes], SimpleNamespace(wait=lambda timeout: code))
+    child = cast(Popen[bytes], SimpleNamespace(wait=lambda timeout: code, pid=42))
     for number, channel in enumerate(channels, 1):
         workers._processes.append(_Process(number, child, cast(Channel[Any], channel)))
     return workers
@@ -543,9 +544,61 @@ def test_a_process_that_hangs_is_left_out_of_a_scrape_and_named_once(
         return [*counts, len(await workers.ask_all(Scrape()))]
 
     assert asyncio.run(main()) == [1, 1, 2]
-    assert [record.getMessage() for record in caplog.records] == [
-        "API process does not answer, counts left out process=2"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["API process does not answer process=2"]
+
+
+def test_a_process_that_hangs_ends_a_call_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "PING_INTERVAL", 0.01)
+    monkeypatch.setattr(workers_module, "PING_TIMEOUT", 0.05)
+
+    async def main() -> None:
+        quick, hanging = Answering(), Answering()
+        quick.is_awake.set()
+        workers = processes_of(quick, hanging)
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                with pytest.raises(
+                    EngineStopped, match=r"API process 2 \(pid 42\) has not answered for 0.05 s"
+                ):
+                    await workers.call(GetUses())
+            hanging.is_awake.set()
+            assert await workers.call(GetUses()) == [{}, {}]
+
+    asyncio.run(main())
+    assert [record.getMessage() for record in caplog.records] == ["API process does not answer process=2"]
+
+
+def test_a_slow_answer_of_a_process_that_does_not_hang_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "PING_INTERVAL", 0.01)
+    monkeypatch.setattr(workers_module, "PING_TIMEOUT", 0.05)
+
+    class Busy(Answering):
+        async def call(self, question: Question[Any]) -> Any:
+            return None if isinstance(question, CheckAlive) else await super().call(question)
+
+    async def main() -> list[Any]:
+        process = Busy()
+        asyncio.get_running_loop().call_later(0.3, process.is_awake.set)
+        return await processes_of(process).call(Unserve([0], 60.0))
+
+    assert asyncio.run(main()) == [{}]
+
+
+def test_a_process_that_starts_with_the_server_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers nothing before it has imported everything, which may take long on a busy machine."""
+    monkeypatch.setattr(workers_module, "PING_INTERVAL", 0.01)
+    monkeypatch.setattr(workers_module, "PING_TIMEOUT", 0.05)
+
+    async def main() -> list[Any]:
+        process = Answering()
+        workers = processes_of(process)
+        workers._board.is_starting = True
+        asyncio.get_running_loop().call_later(0.3, process.is_awake.set)
+        return await workers.call(GetUses())
+
+    assert asyncio.run(main()) == [{}]
 
 
 def test_processes_that_die_together_in_a_load_are_one_loss_with_its_exit_code() -> None:

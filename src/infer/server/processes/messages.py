@@ -119,6 +119,10 @@ class GetUses(Question[dict[str, ModelUse]], frozen=True):
     """Answer with the use of each model in this process."""
 
 
+class CheckAlive(Question[None], frozen=True):
+    """Answer at once: the process does not hang."""
+
+
 class Scrape(Question[dict[str, Any]], frozen=True):
     """Answer with the metrics of this process."""
 
@@ -208,7 +212,7 @@ class DeleteResponse(Question[bool], frozen=True):
 
 
 FromFirst: TypeAlias = (
-    Spawned | Down | Gone | Serve | Unserve | SetNames | ForgetPrefixes | GetUses | Scrape | FindServed
-    | CountAlike | End
+    Spawned | Down | Gone | Serve | Unserve | SetNames | ForgetPrefixes | GetUses | CheckAlive | Scrape
+    | FindServed | CountAlike | End
 )  # fmt: skip
 ToFirst: TypeAlias = ForwardRequest | ClientLeft | LoadOnDemand | PutResponse | GetResponse | DeleteResponse

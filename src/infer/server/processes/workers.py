@@ -44,6 +44,8 @@ WORKER_MODULE = "infer.server.processes.worker"
 CORES_PER_PROCESS = 4
 MAX_DEFAULT = 8
 SCRAPE_TIMEOUT = 2.0  # seconds
+PING_INTERVAL = 1.0  # seconds between two pings of a process that owes an answer
+PING_TIMEOUT = 10.0  # seconds without an answer to a ping after which a process hangs
 STOP_TIMEOUT = 8.0  # seconds: longer than clients have to read finished responses
 
 T = TypeVar("T")
@@ -67,7 +69,13 @@ class _Process:
     child: subprocess.Popen[bytes]
     channel: Channel[ToFirst]
     running: asyncio.Task[None] | None = None
-    is_silent: bool = False  # it did not answer the last scrape
+    is_silent: bool = False  # it did not answer the last scrape or ping
+
+    def note_answer(self, *, has_answered: bool) -> None:
+        """Note that it has answered in time, or not; the first time that it has not is logged."""
+        if not has_answered and not self.is_silent:
+            logger.error("API process does not answer process=%d", self.number)
+        self.is_silent = not has_answered
 
 
 class Workers:
@@ -132,13 +140,45 @@ class Workers:
         return sum(await self.call(messages.Unserve(list(model.engines), timeout_s)))
 
     async def call(self, question: Question[T]) -> list[T]:
-        """Send a question to every process, and return all answers."""
+        """Send a question to every process, and return all answers.
+
+        Raises `EngineStopped` if a process hangs, once the others have answered. It will carry out the
+        question if it ever continues, in the order in which it was told.
+        """
+        asked = [asyncio.create_task(self._ask_while_alive(process, question)) for process in self._processes]
+        await asyncio.gather(*asked, return_exceptions=True)
         try:
-            return await asyncio.gather(*(process.channel.call(question) for process in self._processes))
+            return [answer.result() for answer in asked]
         except EngineStopped:
             if self._is_closing or not any(process.channel.is_closed for process in self._processes):
                 raise
             raise EngineLost(await asyncio.shield(self.lost)) from None  # its exit will be noticed soon
+
+    async def _ask_while_alive(self, process: _Process, question: Question[T]) -> T:
+        """Return the answer of a process; it may take any time while the process answers pings."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                pinging = asyncio.create_task(self._ping(process, limit))
+                try:
+                    return await process.channel.call(question)
+                finally:
+                    pinging.cancel()
+        except TimeoutError:
+            process.note_answer(has_answered=False)
+            name = f"API process {process.number} (pid {process.child.pid})"
+            advice = "if it still does not, restart the server"
+            raise EngineStopped(f"{name} has not answered for {PING_TIMEOUT:g} s; {advice}") from None
+
+    async def _ping(self, process: _Process, limit: asyncio.Timeout) -> None:
+        """Ping a process that owes an answer, and extend `limit` each time."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(EngineStopped):  # the process is gone
+            while not limit.expired():
+                if not self._board.is_starting:  # else it may still import its modules
+                    limit.reschedule(loop.time() + PING_TIMEOUT)
+                await process.channel.call(messages.CheckAlive())
+                process.note_answer(has_answered=True)
+                await asyncio.sleep(PING_INTERVAL)
 
     def tell(self, message: ProcessMessage) -> None:
         """Send every process a message that needs no answer."""
@@ -156,11 +196,9 @@ class Workers:
             async with asyncio.timeout(SCRAPE_TIMEOUT):
                 answer = await process.channel.call(question)
         except (TimeoutError, EngineStopped):  # it hangs, or its exit will be noticed soon
-            if not process.is_silent:
-                logger.error("API process does not answer, counts left out process=%d", process.number)
-            process.is_silent = True
+            process.note_answer(has_answered=False)
             return None
-        process.is_silent = False
+        process.note_answer(has_answered=True)
         return answer
 
     async def close(self) -> None:
