@@ -32,6 +32,8 @@ from infer.server.fleet import fleet
 from infer.server.fleet.engines import EngineStarter
 from infer.server.fleet.fleet import Fleet, with_server_defaults
 from infer.server.metrics import ServerMetrics
+from infer.server.processes.messages import Question
+from infer.server.processes.workers import Workers
 from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
@@ -199,6 +201,24 @@ def test_an_adapter_is_unloaded_from_every_engine_that_lives() -> None:
     answer = post(site, "/admin/adapters/unload", {"name": "sql"})
     assert answer.status_code == 200, answer.text
     assert site.clients[1].adapters == site.state.adapters == {}
+
+
+def hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another API process answer nothing."""
+
+    async def call(self: Workers, question: Question[Any]) -> list[Any]:
+        raise EngineStopped("API process 1 (pid 7) has not answered for 10 s")
+
+    monkeypatch.setattr(Workers, "call", call)
+
+
+def test_an_adapter_leaves_the_engines_though_an_api_process_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(FakeClient(), admin_key="root")
+    assert post(site, "/admin/adapters/load", {"name": "sql", "path": "/sql"}).status_code == 200
+    hang(monkeypatch)
+    answer = post(site, "/admin/adapters/unload", {"name": "sql"})
+    assert answer.status_code == 503 and "API process 1 (pid 7)" in answer.json()["error"]["message"]
+    assert site.clients[0].adapters == site.state.adapters == {}
 
 
 def test_draining_sends_newcomers_away_until_it_is_taken_back() -> None:
@@ -377,8 +397,14 @@ class Gated(FakeClient):
             yield output
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(oracle: LLM, is_stream: bool) -> None:
+@pytest.mark.parametrize(("is_stream", "hangs"), [(False, False), (True, False), (True, True)])
+def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(
+    oracle: LLM, is_stream: bool, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it does if another API process hangs, and then says so."""
+    if hangs:
+        hang(monkeypatch)
+
     async def live() -> None:
         engine = Gated()
         site = Site(engine, encoder=oracle.encoder, admin_key="root")
@@ -396,7 +422,9 @@ def test_unloading_waits_for_what_was_accepted_and_takes_nothing_new(oracle: LLM
             assert not unloading.done() and not engine.is_closed
             engine.gate.set()
             assert (await asked).status_code == 200
-            assert (await unloading).json()["cut_off_requests"] == 0
+            answer = await unloading
+            assert answer.status_code == (503 if hangs else 200)
+            assert hangs or answer.json()["cut_off_requests"] == 0
             assert engine.is_closed and model.num_held == 0
 
     asyncio.run(live())

@@ -580,6 +580,82 @@ def test_of_two_loads_under_one_name_the_second_is_refused(
     play(monkeypatch, oracle, scene)
 
 
+@pytest.mark.parametrize("end", ["leave", "unload", "shutdown"])
+def test_a_load_that_waits_for_its_turn_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, end: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        asked = asyncio.create_task(stage.ask("a"))
+        await until(lambda: stage.starts["a"])
+        body = {"name": "new", "model": "d"}
+        loading = asyncio.create_task(stage.client.post("/admin/models/load", json=body))
+        await until(lambda: stage.fleet._waiting)
+        again = await stage.client.post("/admin/models/load", json=body)
+        assert again.status_code == 409 and "being loaded" in again.text
+        if end == "leave":
+            loading.cancel()
+        elif end == "unload":
+            answer = await stage.client.post("/admin/models/unload", json={"name": "new"})
+            assert answer.status_code == 200, answer.text
+            ended = await loading
+            assert ended.status_code == 503 and "the load of 'new' was ended" in ended.text
+        else:
+            await stage.fleet.end_loads()
+            assert (await loading).status_code == 503
+        await until(lambda: not stage.fleet._waiting)
+        if end != "shutdown":
+            stage.may_load["a"].set()
+            assert (await asked).status_code == 200 and not stage.starts["d"]
+            stage.may_load["d"].set()
+            assert (await stage.client.post("/admin/models/load", json=body)).status_code == 200
+            await stage.ok("new")
+
+    play(monkeypatch, oracle, scene, closed=("a",))
+
+
+@pytest.mark.parametrize("end", ["leave", "unload", "shutdown"])
+def test_a_load_of_an_adapter_that_waits_for_its_turn_can_be_ended(
+    monkeypatch: pytest.MonkeyPatch, oracle: LLM, end: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        may_read, set_adapter = asyncio.Event(), Gated.set_adapter
+
+        async def read(self: Gated, name: str, path: str | None, *, replaces: bool = False) -> None:
+            await may_read.wait()
+            await set_adapter(self, name, path, replaces=replaces)
+
+        monkeypatch.setattr(Gated, "set_adapter", read)
+        await stage.ok("b")
+
+        async def load(name: str) -> httpx.Response:
+            body = {"name": name, "path": "/x", "model": "b"}
+            return await stage.client.post("/admin/adapters/load", json=body)
+
+        first = asyncio.create_task(load("law"))
+        await until(stage.fleet.adapters._turn.locked)
+        second = asyncio.create_task(load("sql"))
+        await until(lambda: stage.fleet._waiting)
+        ending = None
+        if end == "leave":
+            second.cancel()
+        elif end == "unload":
+            unload = stage.client.post("/admin/adapters/unload", json={"name": "sql"})
+            ending = asyncio.create_task(unload)
+        else:
+            await stage.fleet.end_loads()
+        await until(lambda: not stage.fleet._waiting)
+        if end != "leave":
+            answer = await second
+            assert answer.status_code == 503, answer.text
+        may_read.set()
+        assert (await first).status_code == 200
+        assert ending is None or (await ending).status_code == 200
+        assert stage.engines["b"].adapters == {"law": "/x"} and stage.state.adapters == {"law": "b"}
+        assert end == "shutdown" or (await load("sql")).status_code == 200
+
+    play(monkeypatch, oracle, scene)
+
+
 def test_a_name_that_is_gone_is_not_loaded(monkeypatch: pytest.MonkeyPatch, oracle: LLM) -> None:
     """Another API process may ask for a model before it hears that the model was unloaded."""
 

@@ -36,6 +36,7 @@ from infer.server.processes.accept import Acceptor
 from infer.server.processes.board import Board
 from infer.server.processes.channel import Channel
 from infer.server.processes.messages import (
+    CheckAlive,
     CountAlike,
     Down,
     ForgetPrefixes,
@@ -44,7 +45,6 @@ from infer.server.processes.messages import (
     Gone,
     LoadOnDemand,
     ModelUse,
-    CheckAlive,
     ProcessMessage,
     Question,
     Scrape,

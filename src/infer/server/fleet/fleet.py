@@ -49,7 +49,7 @@ from infer.errors import (
 from infer.frontend.prompts import PromptEncoder
 from infer.server.fleet.adapters import ServedAdapters
 from infer.server.fleet.engines import EngineStarter
-from infer.server.fleet.load import Load, finish
+from infer.server.fleet.load import Load, finish, in_turn
 from infer.server.fleet.metered_client import MeteredClient
 from infer.server.fleet.names import Names, name_taken
 from infer.server.fleet.on_demand import OnDemand
@@ -82,7 +82,8 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
         self._loading: dict[str, Load] = {}  # running loads, by each of their names
         self.names = Names(state, self._workers, self._loading)
-        self.adapters = ServedAdapters(state, self.names)
+        self._waiting: dict[str, Load] = {}  # loads of models and adapters that wait for their turn
+        self.adapters = ServedAdapters(state, self.names, self._waiting)
         self._is_closing = False
         self._leaving: dict[asyncio.Task[int], ServedModel] = {}  # nameless models until their engines stop
         self._sleep_turn = asyncio.Lock()  # models are put to sleep one at a time: they share a budget
@@ -144,7 +145,7 @@ class Fleet:
             return await self._bring_up(name, config, replaces=replaces)
         if name not in self._loading:  # else a running load decides whether the name is free
             self._check_new(name, config, replaces=replaces)  # no other model makes room in vain
-        async with self._on_demand.room(name, config) as fixed:
+        async with in_turn(name, self._waiting, self._on_demand.room(name, config)) as fixed:
             self._check_new(name, config, replaces=replaces)  # another load may have taken the name meanwhile
             model = await self._bring_up(name, fixed, replaces=replaces)
             self._on_demand.catalog[model.name] = config
@@ -193,10 +194,11 @@ class Fleet:
         Returns the number of requests that were cut off. A load under this name is cancelled. If the model
         was the default, the one that has been served the longest becomes the default.
         """
-        if name in self._loading:
-            await self._loading[name].end("the model was unloaded")
-            if name not in self.state.names:
-                return 0
+        loads = [running[name] for running in (self._waiting, self._loading) if name in running]
+        for load in loads:
+            await load.end("the model was unloaded")
+        if loads and name not in self.state.names:
+            return 0
         if name not in self.state.names:
             raise UnknownModel(f"no model is served under the name {name!r}", param="name")
         model = self.state.models.pop(name, None)
@@ -228,17 +230,25 @@ class Fleet:
         """Remove a model that has lost its name, in a task that outlives its caller."""
         leaving = asyncio.create_task(self._take_away(model, timeout_s, may_sleep=may_sleep))
         self._leaving[leaving] = model
-        leaving.add_done_callback(self._leaving.pop)
+        leaving.add_done_callback(self._forget_leaving)
         return leaving
+
+    def _forget_leaving(self, ended: asyncio.Task[int]) -> None:
+        del self._leaving[ended]
+        if not ended.cancelled():
+            ended.exception()  # marks it as retrieved, even if no one waits
 
     async def _take_away(self, model: ServedModel, timeout_s: float, *, may_sleep: bool) -> int:
         """Stop the engines of a model or put them to sleep; returns how many requests were cut off."""
         is_asleep, num_cut_off = False, 0
         try:
             waits = self._workers.unserve(model, timeout_s), model.wait_unheld(timeout_s)
-            num_cut_off = (await asyncio.gather(*waits))[0] + model.num_held
+            elsewhere, _ = await asyncio.gather(*waits, return_exceptions=True)
+            num_cut_off = model.num_held + (elsewhere if isinstance(elsewhere, int) else 0)
             if num_cut_off:
                 logger.warning("unload timed out model=%s cut_off_requests=%d", model.name, num_cut_off)
+            if isinstance(elsewhere, BaseException):  # an API process hangs or has ended
+                raise elsewhere
             if may_sleep:
                 async with self._sleep_turn:
                     is_asleep = await self._put_to_sleep(model)
@@ -360,7 +370,8 @@ class Fleet:
     async def end_loads(self) -> None:
         """Cancel all loads and start no more: the server is about to stop."""
         self._is_closing = True
-        await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in set(self._loading.values())))
+        loads = {*self._waiting.values(), *self._loading.values()}
+        await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in loads))
 
     # -- loading ----------------------------------------------------------------------------------
 

@@ -7,17 +7,23 @@
 A load runs in the task of its caller, and `end` cancels that task. As with `asyncio.timeout`, the caller gets
 an error instead of the cancellation. So a load always cleans up in the same way, and `finish` lets no
 cancellation interrupt that: a load that has failed can be ended while its engines stop.
+
+A load that waits for its turn (`in_turn`) can be ended, too. It does not reserve its name until it begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 from infer.errors import EngineStopped
+from infer.server.fleet.names import name_taken
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Load:
@@ -56,6 +62,19 @@ class Load:
         is_ended = self._reason != "" and self._task.uncancel() <= self._num_cancels
         if is_ended and kind is asyncio.CancelledError:
             raise EngineStopped(f"the load of {self.name!r} was ended: {self._reason}") from None
+
+
+@asynccontextmanager
+async def in_turn(
+    name: str, waiting: dict[str, Load], turn: AbstractAsyncContextManager[T]
+) -> AsyncIterator[T]:
+    """Enter `turn`, which may have to wait for other loads; `waiting` has the load until then."""
+    if name in waiting:
+        raise name_taken(name, "being loaded")
+    async with AsyncExitStack() as stack:
+        with Load(name, waiting):
+            entered = await stack.enter_async_context(turn)
+        yield entered
 
 
 async def finish(cleanup: Awaitable[object]) -> None:

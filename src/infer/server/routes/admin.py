@@ -149,7 +149,10 @@ async def set_alias(body: AliasBody, http: Request) -> dict[str, Any]:
 
 @router.post("/adapters/load")
 async def load_adapter(body: AdapterBody, http: Request) -> dict[str, Any]:
-    """Load a LoRA adapter, which requests can then name as their model."""
+    """Load a LoRA adapter, which requests can then name as their model.
+
+    If the client leaves while the load waits for another one, it is cancelled.
+    """
     base = await _load_adapter(http, body.name, body.path, body.model, replaces=body.replace)
     return {"name": body.name, "model": base}
 
@@ -190,7 +193,8 @@ def _in_vllm_words() -> Iterator[None]:
 
 async def _load_adapter(http: Request, name: str, path: str, model: str | None, *, replaces: bool) -> str:
     try:
-        return await _fleet(http).adapters.load(name, path, model, replaces=replaces)
+        loading = _fleet(http).adapters.load(name, path, model, replaces=replaces)
+        return await unless_disconnected(http.receive, loading)
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="path") from None
 
