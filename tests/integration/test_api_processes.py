@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.faulty_server import ABSENT, ENDLESS, STUCK
+from tests.support.faulty_server import ABSENT, ENDLESS, SLOW, STUCK
 from tests.support.server_process import ServerProcess, is_alive, start_server, wait_until
 
 NUM = 3
@@ -48,7 +48,7 @@ def clients(server: ServerProcess) -> Iterator[list[httpx.Client]]:
 
 
 @contextmanager
-def connected(server: ServerProcess) -> Iterator[list[httpx.Client]]:
+def connected(server: ServerProcess, number: int = NUM) -> Iterator[list[httpx.Client]]:
     """A client with an open connection to each API process, process 0 first."""
     with ExitStack() as stack:
         found: dict[int, httpx.Client] = {}
@@ -56,10 +56,10 @@ def connected(server: ServerProcess) -> Iterator[list[httpx.Client]]:
             client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, headers=KEY))
             assert client.get("/version").status_code == 200
             found.setdefault(process_of(client, server), client)
-            if len(found) == NUM:
+            if len(found) == number:
                 yield [found[pid] for pid in sorted(found, key=lambda pid: pid != server.process.pid)]
                 return
-        pytest.fail(f"100 connections went to {len(found)} of {NUM} processes")
+        pytest.fail(f"100 connections went to {len(found)} of {number} processes")
 
 
 def process_of(client: httpx.Client, server: ServerProcess) -> int:
@@ -350,6 +350,29 @@ def test_a_process_that_dies_ends_the_server_with_a_line(checkpoint: str, tmp_pa
         assert server.process.wait(30) == 1
         assert "API process 1 ended with signal 9" in server.log.read_text()
         wait_until(lambda: not any(map(is_alive, children)))
+
+
+def test_an_engine_that_dies_in_a_drain_is_not_said_to_be_restarted(checkpoint: str, tmp_path: Path) -> None:
+    arguments = (f"tiny={checkpoint}", "--api-processes", "2", "--api-key", "k")
+    body = {"model": "tiny", "prompt": [SLOW], "max_tokens": 380, "stream": True, **GREEDY}
+    with (
+        start_server(tmp_path, *arguments, module=WITHOUT_TORCH) as server,
+        connected(server, 2) as clients,
+        ExitStack() as stack,
+    ):
+        streams = [
+            stack.enter_context(client.stream("POST", "/v1/completions", json=body)) for client in clients
+        ]
+        lines = [stream.iter_lines() for stream in streams]
+        assert all(next(each).startswith("data: {") for each in lines)
+        (engine,) = (pid for pid in server.children() if "processes.worker" not in cmdline(pid))
+        server.process.terminate()
+        wait_until(lambda: logged(server, "draining requests=2"))
+        os.kill(engine, signal.SIGKILL)
+        for each in lines:
+            told = "".join(each)
+            assert "signal 9" in told and "the server stops, so it is not restarted" in told, told[-300:]
+        assert server.process.wait(30) == 0
 
 
 def test_a_process_that_dies_in_a_drain_is_named_and_not_waited_for(checkpoint: str, tmp_path: Path) -> None:

@@ -29,7 +29,15 @@ from infer.client.spawn import spawn
 from infer.client.supervisor import EngineProcess, ProcessOptions, RestartPolicy
 from infer.config.settings import EngineConfig
 from infer.engine.prefixes import prefix_hashes
-from infer.errors import CheckpointError, ConfigError, EngineError, EngineStopped, QueueFull, RequestError
+from infer.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    EngineLost,
+    EngineStopped,
+    QueueFull,
+    RequestError,
+)
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request
 from tests.support.faulty_engine import CRASH, FORKED, RAISE, STUCK
@@ -348,6 +356,22 @@ def test_it_stays_down_after_too_many_failed_starts(tmp_path: Path) -> None:
             os.kill(client.pid, signal.SIGKILL)
             await until(lambda: "stays down after 2 restarts" in reason_of(client))
             assert str(tmp_path) not in reason_of(client)
+
+    run(main())
+
+
+@pytest.mark.parametrize(("stops", "is_told"), [(False, False), (True, False), (False, True)])
+def test_open_requests_are_told_of_a_restart_only_if_there_is_one(stops: bool, is_told: bool) -> None:
+    async def main() -> None:
+        policy = RestartPolicy(max_restarts=1 if stops or is_told else 0, first_delay=0.01)
+        async with running(policy=policy) as client:
+            if stops:
+                client.stop_restarts()
+            with pytest.raises(EngineStopped, match="signal 9") as caught:
+                await collect(client, make_request(1, first=CRASH))
+            assert ("it is being restarted" in str(caught.value)) == is_told
+            assert ("the server stops, so it is not restarted" in str(caught.value)) == stops
+            await until(lambda: is_healthy(client) if is_told else isinstance(client.failure, EngineLost))
 
     run(main())
 

@@ -38,7 +38,7 @@ from infer.client import messages
 from infer.client.link import EngineLink
 from infer.client.messages import Answer
 from infer.client.spawn import is_stopped
-from infer.client.subscribers import CLOSED, SHUTTING_DOWN, OnEnd, OutputQueue, read_outputs
+from infer.client.subscribers import CLOSED, OnEnd, OutputQueue, read_outputs
 from infer.client.supervisor import CHECK_INTERVAL, STOP_TIMEOUT, EngineProcess, ProcessOptions
 from infer.config.settings import EngineConfig
 from infer.engine.live import LiveSnapshot
@@ -51,6 +51,7 @@ from infer.scheduling.request import Request, StepOutput
 logger = logging.getLogger(__name__)
 
 STARTED_AGAIN = "; it is being restarted"
+NOT_STARTED_AGAIN = "; the server stops, so it is not restarted"
 PING_INTERVAL = 5.0  # seconds of silence after which an idle engine gets a `Ping`
 
 
@@ -79,6 +80,7 @@ class ProcessClient:
         self._past = EngineStats()  # the counters of engines that died
         self._down: str | None = None  # why calls fail
         self._is_lost = False  # down for good
+        self._is_last_life = False  # the server stops
         self._is_asleep = False
         self._is_turning_over = False  # falling asleep or waking: no reports until done
         self._adopt(process, ready)
@@ -162,6 +164,10 @@ class ProcessClient:
         """Rebuild the engine."""
         self._is_asleep = False
         await self._turn_over(messages.Wake(next(self._tickets)))
+
+    def stop_restarts(self) -> None:
+        """Let the process end if it dies from now on: the server stops."""
+        self._is_last_life = True
 
     async def close(self, reason: str = CLOSED) -> None:
         """Stop the process and wait for its exit; open requests get `EngineStopped` with the reason."""
@@ -283,7 +289,7 @@ class ProcessClient:
             self._stats = EngineStats(
                 max_batch_size=total.max_batch_size, num_blocks=total.num_blocks, block_size=total.block_size
             )
-            self._options.on_down(reason.removesuffix(STARTED_AGAIN))
+            self._options.on_down(reason)
         self._down = reason
         for queue in self._readers.values():
             queue.put_nowait(EngineStopped(reason))
@@ -298,10 +304,11 @@ class ProcessClient:
         while True:
             reason = await self._watch()
             logger.error("engine down reason=%r", reason)
-            is_last = self._start_again is None or reason == SHUTTING_DOWN
-            self._lose(reason + ("" if is_last else STARTED_AGAIN))
+            delay = self._next_delay()
+            fate = NOT_STARTED_AGAIN if self._is_last_life else "" if delay is None else STARTED_AGAIN
+            self._lose(reason + (fate if self._options.restart else ""))
             await self._process.close()
-            if not await self._restart(reason):
+            if not await self._restart(reason, delay):
                 self._is_lost = True
                 return
 
@@ -327,24 +334,33 @@ class ProcessClient:
             with contextlib.suppress(EngineStopped):  # its exit will be noticed soon
                 self._send(messages.Ping())
 
-    async def _restart(self, reason: str) -> bool:
-        if self._start_again is None or self._is_asleep:
-            return False
-        while (delay := self._options.policy.next_delay(time.monotonic())) is not None:
+    @property
+    def _may_restart(self) -> bool:
+        return self._start_again is not None and not self._is_asleep and not self._is_last_life
+
+    def _next_delay(self) -> float | None:
+        """Return the seconds to wait before the next restart; None: it stays down."""
+        return self._options.policy.next_delay(time.monotonic()) if self._may_restart else None
+
+    async def _restart(self, reason: str, delay: float | None) -> bool:
+        """Restart the engine after a delay; returns False if it stays down."""
+        while delay is not None and self._start_again is not None:
             await asyncio.sleep(delay)
             try:
                 process, ready = await self._start_again()
             except Exception as error:  # any error: the next try may succeed
                 logger.error("engine restart failed reason=%r", str(error))
                 reason = f"the engine could not be restarted ({type(error).__name__})"
+                delay = self._next_delay()
                 continue
             self._past = replace(self._past, num_restarts=self._past.num_restarts + 1)
             self._adopt(process, ready)
             logger.warning("engine restarted pid=%s", process.pid)
             return True
-        number = self._options.policy.max_restarts
-        self._down = f"the engine stays down after {number} restarts; the last: {reason}"
-        logger.error("engine lost reason=%r", self._down)
+        if self._may_restart:
+            number = self._options.policy.max_restarts
+            self._down = f"the engine stays down after {number} restarts; the last: {reason}"
+            logger.error("engine lost reason=%r", self._down)
         return False
 
     # -- progress ---------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class ProcessOptions:
     num_stories: int = 0  # finished requests that can still be explained
     record: RecordOrders | None = None  # settings of the record of its run
     stuck_timeout: float = 120.0  # seconds without progress after which it is killed; 0: never
-    restart: bool = True  # True: restart it when it dies
+    restart: bool = True  # restart it when it dies; False for clients whose engine another process restarts
     policy: RestartPolicy = field(default_factory=RestartPolicy)  # the times of restarts
 
 

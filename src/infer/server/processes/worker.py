@@ -155,7 +155,7 @@ class Worker:
                 link, ready = await self._feeds[engine].next()
                 readies.append(ready)
                 policy = RestartPolicy(max_restarts=sys.maxsize, first_delay=0.0)
-                options = ProcessOptions(stuck_timeout=0.0, policy=policy)  # process 0 decides
+                options = ProcessOptions(stuck_timeout=0.0, restart=False, policy=policy)  # process 0 decides
                 client = ProcessClient(link, ready, options, self._feeds[engine].next)
                 clients.append(self._metrics.add(name, client, label=label))
             encoder = await asyncio.to_thread(make_served_encoder, config.load, text, readies)
