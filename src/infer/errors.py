@@ -11,6 +11,7 @@ InferError
 │   ├── NameTaken           another model has or is about to have that name  -> HTTP 409
 │   ├── TemplateError       the chat template refuses these messages
 │   ├── UnknownModel        no model of that name is served
+│   │   └── AdapterFailed       an engine could not load the adapter of that name
 │   └── UnknownResponse     no response, or item of one, is kept under that id
 │       └── UnknownPrevious     the response that a request asks to continue
 └── EngineError             a fault of this package                          -> HTTP 500
@@ -153,6 +154,10 @@ class TemplateError(RequestError):
 
 class UnknownModel(RequestError):
     """No model of that name is served."""
+
+
+class AdapterFailed(UnknownModel):
+    """An engine could not load the adapter of that name, for example because its files are gone."""
 
 
 class UnknownResponse(RequestError):

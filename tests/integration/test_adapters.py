@@ -21,7 +21,15 @@ from infer.config.settings import EngineConfig
 from infer.engine import machine
 from infer.engine.build import build_engine
 from infer.engine.engine import Engine
-from infer.errors import CheckpointError, ConfigError, InferError, NameTaken, RequestError, UnknownModel
+from infer.errors import (
+    AdapterFailed,
+    CheckpointError,
+    ConfigError,
+    InferError,
+    NameTaken,
+    RequestError,
+    UnknownModel,
+)
 from infer.execution.gpu.device import GpuDevice
 from infer.execution.torch_device import TorchDevice
 from infer.loader.adapter import LowRankPair
@@ -237,6 +245,20 @@ def test_adapter_is_served_on_if_its_successor_cannot_be_read() -> None:
 
     with mock.patch.object(LowRankPair, "read", fail_late), pytest.raises(OSError, match="the disk is gone"):
         engine.set_adapter("x", str(adapter("llama", "few")), replaces=True)
+    assert serve(engine, [("x", 0)])["x", 0] == expected("llama", "all")[0]
+
+
+def test_adapter_that_could_not_be_loaded_says_why_until_it_is(tmp_path: Path) -> None:
+    engine = make_engine(base("llama"), max_loras=1, enable_lora=True)
+    with pytest.raises(CheckpointError):
+        engine.set_adapter("x", str(tmp_path))
+    with pytest.raises(AdapterFailed, match=r"adapter 'x' could not be loaded: .*adapter_config\.json"):
+        engine.add(Request(request_id="r", prompt=(1, 2), params=SamplingParams(), adapter="x"))
+    with pytest.raises(UnknownModel):
+        engine.set_adapter("x", None)
+    with pytest.raises(UnknownModel, match="no adapter 'x' is loaded"):
+        engine.add(Request(request_id="r", prompt=(1, 2), params=SamplingParams(), adapter="x"))
+    engine.set_adapter("x", str(adapter("llama", "all")))
     assert serve(engine, [("x", 0)])["x", 0] == expected("llama", "all")[0]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -49,7 +50,7 @@ def world(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         with LLM(path, **KNOBS) as llm:
             texts[name] = llm.generate(PROMPT, params)[0].text, llm.chat(MESSAGES, params)[0].text
     flags = (f"--{key.replace('_', '-')}={value}" for key, value in KNOBS.items())
-    lora = ("--lora-modules", f"sql={paths['sql']}", "--max-loras", "2", "--admin-key", "root")
+    lora = ("--lora-modules", f"sql={paths['sql']}", "--max-loras", "3", "--admin-key", "root")
     arguments = (f"tiny={checkpoint}", *flags, "--api-processes", "2", *lora)
     with start_server(root, *arguments) as running:
         yield World(running, paths, texts)
@@ -210,9 +211,13 @@ def test_library_and_commands_answer_with_an_adapter(
     assert "room for 8 LoRA adapters" in capsys.readouterr().out
 
 
-def test_engine_that_is_started_again_gets_its_adapters_back(world: World) -> None:
-    load = {"lora_name": "law", "lora_path": str(world.paths["law"])}
-    assert post(world, "/v1/load_lora_adapter", load, **ADMIN).status_code == 200
+def test_engine_that_is_started_again_gets_its_adapters_back(world: World, tmp_path: Path) -> None:
+    """An adapter whose files are gone answers with that, and can be loaded again."""
+    shutil.copytree(world.paths["sql"], tmp_path / "gone")
+    for name, path in (("law", world.paths["law"]), ("gone", tmp_path / "gone")):
+        load = {"lora_name": name, "lora_path": str(path)}
+        assert post(world, "/v1/load_lora_adapter", load, **ADMIN).status_code == 200
+    shutil.rmtree(tmp_path / "gone")
     engines = [
         child
         for child in world.server.children()
@@ -225,3 +230,8 @@ def test_engine_that_is_started_again_gets_its_adapters_back(world: World) -> No
     assert complete(world, "law") == world.texts["law"][0]
     assert complete(world, "sql") == world.texts["sql"][0]
     assert complete(world, "tiny") == world.texts[""][0]
+    answer = post(world, "/v1/completions", asked | {"model": "gone"})
+    assert answer.status_code == 500 and "adapter 'gone' could not be loaded" in answer.text, answer.text
+    again = {"name": "gone", "path": str(world.paths["sql"]), "replace": True}
+    assert post(world, "/admin/adapters/load", again, **ADMIN).status_code == 200
+    assert complete(world, "gone") == world.texts["sql"][0]

@@ -25,7 +25,15 @@ import msgspec
 import torch
 
 from infer.config.adapters import MAX_RANK, AdapterConfig, adapter_name_fault
-from infer.errors import CheckpointError, ConfigError, NameTaken, UnknownModel, closest
+from infer.errors import (
+    AdapterFailed,
+    CheckpointError,
+    ConfigError,
+    InferError,
+    NameTaken,
+    UnknownModel,
+    closest,
+)
 from infer.execution.rank_ring import RankMessage
 from infer.kernels.runtime.communicator import Communicator, RankGroup
 from infer.layers.adapted import OUTER, AdapterBank, AdapterRoom
@@ -110,6 +118,7 @@ class Adapters:
         """`ranks` are the other ranks, which fill the same slots with their shards."""
         self._slots, self._bank, self._ranks = slots, slots.bank, ranks
         self.loaded: dict[str, LoadedAdapter] = {}
+        self._faults: dict[str, str] = {}  # why the last load under a name failed
 
     def enter(self, request: Request) -> tuple[Request, int]:
         """Return the request with its adapter's salt, and the adapter's slot."""
@@ -123,6 +132,14 @@ class Adapters:
 
         With `replaces` the name may be in use; the old adapter stays if loading the new one fails.
         """
+        try:
+            self._load(name, path, running, replaces=replaces)
+        except Exception as error:
+            self._faults[name] = str(error) if isinstance(error, InferError) else type(error).__name__
+            raise
+        self._faults.pop(name, None)
+
+    def _load(self, name: str, path: str, running: Collection[int], *, replaces: bool) -> None:
         if wrong := adapter_name_fault(name):
             raise ConfigError(wrong)
         if name in self.loaded and not replaces:
@@ -159,11 +176,14 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """Forget a name; its slot is free when no running request uses it."""
+        self._faults.pop(name, None)
         if self.loaded.pop(name, None) is None:
             raise self._unknown(name)
         logger.info("adapter unloaded name=%s", name)
 
     def _unknown(self, name: str) -> UnknownModel:
+        if (fault := self._faults.get(name)) is not None:
+            return AdapterFailed(f"adapter {name!r} could not be loaded: {fault}", param="adapter")
         hint = closest(name, self.loaded, listed="loaded" if self.loaded else "")
         return UnknownModel(f"no adapter {name!r} is loaded{hint}", param="adapter")
 

@@ -17,12 +17,14 @@ from infer.config.defaults import SERVER_MAX_QUEUE
 from infer.config.server import ServerConfig
 from infer.config.settings import EngineConfig
 from infer.errors import (
+    AdapterFailed,
     CheckpointError,
     ConfigError,
     EngineError,
     EngineLost,
     EngineStopped,
     NameTaken,
+    RequestError,
     UnknownModel,
 )
 from infer.frontend.llm import LLM
@@ -38,6 +40,7 @@ from infer.server.state import ServedModel, ServerState
 from tests.support.app import Site
 from tests.support.fake_client import FakeClient
 
+MESSAGES = [{"role": "user", "content": "a"}]
 ADMIN = {"authorization": "Bearer root"}
 
 
@@ -57,6 +60,28 @@ def test_an_engine_without_an_adapter_that_is_served_asks_to_try_again(
     answer = place.request("POST", path, json={"model": "sql", field: "a"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5"), answer.text
     assert "adapter 'sql' was unloaded, or its engine was just restarted" in answer.json()["error"]["message"]
+
+
+def test_an_adapter_that_its_engine_cannot_reload_is_a_fault_with_its_reason(oracle: LLM) -> None:
+    engine = FakeClient()
+    engine.failure = AdapterFailed("adapter 'sql' could not be loaded: no file /x/config.json")  # type: ignore[assignment]
+    place = Site(engine, encoder=oracle.encoder)
+    place.state.adapters["sql"] = "fake"
+    answer = place.request("POST", "/v1/chat/completions", json={"model": "sql", "messages": MESSAGES})
+    assert answer.status_code == 500 and "retry-after" not in answer.headers
+    said = answer.json()["error"]["message"]
+    assert said.startswith("adapter 'sql' could not be loaded: no file [path]; the operator can"), said
+
+
+@pytest.mark.parametrize(
+    ("route", "field"), [("/admin/adapters/load", "model"), ("/v1/load_lora_adapter", None)]
+)
+def test_a_model_without_room_for_adapters_is_the_field_to_blame(route: str, field: str | None) -> None:
+    engine = FakeClient()
+    engine.failure = RequestError("this engine has no room for LoRA adapters", param="adapter")  # type: ignore[assignment]
+    body = {"name": "sql", "path": "/x"} if field else {"lora_name": "sql", "lora_path": "/x"}
+    answer = post(Site(engine, admin_key="root"), route, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_an_engine_that_is_down_gets_its_adapters_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class ServedAdapters:
         self._paths[name] = path
         for client in down:
             assert isinstance(client, MeteredClient)
-            client.num_restarts = -1  # the watcher reloads its adapters when it is up
+            client.reload_adapters()
         await self._names.share()
         return model.name
 

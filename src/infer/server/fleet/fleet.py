@@ -368,8 +368,11 @@ class Fleet:
         await asyncio.gather(*leaving, return_exceptions=True)
 
     async def end_loads(self) -> None:
-        """Cancel all loads and start no more: the server is about to stop."""
+        """Cancel all loads, and start and restart no engines: the server is about to stop."""
         self._is_closing = True
+        for meter in self.metrics.meters:
+            if isinstance(meter.client, ProcessClient):
+                meter.client.stop_restarts()
         loads = {*self._waiting.values(), *self._loading.values()}
         await asyncio.gather(*(load.end(SHUTTING_DOWN) for load in loads))
 
@@ -451,9 +454,7 @@ class Fleet:
                 elif failure is None and meter.is_down:
                     logger.warning("engine back model=%s engine=%s", model, engine)
                 meter.is_down = failure is not None
-                num_restarts = meter.stats().num_restarts  # an engine may be back before this check
-                if failure is None and num_restarts != meter.num_restarts:
-                    meter.num_restarts = num_restarts
+                if meter.takes_adapters():
                     await self.adapters.restore(model, meter)
             self._check_all_lost()
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -463,6 +464,8 @@ class Fleet:
 
         An on-demand model that has lost its engines is unloaded instead: the next request loads it again.
         """
+        if self._is_closing:
+            return
         if self._on_demand is not None:
             for model in list(self.state.models.values()):
                 if all(isinstance(client.failure, EngineLost) for client in model.clients):

@@ -26,7 +26,7 @@ from typing import Any
 from infer.client.client import EngineClient
 from infer.config.settings import CacheConfig
 from infer.engine.stats import Histogram
-from infer.errors import EngineError, EngineStopped, QueueFull, RequestError, UnknownModel
+from infer.errors import AdapterFailed, EngineError, EngineStopped, QueueFull, RequestError, UnknownModel
 from infer.finish_reason import FinishReason
 from infer.scheduling.request import Request, StepOutput
 from infer.server.explain.served import ServedPart, ServedRequest, add_part, answer_key
@@ -80,7 +80,7 @@ class MeteredClient:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in MEASURED.items()}
         self.finished: Counter[str] = Counter()  # ended sequences by reason
         self.is_down = False  # its state at the last check
-        self.num_restarts = 0  # restarts after which its adapters were reloaded
+        self._num_restored = 0  # restarts after which its adapters were reloaded; -1: they must be again
         self.client = client
         self._open: dict[str, _RequestTimes] = {}  # open requests by id
         # methods that are passed through without measuring
@@ -101,6 +101,10 @@ class MeteredClient:
         except Exception as error:
             times.has_failed = True
             times.is_refused = is_down or isinstance(error, RequestError | QueueFull)
+            if isinstance(error, AdapterFailed):  # after a restart of its engine
+                raise EngineError(
+                    f"{error}; the operator can load it again with replace, or unload it"
+                ) from None
             if isinstance(error, UnknownModel):  # the name was served a moment ago
                 reason = (
                     f"adapter {request.adapter!r} was unloaded, or its engine was just restarted; try again"
@@ -132,6 +136,18 @@ class MeteredClient:
     def silent_s(self) -> float:
         """Seconds without progress while there is work to do; 0: none is pending."""
         return self.client.silent_s
+
+    def reload_adapters(self) -> None:
+        """Have the adapters reloaded when the engine is up."""
+        self._num_restored = -1
+
+    def takes_adapters(self) -> bool:
+        """Return True, once, if the engine is up and its adapters must be reloaded: it was restarted."""
+        num_restarts = self.stats().num_restarts  # an engine may be back before it was seen to be down
+        if self.failure is not None or num_restarts == self._num_restored:
+            return False
+        self._num_restored = num_restarts
+        return True
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to one of the histograms of MEASURED."""

@@ -186,8 +186,7 @@ def _in_vllm_words() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        if error.param in ("name", "path"):
-            error.param = f"lora_{error.param}"
+        error.param = {"name": "lora_name", "path": "lora_path"}.get(error.param or "")  # no other is given
         raise
 
 
@@ -197,6 +196,10 @@ async def _load_adapter(http: Request, name: str, path: str, model: str | None, 
         return await unless_disconnected(http.receive, loading)
     except (ConfigError, CheckpointError) as error:
         raise RequestError(str(error), param="path") from None
+    except RequestError as error:
+        if error.param == "adapter":  # the engine's field: its model takes none
+            error.param = "model"
+        raise
 
 
 @router.post("/reset_prefix_cache")
