@@ -27,6 +27,7 @@ MAX_REMEMBERED = 32_768
 MAX_IMBALANCE = 4
 PROBE_S = 5.0
 MAX_IDLE = 64  # connections kept to one replica
+SILENT_S = 2.0  # seconds without a byte after which an answer of a replica that has ended is given up
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +68,13 @@ class RemoteServer:
             connection.close()
 
     def close(self) -> None:
-        """Close all connections: a machine that has lost its power or its network closes none itself."""
+        """Close idle connections, and others when nothing more comes over them: the replica has ended.
+
+        A machine that has lost its power or its network closes no connection itself. A process that has ended
+        may have sent more than was read, and a report of its end may be wrong.
+        """
         for connection in list(self.opened):
-            connection.close()
+            connection.close_when_silent(0.0 if connection in self.idle else SILENT_S)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Fetch a page with the front's own key."""

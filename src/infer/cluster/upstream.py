@@ -41,6 +41,8 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_lost = False
+        self._heard_at = monotonic()
+        self._silent_s: float | None = None  # longest silence, if the replica has ended
         self._begin()
 
     def _begin(self) -> None:
@@ -66,7 +68,12 @@ class Upstream(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """True if another request may be sent over the connection."""
-        return not self._is_lost and self.is_whole and monotonic() - self.idle_since < IDLE_S
+        return (
+            not self._is_lost
+            and self._silent_s is None
+            and self.is_whole
+            and monotonic() - self.idle_since < IDLE_S
+        )
 
     async def ask(self, request: bytes) -> ResponseHead:
         """Send a request; return the head of its answer."""
@@ -105,6 +112,21 @@ class Upstream(asyncio.Protocol):
             self._transport.abort()
         self._wake()
 
+    def close_when_silent(self, silent_s: float) -> None:
+        """Close the connection when it has brought nothing for `silent_s` seconds; it is not used again."""
+        self._silent_s = silent_s
+        self._heard_at = monotonic()
+        self._close_if_silent()
+
+    def _close_if_silent(self) -> None:
+        assert self._silent_s is not None
+        is_paused = self._backlog > MAX_BACKLOG  # the front's client has to read first
+        rest_s = self._silent_s if is_paused else self._heard_at + self._silent_s - monotonic()
+        if rest_s <= 0:
+            self.close()
+        elif not self._is_lost:
+            asyncio.get_running_loop().call_later(rest_s, self._close_if_silent)
+
     async def _wait(self) -> None:
         if self._is_lost:
             raise ReplicaGone("the connection was lost")
@@ -126,6 +148,7 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes that came."""
+        self._heard_at = monotonic()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:

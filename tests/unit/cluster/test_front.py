@@ -6,8 +6,8 @@ import asyncio
 import functools
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from infer.cli.main import main
 from infer.cluster import front as front_module
+from infer.cluster import replicas as replicas_module
 from infer.cluster import serve as serve_module
 from infer.cluster.child import ReplicaLaunch
 from infer.cluster.front import build_front, merge_pages
@@ -80,6 +81,9 @@ class FakeReplica:
                 self.bodies.append(await reader.readexactly(int(lengths[0].split(b":")[1]) if lengths else 0))
                 for piece in self.script:
                     if isinstance(piece, str):
+                        if piece == "rest":
+                            await asyncio.sleep(0.1)
+                            continue
                         if piece == "wait":
                             await reader.read(1)
                             self.was_left.set()
@@ -377,6 +381,32 @@ async def test_a_replica_that_freezes_costs_no_more_than_the_time_of_a_request()
         assert answer.status_code == 200 and "request_timeout" in answer.text.removeprefix(EVENT.decode())
     finally:
         front_module.OVERTIME_S = usual
+
+
+@in_loop
+async def test_an_answer_that_still_flows_ends_though_its_replica_is_said_to_have_ended() -> None:
+    pieces = [piece for _ in range(8) for piece in (chunk(EVENT), "rest")]
+    with shorter_silence(0.3):
+        async with front(FakeReplica(SSE, *pieces, chunk(DONE), b"0\r\n\r\n")) as site:
+            (replica,) = site.replicas.servers
+            asked = asyncio.create_task(site.chat())
+            async with asyncio.timeout(30):
+                while not replica.num_active:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
+                site.replicas.remove(replica)
+                answer = await asked
+            assert answer.content == 8 * EVENT + DONE
+            assert not replica.idle and not any(not each._is_lost for each in replica.opened)
+
+
+@contextmanager
+def shorter_silence(seconds: float) -> Iterator[None]:
+    replicas_module.SILENT_S, usual = seconds, replicas_module.SILENT_S
+    try:
+        yield
+    finally:
+        replicas_module.SILENT_S = usual
 
 
 @in_loop
