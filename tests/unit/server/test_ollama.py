@@ -138,6 +138,22 @@ def test_a_captured_body_reaches_the_engine(
     assert {name: getattr(request.params, name) for name in params} == params
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (GENERATE, {"options": {"num_ctx": 4096, "seed": 1}, "system": "b"}, "options, system"),
+        (CHAT, {"options": {"num_ctx": 4096}, "messages": []}, "options"),
+        (GENERATE, {"prompt": "", "options": {}, "stream": False}, None),
+    ],
+)
+def test_fields_of_a_body_that_only_loads_are_named_as_ignored(
+    oracle: LLM, path: str, fields: dict[str, Any], ignored: str | None
+) -> None:
+    answer, client = ask(oracle, path, {"model": "fake", **fields})
+    assert (answer.status_code, answer.json()["done_reason"], client.requests) == (200, "load", [])
+    assert answer.headers.get("x-infer-ignored") == ignored
+
+
 def test_a_stream_is_the_default_and_joins_to_the_whole_answer(oracle: LLM) -> None:
     for path, body in ((CHAT, {"messages": MESSAGES}), (GENERATE, {"prompt": "hi"})):
         lines = lines_of(ask(oracle, path, {"model": "fake", **body})[0])

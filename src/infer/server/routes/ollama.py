@@ -291,6 +291,8 @@ async def load(http: Request, body: OllamaBody, said: Mapping[str, Any]) -> Resp
         )
     if not is_unload or state.models_of(name):
         await use_model(state, name, body)
+    given = body.model_fields_set - {"model", "stream", "keep_alive"}
+    body.note_ignored(sorted(name for name in given if getattr(body, name)))
     reason = "unload" if is_unload else "load"
     made = {"model": body.model, "created_at": now(), **said, "done": True, "done_reason": reason}
     return json_response(made, body)
