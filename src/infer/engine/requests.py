@@ -232,7 +232,7 @@ class RequestTable:
         return _output(
             seq,
             token_ids=token_ids,
-            logprobs=rows if group.request.params.logprobs is not None else (),
+            logprobs=rows,
             prompt_logprobs=group.asked_prompt_logprobs if is_first else None,
         )
 

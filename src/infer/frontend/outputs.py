@@ -192,8 +192,12 @@ class _SequenceText:
             return TextDelta(text=text, token_ids=output.token_ids, index=output.index)
         self._text, self._new = "", []
         num_taken, num_reasoning = self._read(output.token_ids)
-        self.logprobs.extend(output.logprobs[:num_taken])
-        self.cumulative_logprob, self.drafts = output.cumulative_logprob, output.drafts or self.drafts
+        for row in output.logprobs[:num_taken]:
+            self.logprobs.append(row)
+            self.cumulative_logprob += row.logprob
+        if not self.logprobs:  # a beam, which has only the logprob of the whole
+            self.cumulative_logprob = output.cumulative_logprob
+        self.drafts = output.drafts or self.drafts
         self._end(output)
         self.num_reasoning += num_reasoning
         self._pieces.append(self._text)

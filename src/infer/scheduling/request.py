@@ -71,7 +71,7 @@ class StepOutput(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     request_id: str
     index: int  # number of the sequence within the request
     token_ids: tuple[int, ...]
-    logprobs: tuple[RowLogprobs, ...] = ()  # one per token, if requested
+    logprobs: tuple[RowLogprobs, ...] = ()  # one per token, if logprobs or best_of asked for them
     finish_reason: FinishReason | None = None  # None: the sequence continues
     stop_reason: int | None = None  # the request's stop token that ended it; None: EOS or another reason
     cumulative_logprob: float = 0.0  # logprob of the whole output; 0 unless logprobs, best_of or beams use it

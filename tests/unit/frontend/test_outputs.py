@@ -131,10 +131,11 @@ def test_several_tokens_at_once_are_cut_at_the_stop() -> None:
     ids = [BYTES.encode(char)[0] for char in "xyaz"]
     rows = tuple(RowLogprobs(token_id, -1.0, 1, ()) for token_id in ids)
     builder = make_builder(stop="a", logprobs=0)
-    delta, can_stop = builder.take(step_output(*ids, logprobs=rows))
+    delta, can_stop = builder.take(step_output(*ids, logprobs=rows, cumulative_logprob=-4.0))
     assert delta is not None
     assert can_stop
     assert (delta.text, delta.token_ids, delta.logprobs) == ("xy", tuple(ids[:3]), rows[:3])
+    assert builder.build().outputs[0].cumulative_logprob == -3.0
 
 
 def test_best_of_ranks_by_mean_logprob_per_token() -> None:
@@ -154,6 +155,16 @@ def test_best_of_ranks_by_mean_logprob_per_token() -> None:
     with pytest.raises(RequestError, match="best_of and beam search .* cannot stream; do without") as caught:
         check_streams(builder.request.params, "do without")
     assert caught.value.param == "best_of"
+
+
+def test_best_of_counts_only_the_tokens_before_a_stop_string() -> None:
+    builder = make_builder(best_of=2, stop="a")
+    for index, text in enumerate(("xyaz", "xxxy")):
+        ids = [BYTES.encode(char)[0] for char in text]
+        rows = tuple(RowLogprobs(token_id, -1.0 - index / 4, 1, ()) for token_id in ids)
+        builder.take(step_output(*ids, index=index, logprobs=rows, cumulative_logprob=-4.0))
+    (output,) = builder.build().outputs
+    assert (output.text, output.cumulative_logprob, output.logprobs) == ("xy", -3.0, None)
 
 
 def test_beams_come_ranked_and_stay_so() -> None:
