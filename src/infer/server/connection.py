@@ -164,7 +164,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self._is_lingering:
             self._num_other_bytes += len(data)
             if self._num_other_bytes > MAX_LINGER_BYTES:
-                self.transport.close()
+                self._hang_up()
             return
         was_open, num_body_bytes = self._is_open, self._num_body_bytes
         self._first_bytes = b"" if was_open else data[:16]
@@ -242,7 +242,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.can_write_eof():  # TLS cannot
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self._timer = self.loop.call_later(LINGER_S, self._hang_up)
 
     @property
     def framing(self) -> bytes:
@@ -320,7 +320,16 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._num_other_bytes = 0
-        self._timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+        self._timer = self.loop.call_later(self.head_timeout_s, self._hang_up)
+
+    def _hang_up(self) -> None:
+        """Close a connection whose client may never do its part of that.
+
+        With TLS the transport would wait, and read, for 30 seconds until the client closes its side, too.
+        """
+        if self.scheme == "https" and not self.transport.get_write_buffer_size():
+            self.loop.call_later(LINGER_S, self.transport.abort)
+        self.transport.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from infer.config.server import ServerConfig
 from infer.errors import ConfigError
+from infer.server import connection
+from infer.server.connection import GuardedConnection
+from infer.server.fleet.fleet import Fleet
+from infer.server.metrics import ServerMetrics
+from infer.server.processes.board import Board
+from infer.server.serve import HttpServer, loop_factory, uvicorn_config
+from infer.server.state import ServerState
 from infer.server.tls import tls_context, warn_if_expired
 
 DAY_S = 86_400
@@ -81,6 +92,48 @@ def test_what_cannot_be_used_is_told_by_file_and_reason(
         tls_context(config)
     said = str(caught.value)
     assert said.startswith(message.replace("{}", f"{files}/")) and "\n" not in said
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()])
+@pytest.mark.parametrize("begin", [b"GET /health HTTP/1.1\r\nx: ", b"no HTTP"])
+def test_a_client_that_sends_no_request_cannot_put_off_the_end_of_its_connection(
+    files: Path,
+    begin: bytes,
+    make_loop: Callable[[], asyncio.AbstractEventLoop] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trickles a head, and never answers the alert that closes the connection."""
+    monkeypatch.setattr(GuardedConnection, "head_timeout_s", 0.3)
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
+
+    def trickle(port: int) -> float:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(files / "a.pem")
+        context.check_hostname = False
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=20)) as client:
+            began = time.monotonic()
+            client.sendall(begin)
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    client.sendall(b"G")
+                    time.sleep(0.05)
+            return time.monotonic() - began
+
+    async def main() -> float:
+        state = ServerState(config=config_of(files, "a.pem", "a.key"))
+        http = uvicorn_config(state, Fleet(state, ServerMetrics("infer")))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            port = listener.getsockname()[1]
+            server = HttpServer(http, listener, Board())
+            serving = asyncio.create_task(server.serve())
+            took_s = await asyncio.to_thread(trickle, port)
+            server.should_exit = True
+            await serving
+        return took_s
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        assert 0.3 <= runner.run(main()) < 5
 
 
 @pytest.mark.parametrize(
